@@ -1,0 +1,45 @@
+# What there is to run in this repository. `make` alone prints the list.
+#
+# A fresh machine needs Python 3.11, 3.12 or 3.13 (with venv), make and a C compiler; `setup` does the rest, in .venv.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+BIN := .venv/bin
+STAMP := .venv/.setup-done
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help demo serve test check lint test-slow setup clean
+
+help: ## Print this list.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+demo: setup ## Start a cluster, ask it over gRPC and HTTP, show where the time went, shut it down.
+	@$(BIN)/disagg demo
+
+serve: setup ## Run a cluster on this machine until Ctrl-C (other flags: .venv/bin/disagg up --help).
+	@$(BIN)/disagg up
+
+test: lint ## What CI runs: lint, types, import contracts, and every test that is not slow.
+	$(PYTEST) -m "not slow"
+
+check: lint ## The three-minute part of `test`: without the tests that start real clusters.
+	$(PYTEST) -m "not slow and not cluster"
+
+lint: setup ## Ruff, mypy and the import contracts.
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-slow: setup ## The tests that are too slow for CI.
+	$(BIN)/python -m tests.slow
+
+setup: $(STAMP) ## Make .venv with everything that is needed (again only if what it is made from has changed).
+
+clean: ## Remove .venv, generated code and caches.
+	rm -rf .venv disagg/v1 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find disagg tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt $(shell find protos -type f)
+	@.ci/setup
+	@touch $@

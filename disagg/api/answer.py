@@ -1,0 +1,253 @@
+"""Answers one call: starts its requests, writes their tokens as one JSON reply or as a stream of events.
+
+Everything happens inside one coroutine that ends when the client goes away, so that whichever way it ends (done, error,
+disconnect, shutdown), the router's iterators are closed, which aborts what still runs. A stream's HTTP status is sent only
+once every request has been accepted and the first token is there; an error after that becomes an event of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from disagg.api.bodies import Call
+from disagg.api.errors import INTERNAL, Fault, fault_of
+from disagg.api.ports import RouterPort
+from disagg.api.replies import ChatWriter, Chunk, ChunkUsage, CompletionWriter, UsageReply, merge_deltas, usage_reply
+from disagg.router.requests import ChoiceDelta, Finished, GenerateRequest, Started, Update, Usage
+from disagg.types.errors import DisaggError
+
+_EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would otherwise collect tokens before it passes them on
+}
+
+
+class Answer(Response):
+    """The response to one completion or chat call. An ASGI app: all the work happens when it is called."""
+
+    def __init__(self, router: RouterPort, call: Call, fingerprint: str) -> None:
+        super().__init__()
+        self._router = router
+        self._call = call
+        self._fingerprint = fingerprint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises DisaggError if a request fails before anything was sent."""
+        await until_gone(receive, self._run(send))
+
+    async def _run(self, send: Send) -> None:
+        call = self._call
+        async with aclosing(merged(self._router, call.requests)) as updates:
+            started = await _all_started(updates, len(call.requests))
+            writer = (ChatWriter if call.kind == "chat" else CompletionWriter)(call, started, self._fingerprint)
+            if call.stream:
+                await self._stream(send, writer, started, updates)
+            else:
+                await self._whole(send, writer, started, updates)
+
+    async def _whole(
+        self,
+        send: Send,
+        writer: ChatWriter | CompletionWriter,
+        started: list[Started],
+        updates: AsyncGenerator[tuple[int, Update], None],
+    ) -> None:
+        deltas: dict[tuple[int, int], list[ChoiceDelta]] = defaultdict(list)
+        usages: dict[int, Usage] = {}
+        async for prompt, update in updates:
+            if isinstance(update, ChoiceDelta):
+                deltas[prompt, update.choice].append(update)
+            elif isinstance(update, Finished):
+                usages[prompt] = update.usage
+        _assert_finished(usages, len(started))
+        per_choice = [[merge_deltas(c, deltas[p, c]) for c in range(self._call.n)] for p in range(len(started))]
+        body = msgspec.json.encode(writer.whole(per_choice, usage_reply(usages.values())))
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        await _send_start(send, started, headers)
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(
+        self,
+        send: Send,
+        writer: ChatWriter | CompletionWriter,
+        started: list[Started],
+        updates: AsyncGenerator[tuple[int, Update], None],
+    ) -> None:
+        # Waiting for the first token makes a plain HTTP status of what goes wrong before it: clients retry those.
+        first = await anext(updates, None)
+        await _send_start(send, started, _EVENT_HEADERS)
+        try:
+            await self._events(send, writer, started, first, updates)
+        except DisaggError as error:
+            await _send_last(send, _error_event(fault_of(error)))
+        except Exception:
+            await _send_last(send, _error_event(INTERNAL))
+            raise
+
+    async def _events(
+        self,
+        send: Send,
+        writer: ChatWriter | CompletionWriter,
+        started: list[Started],
+        first: tuple[int, Update] | None,
+        updates: AsyncGenerator[tuple[int, Update], None],
+    ) -> None:
+        call = self._call
+        counted = _RunningUsage(call, started)
+        usages: dict[int, Usage] = {}
+        if opening := writer.opening(counted.now()):
+            await _send_events(send, opening)
+        came = first
+        while came is not None:
+            prompt, update = came
+            if isinstance(update, Finished):
+                usages[prompt] = update.usage
+            elif isinstance(update, ChoiceDelta):
+                counted.add(update)
+                if _worth_sending(update, call):
+                    await _send_events(send, writer.chunks(prompt, update, counted.now()))
+            came = await anext(updates, None)
+        _assert_finished(usages, len(started))
+        last = [writer.usage(usage_reply(usages.values()))] if call.usage_last else []
+        await _send_last(send, b"".join((*(_event(chunk) for chunk in last), b"data: [DONE]\n\n")))
+
+
+class _RunningUsage:
+    """The `usage` of each chunk: left out, null (it comes at the end), or what was used so far."""
+
+    def __init__(self, call: Call, started: Iterable[Started]) -> None:
+        self._each = call.usage_each
+        self._otherwise: UnsetType | None = None if call.usage_last else UNSET
+        self._prompt = sum(len(s.prompt_token_ids) for s in started)
+        self._completion = 0
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self._completion += len(delta.token_ids)
+
+    def now(self) -> ChunkUsage:
+        if not self._each:
+            return self._otherwise
+        return UsageReply(self._prompt, self._completion, self._prompt + self._completion)
+
+
+# ---- the client
+
+
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work`, and cancels it when the client disconnects. The request's body must have been read."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_start(send: Send, started: list[Started], headers: Mapping[str, str]) -> None:
+    named = {**headers, "x-request-id": started[0].request_id}
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+
+async def _send_events(send: Send, chunks: Iterable[Chunk]) -> None:
+    body = b"".join(_event(chunk) for chunk in chunks)
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _send_last(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _event(chunk: Chunk) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+def _error_event(fault: Fault) -> bytes:
+    return b"data: " + fault.body() + b"\n\n"
+
+
+def _worth_sending(delta: ChoiceDelta, call: Call) -> bool:
+    """Tokens whose text is held back make no event, unless the client sees tokens."""
+    return bool(delta.text or delta.finish or (delta.token_ids and (call.logprobs or call.return_token_ids)))
+
+
+# ---- the router
+
+
+async def merged(router: RouterPort, requests: tuple[GenerateRequest, ...]) -> AsyncGenerator[tuple[int, Update], None]:
+    """The updates of several requests, each with its request's index. The first error ends all of them.
+
+    First comes the Started of every request, then everything else, as it comes.
+
+    One request is read at the client's pace, and the router merges what a slow client leaves. Several are read as fast
+    as they come: what waits here is at most their whole output.
+    """
+    if len(requests) == 1:
+        async with aclosing(router.generate(requests[0])) as updates:
+            async for update in updates:
+                yield 0, update
+        return
+    waiting: asyncio.Queue[tuple[int, Update] | asyncio.Task[None]] = asyncio.Queue()
+
+    async def read(index: int, request: GenerateRequest) -> None:
+        async with aclosing(router.generate(request)) as updates:
+            async for update in updates:
+                waiting.put_nowait((index, update))
+
+    readers = [asyncio.create_task(read(i, request)) for i, request in enumerate(requests)]
+    for reader in readers:
+        reader.add_done_callback(waiting.put_nowait)
+    unstarted = reading = len(readers)
+    early: list[tuple[int, Update]] = []
+    try:
+        while reading:
+            item = await waiting.get()
+            if isinstance(item, asyncio.Task):
+                item.result()
+                reading -= 1
+            elif unstarted and not isinstance(item[1], Started):
+                early.append(item)
+            else:
+                yield item
+                if isinstance(item[1], Started):
+                    unstarted -= 1
+                    for held in early if unstarted == 0 else ():
+                        yield held
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _all_started(updates: AsyncGenerator[tuple[int, Update], None], count: int) -> list[Started]:
+    started: dict[int, Started] = {}
+    async for prompt, update in updates:
+        assert isinstance(update, Started), f"the router began request {prompt} with {type(update).__name__}"
+        started[prompt] = update
+        if len(started) == count:
+            break
+    assert len(started) == count, "the router ended a request that it neither accepted nor refused"
+    return [started[prompt] for prompt in range(count)]
+
+
+def _assert_finished(usages: Mapping[int, Usage], count: int) -> None:
+    assert len(usages) == count, "the router ended a request in neither tokens nor an error"

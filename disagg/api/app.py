@@ -1,0 +1,266 @@
+"""The OpenAI-compatible HTTP face: routes, and the server that runs them in the router's event loop.
+
+    POST /v1/completions, /v1/chat/completions      GET /v1/models, /v1/models/{name}
+    GET /health, /metrics, /status, /version, /debug/timeline?request_id=, /debug/dump
+
+Knows HTTP and the router's port; how bodies are read and replies written is in `bodies`, `answer` and `replies`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from disagg.api.answer import Answer
+from disagg.api.bodies import parse_chat, parse_completion
+from disagg.api.errors import INTERNAL, BadField, BodyTooLarge, Fault, fault_of, fault_of_http
+from disagg.api.ports import ChatTemplatePort, RouterPort, ServedModel
+from disagg.types.errors import ConfigError, DisaggError, UnknownModel
+
+MAX_BODY_BYTES = 16 << 20
+MAX_PROMPTS = 128
+CLIENT_REQUEST_ID_CHARS = 128
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that it is they who close them
+
+
+def create_app(
+    router: RouterPort,
+    chat_template: ChatTemplatePort | None,
+    registry: CollectorRegistry,
+    *,
+    version: str,
+    max_prompts: int = MAX_PROMPTS,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> FastAPI:
+    """The face of one router. chat_template None: the model cannot chat, and clients are told so.
+
+    version: of this software; also what replies carry as `system_fingerprint`.
+    """
+    app = FastAPI(
+        title="disagg", version=version, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
+    fingerprint = f"disagg-{version}"
+    created = int(time.time())
+    _add_error_handlers(app)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = await _body(request, max_body_bytes)
+        return Answer(router, parse_completion(body, max_prompts, _client_request_id(request)), fingerprint)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = await _body(request, max_body_bytes)
+        return Answer(router, parse_chat(body, chat_template, _client_request_id(request)), fingerprint)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [_model_card(model, created) for model in router.models()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        for served in router.models():
+            if served.name == name:
+                return _json(_model_card(served, created))
+        raise UnknownModel(f"the model {name!r} does not exist", "model")
+
+    @app.get("/health")
+    async def health() -> Response:
+        healthy = router.healthy()
+        state = router.status().get("state", "ready" if healthy else "unavailable")
+        return _json({"healthy": healthy, "state": state}, 200 if healthy else 503)
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"content-type": content_type})
+
+    @app.get("/status")
+    async def status() -> Response:
+        return _json(router.status())
+
+    @app.get("/version")
+    async def version_of_this() -> Response:
+        return _json({"version": version})
+
+    @app.get("/debug/timeline")
+    async def timeline(request: Request) -> Response:
+        asked = request.query_params.get("request_id")
+        if not asked:
+            raise BadField("request_id is required", "request_id", "missing_required_parameter")
+        request_id = asked.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        events = router.timeline(request_id)
+        if events is None:
+            raise HTTPException(404, f"no timeline of request {request_id!r} is kept")
+        return _json({"request_id": request_id, "events": events})
+
+    @app.get("/debug/dump")
+    async def dump() -> Response:
+        content = await router.dump()
+        return Response(content, media_type="text/plain") if isinstance(content, str) else _json(content)
+
+    return app
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, {"content-type": "application/json"})
+
+
+def _model_card(model: ServedModel, created: int) -> dict[str, object]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "disagg",
+        "max_model_len": model.max_model_len,
+    }
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """The request's body. Raises BodyTooLarge, before reading it where its length is announced."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limit:
+        raise BodyTooLarge(f"the body has {announced} bytes; at most {limit} are allowed")
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise BodyTooLarge(f"the body has more than {limit} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _client_request_id(request: Request) -> str:
+    """For the logs only, so cut rather than refused."""
+    return request.headers.get("x-request-id", "")[:CLIENT_REQUEST_ID_CHARS]
+
+
+# ---- errors
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    def reply(fault: Fault, headers: dict[str, str] | None = None) -> Response:
+        every = {"content-type": "application/json", **fault.headers(), **(headers or {})}
+        return Response(fault.body(), fault.status, every)
+
+    @app.exception_handler(DisaggError)
+    async def ours(request: Request, error: DisaggError) -> Response:
+        return reply(fault_of(error))
+
+    @app.exception_handler(HTTPException)
+    async def of_http(request: Request, error: HTTPException) -> Response:
+        fault = fault_of_http(error.status_code, request.method, request.url.path, error.detail)
+        return reply(fault, dict(error.headers or {}))
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        return reply(INTERNAL)  # Starlette raises the error again, so that the log has it
+
+
+# ---- the server
+
+
+class HttpServer:
+    """A running HTTP server. Made by `serve`."""
+
+    def __init__(self, server: uvicorn.Server, listener: socket.socket, running: asyncio.Task[None]) -> None:
+        self._server = server
+        self._running = running
+        self.host: str = listener.getsockname()[0]
+        self.port: int = listener.getsockname()[1]
+
+    @property
+    def base_url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    async def wait(self) -> None:
+        """Until the server ends. Raises what ended it, if that was a failure."""
+        await asyncio.shield(self._running)
+
+    async def shutdown(self, grace_s: float) -> None:
+        """Takes no new connections, waits grace_s for running calls to end, then cancels them. Idempotent."""
+        calls = self._server.server_state.tasks
+        # uvicorn annotates whole seconds but hands the number to asyncio.wait_for, which takes any.
+        self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
+        self._server.should_exit = True
+        await self.wait()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn in a loop that is not its own: it leaves signals to the process, and says when it is up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+
+async def serve(app: FastAPI, host: str, port: int) -> HttpServer:
+    """Starts to serve in this event loop; returns once connections are taken. port 0: any free one.
+
+    Raises ConfigError if the address cannot be had.
+    """
+    listener = await _listen(host, port)
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+    server = _Server(config)
+    running = asyncio.create_task(server.serve([listener]), name="http-server")
+    up = asyncio.create_task(server.up.wait())
+    handle = HttpServer(server, listener, running)
+    await asyncio.wait((running, up), return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        up.cancel()
+        running.result()
+    return handle
+
+
+async def _listen(host: str, port: int) -> socket.socket:
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"router.host is {host!r}, which is no address to listen at: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}") from error
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,381 @@
+"""Request bodies: JSON to a `Call`. Pure; knows OpenAI's fields, and nothing of HTTP or of who will serve them.
+
+Nothing is ignored: a field is served, or has no bearing on the answer (`user` and the like), or is refused by name. A
+field that is null counts as absent, at any depth that has named fields.
+
+    bytes ── JSON ──> dict ── drop nulls, refuse by name ──> CompletionBody | ChatBody ──> Call
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from disagg.api.errors import BadField
+from disagg.api.ports import ChatTemplatePort
+from disagg.router.requests import GenerateRequest
+from disagg.types.errors import InvalidRequest
+from disagg.types.sampling import MAX_LOGPROBS, SamplingParams
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat has none
+SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
+
+Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+TokenIds = tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...]
+
+# Fields that clients know from OpenAI and vLLM but that are not served. Any other field is refused too, as unknown.
+_UNSERVED = frozenset(
+    (
+        "audio",
+        "chat_template",
+        "function_call",
+        "functions",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_logprobs",
+        "reasoning_effort",
+        "structured_outputs",
+        "tool_choice",
+        "tools",
+        "verbosity",
+        "web_search_options",
+    )
+)
+# Fields that are served at one setting only: the one that asks for nothing special.
+_ONE_SETTING: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+    "completion": {"echo": (False,), "suffix": ()},
+    "chat": {
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+    },
+}
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stream carries beside text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class _Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fields that completions and chats share. Ranges are checked by SamplingParams, against the served model."""
+
+    model: str
+    max_tokens: Int32 | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    n: Int32 = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: str | tuple[str, ...] = ()
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
+    user: str = ""
+    metadata: dict[str, str] = {}
+    safety_identifier: str = ""
+    # vLLM's
+    top_k: Int32 = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: Int32 = 0
+    ignore_eos: bool = False
+    stop_token_ids: TokenIds = ()
+    cache_salt: str = ""
+    return_token_ids: bool = False
+
+
+class CompletionBody(_Body, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    prompt: Any
+    logprobs: Int32 | None = None
+    best_of: Int32 | None = None
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One message of a chat. content: text, or a list of parts."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | tuple[dict[str, Any], ...]
+    name: str = ""
+
+
+class ChatBody(_Body, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: tuple[Message, ...]
+    max_completion_tokens: Int32 | None = None
+    logprobs: bool = False
+    top_logprobs: Int32 | None = None
+
+
+class Call(Struct, frozen=True, kw_only=True):
+    """What one HTTP call asks for: one router request per prompt, and how to write the answer.
+
+    Choice c of prompt p has index p * n + c. usage_last: a chunk with the usage ends the stream; usage_each: every chunk
+    carries the usage so far.
+    """
+
+    kind: Literal["completion", "chat"]
+    model: str
+    requests: tuple[GenerateRequest, ...]
+    n: int
+    logprobs: bool
+    return_token_ids: bool
+    stream: bool = False
+    usage_last: bool = False
+    usage_each: bool = False
+
+
+def parse_completion(body: bytes, max_prompts: int, client_request_id: str = "") -> Call:
+    """Raises InvalidRequest naming the field."""
+    parsed = _convert(_fields(body, "completion"), CompletionBody)
+    if parsed.best_of not in (None, parsed.n):
+        raise BadField(
+            f"best_of is {parsed.best_of}; only best_of equal to n ({parsed.n}) is served",
+            "best_of",
+            "unsupported_value",
+        )
+    prompts = _prompts(parsed.prompt)
+    if len(prompts) > max_prompts:
+        raise InvalidRequest(f"prompt holds {len(prompts)} prompts; at most {max_prompts} are allowed", "prompt")
+    max_tokens = COMPLETION_MAX_TOKENS if parsed.max_tokens is None else _positive(parsed.max_tokens, "max_tokens")
+    return _call("completion", parsed, prompts, max_tokens, parsed.logprobs, client_request_id)
+
+
+def parse_chat(body: bytes, template: ChatTemplatePort | None, client_request_id: str = "") -> Call:
+    """Raises InvalidRequest naming the field."""
+    fields = _fields(body, "chat")
+    if isinstance(fields.get("messages"), list):
+        fields["messages"] = [_without_nulls(m) if isinstance(m, dict) else m for m in fields["messages"]]
+    parsed = _convert(fields, ChatBody)
+    if template is None:
+        raise InvalidRequest(
+            f"{parsed.model} has no chat template, so it cannot chat; POST /v1/completions works", "messages"
+        )
+    if not parsed.messages:
+        raise InvalidRequest("messages is empty; a chat needs at least one message", "messages")
+    if parsed.top_logprobs is not None and not parsed.logprobs:
+        raise InvalidRequest("top_logprobs is set but logprobs is not; set logprobs to true", "top_logprobs")
+    if parsed.top_logprobs is not None and not 0 <= parsed.top_logprobs <= MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"top_logprobs is {parsed.top_logprobs}; it must be between 0 and {MAX_LOGPROBS}", "top_logprobs"
+        )
+    logprobs = (parsed.top_logprobs or 0) if parsed.logprobs else None
+    prompt = template.render([_for_template(i, m) for i, m in enumerate(parsed.messages)], add_generation_prompt=True)
+    return _call("chat", parsed, (prompt,), _chat_max_tokens(parsed), logprobs, client_request_id)
+
+
+def _call(
+    kind: Literal["completion", "chat"],
+    body: _Body,
+    prompts: tuple[str | tuple[int, ...], ...],
+    max_tokens: int,
+    logprobs: int | None,
+    client_request_id: str,
+) -> Call:
+    options = body.stream_options or StreamOptions()
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options is set but stream is not; set stream to true", "stream_options")
+    if options.include_obfuscation:
+        raise BadField("include_obfuscation is not served", "stream_options.include_obfuscation", "unsupported_value")
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=_logit_bias(body.logit_bias),
+        stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=body.ignore_eos,
+        logprobs=logprobs,
+        n=body.n,
+    )
+    seed = _seed(body.seed)
+    requests = tuple(
+        GenerateRequest(
+            model=body.model,
+            prompt=prompt,
+            params=params,
+            seed=seed,
+            cache_salt=body.cache_salt,
+            client_request_id=client_request_id,
+            add_special_tokens=kind == "completion",
+        )
+        for prompt in prompts
+    )
+    return Call(
+        kind=kind,
+        model=body.model,
+        requests=requests,
+        n=body.n,
+        logprobs=logprobs is not None,
+        return_token_ids=body.return_token_ids,
+        stream=body.stream,
+        usage_last=options.include_usage,
+        usage_each=options.continuous_usage_stats,
+    )
+
+
+# ---- JSON to a body
+
+
+def _fields(body: bytes, kind: str) -> dict[str, Any]:
+    """The body's fields that are not null, without those that ask for nothing special. Refuses what is not served."""
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadField(f"the body cannot be read as JSON: {error}", None, "invalid_json") from error
+    if not isinstance(raw, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    fields = _without_nulls(raw)
+    for name in list(fields):
+        if name in _UNSERVED:
+            raise BadField(f"{name} is not served", name, "unsupported_parameter")
+        served = _ONE_SETTING[kind].get(name)
+        if served is None:
+            continue
+        value = fields.pop(name)
+        if not any(type(value) is type(one) and value == one for one in served):
+            only = " or ".join(msgspec.json.encode(one).decode() for one in (*served, None))
+            raise BadField(f"{name} is served as {only} only", name, "unsupported_value")
+    if isinstance(fields.get("stream_options"), dict):
+        fields["stream_options"] = _without_nulls(fields["stream_options"])
+    return fields
+
+
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+_B = TypeVar("_B")
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
+_QUOTED = re.compile(r"^Object (?P<what>contains unknown|missing required) field `(?P<name>.*?)`")
+
+
+def _convert(fields: object, to: type[_B], root: str = "") -> _B:
+    """`fields` as a `to`. root: the name of the field that `fields` is, if it is not the whole body."""
+    try:
+        return msgspec.convert(fields, to)
+    except msgspec.ValidationError as error:
+        raise _bad_field(str(error), root) from error
+
+
+def _bad_field(problem: str, root: str) -> BadField:
+    """msgspec's sentence, e.g. "Expected `int`, got `str` - at `$.stop[0]`", in OpenAI's words."""
+    found = _PATH.search(problem)
+    path = root + (found["path"] if found else "")
+    problem = problem[: found.start()] if found else problem
+    named = _QUOTED.match(problem)
+    if named is None:
+        return BadField(f"{path}: {problem}" if path else problem, path or None, "invalid_type")
+    path = f"{path}.{named['name']}" if path else named["name"]
+    if named["what"] == "contains unknown":
+        return BadField(f"unknown field {path}", path, "unknown_parameter")
+    return BadField(f"{path} is required", path, "missing_required_parameter")
+
+
+# ---- fields that need a closer look
+
+
+def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
+    """A string, token ids, a list of strings, or a list of lists of token ids."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        raise BadField("prompt must be a string, a list of token ids, or a list of either", "prompt", "invalid_type")
+    if not value:
+        raise InvalidRequest("prompt is an empty list", "prompt")
+    prompts: tuple[str | tuple[int, ...], ...]
+    if isinstance(value[0], str):
+        prompts = _convert(value, tuple[str, ...], "prompt")
+    elif isinstance(value[0], list):
+        prompts = _convert(value, tuple[TokenIds, ...], "prompt")
+    else:
+        prompts = (_convert(value, TokenIds, "prompt"),)
+    if any(ids == () for ids in prompts):
+        raise InvalidRequest("prompt holds an empty list of token ids", "prompt")
+    return prompts
+
+
+def _logit_bias(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    for token in biases:
+        if not (token.isascii() and token.isdigit() and len(token) <= 10):
+            raise InvalidRequest(f"logit_bias names {token!r}; its keys must be token ids", "logit_bias")
+    by_id = {int(token): bias for token, bias in biases.items()}
+    if len(by_id) < len(biases):
+        raise InvalidRequest("logit_bias names a token twice", "logit_bias")
+    return tuple(by_id.items())
+
+
+def _seed(seed: int | None) -> int | None:
+    """Any signed or unsigned 64-bit number, as an unsigned one."""
+    if seed is None:
+        return None
+    if not SEED_MIN <= seed <= SEED_MAX:
+        raise InvalidRequest(f"seed is {seed}; it must fit in 64 bits", "seed")
+    return seed % 2**64
+
+
+def _positive(count: int, name: str) -> int:
+    """0 must not get through: to the router it means "as many as fit"."""
+    if count < 1:
+        raise InvalidRequest(f"{name} is {count}; it must be at least 1", name)
+    return count
+
+
+def _chat_max_tokens(body: ChatBody) -> int:
+    """max_completion_tokens is the newer name of max_tokens; with neither, as many as fit."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise InvalidRequest(
+            f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same, so set one", "max_tokens"
+        )
+    if new is not None:
+        return _positive(new, "max_completion_tokens")
+    return 0 if old is None else _positive(old, "max_tokens")
+
+
+def _for_template(index: int, message: Message) -> dict[str, str]:
+    """The message as templates know it: text content, and "system" for what OpenAI now calls "developer"."""
+    rendered = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.content if isinstance(message.content, str) else _joined(index, message.content),
+    }
+    return {**rendered, "name": message.name} if message.name else rendered
+
+
+def _joined(index: int, parts: tuple[dict[str, Any], ...]) -> str:
+    """Text parts, a line each, as vLLM joins them for templates that take a string."""
+    texts = []
+    for i, part in enumerate(parts):
+        path = f"messages[{index}].content[{i}]"
+        if part.get("type") != "text":
+            raise BadField(
+                f"{path} is of type {part.get('type')!r}; only text parts are served",
+                f"{path}.type",
+                "unsupported_value",
+            )
+        extra = sorted(part.keys() - {"type", "text"})
+        if extra:
+            raise BadField(f"unknown field {path}.{extra[0]}", f"{path}.{extra[0]}", "unknown_parameter")
+        if not isinstance(part.get("text"), str):
+            raise BadField(f"{path}.text must be a string", f"{path}.text", "invalid_type")
+        texts.append(part["text"])
+    return "\n".join(texts)

@@ -1,0 +1,55 @@
+"""What the HTTP face needs of the router and of the text package, and nothing more. No behaviour.
+
+The face relies on this of `generate`: `Started` comes first and waits for no free place, so that several requests of one
+HTTP call can be started together; errors are of `types.errors`; `Finished` is last; closing the iterator aborts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Protocol
+
+from disagg.messages.legs import TimelineEvent
+from disagg.router.requests import GenerateRequest, Update
+
+
+class ServedModel(Protocol):
+    """A model that clients may name. max_model_len: prompt and output together, in tokens."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+
+class RouterPort(Protocol):
+    """The router, as the HTTP face sees it. Everything runs in the caller's event loop."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
+        """The updates of one request. Raises DisaggError; before `Started` if the request was not accepted."""
+        ...
+
+    def models(self) -> Sequence[ServedModel]: ...
+
+    def healthy(self) -> bool:
+        """Whether a request that arrives now can be served."""
+        ...
+
+    def status(self) -> Mapping[str, object]:
+        """The cluster as the router sees it; JSON-encodable. "state", if present, is one word for the whole."""
+        ...
+
+    def timeline(self, request_id: str) -> tuple[TimelineEvent, ...] | None:
+        """What happened to a request, while the router still remembers it."""
+        ...
+
+    async def dump(self) -> object:
+        """Everything the router knows, for debugging: text, or something JSON-encodable."""
+        ...
+
+
+class ChatTemplatePort(Protocol):
+    """Turns messages into a prompt. Raises InvalidRequest for messages that the model's template refuses."""
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str: ...

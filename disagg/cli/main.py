@@ -1,0 +1,333 @@
+"""The `disagg` command: names, flags and help. What a command does is imported when it runs.
+
+Exit codes: 0 done; 1 it failed; 2 the command line makes no sense; 3 the configuration cannot work.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import click
+
+from disagg.types.errors import ConfigError, DisaggError
+
+EXIT_FAILED = 1
+EXIT_CONFIG = 3
+DEFAULT_HTTP = "http://127.0.0.1:8000"
+DEFAULT_GRPC = "127.0.0.1:50051"
+RUN_DIR = "~/.cache/disagg/run"
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class _Failed(click.ClickException):
+    """An error of ours, as one line and an exit code."""
+
+    exit_code = EXIT_FAILED
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"error: {self.message}", file=file or sys.stderr)
+
+
+class _Misconfigured(_Failed):
+    """One that would come again however often it is tried."""
+
+    exit_code = EXIT_CONFIG
+
+
+class _Group(click.Group):
+    """A group whose commands raise DisaggError for what the person at the terminal can mend."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise _Misconfigured(str(error)) from error
+        except DisaggError as error:
+            raise _Failed(str(error)) from error
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # as they are written here: the usual ones first
+
+
+def _show_version(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
+    from disagg.cli.version import version
+
+    if asked:
+        click.echo(f"disagg {version()}")
+        ctx.exit()
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
+)
+def cli() -> None:
+    """Serve a large language model from separately scaled prefill and decode pools."""
+
+
+def main() -> None:
+    """Entry of the `disagg` script."""
+    cli(prog_name="disagg")
+
+
+# ---- options that several commands share
+
+
+def _config_options(command: Command) -> Command:
+    command = click.option(
+        "--set",
+        "sets",
+        multiple=True,
+        metavar="SECTION.FIELD=VALUE",
+        help="Overrule one setting; may be repeated. `disagg config show` lists them.",
+    )(command)
+    return click.option(
+        "--config",
+        "file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="TOML file with settings. DISAGG__SECTION__FIELD in the environment overrules it.",
+    )(command)
+
+
+def _supervised_options(command: Command) -> Command:
+    """What a supervising parent adds; not for people."""
+    command = click.option("--heartbeat-fd", type=int, hidden=True)(command)
+    return click.option("--parent-pid", type=int, hidden=True)(command)
+
+
+def _http_option(command: Command) -> Command:
+    return click.option(
+        "--http", "base_url", default=DEFAULT_HTTP, show_default=True, metavar="URL", help="The router."
+    )(command)
+
+
+def _overrides(sets: tuple[str, ...]) -> dict[str, object]:
+    out: dict[str, object] = {}
+    for each in sets:
+        path, equals, value = each.partition("=")
+        if not equals:
+            raise ConfigError(f'--set {each}: it must be SECTION.FIELD=VALUE, such as "engine.page_tokens=16"')
+        out[path.strip()] = value.strip()
+    return out
+
+
+# ---- the cluster
+
+
+@cli.command()
+@click.option(
+    "--model", metavar="NAME|DIR", help="A known model, or a Hugging Face directory.  [default: smollm2-135m]"
+)
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="[default: auto]")
+@click.option("--prefill", default=1, show_default=True, type=click.IntRange(1, 64), help="Prefill servers.")
+@click.option("--decode", default=1, show_default=True, type=click.IntRange(1, 64), help="Decode servers.")
+@click.option(
+    "--prefill-tp", default=1, show_default=True, type=click.IntRange(1, 64), help="Ranks per prefill server."
+)
+@click.option("--decode-tp", default=1, show_default=True, type=click.IntRange(1, 64), help="Ranks per decode server.")
+@click.option("--page-tokens", type=int, metavar="N", help="Tokens per KV page.  [default: 16]")
+@click.option("--chunk-tokens", type=int, metavar="N", help="Token budget of one prefill step.  [default: 256]")
+@click.option("--kv-memory", metavar="SIZE", help="KV pool of each server.  [default: 512MiB]")
+@click.option("--max-model-len", type=int, metavar="N", help="Longest prompt and output.  [default: the model's own]")
+@click.option("--prefix-cache", type=click.Choice(["on", "off"]), help="[default: off]")
+@click.option("--host", metavar="HOST", help="Where the router listens.  [default: 127.0.0.1]")
+@click.option("--http-port", type=int, metavar="PORT", help="OpenAI HTTP; 0 takes a free one.  [default: 8000]")
+@click.option("--grpc-port", type=int, metavar="PORT", help="gRPC; 0 takes a free one.  [default: 50051]")
+@click.option(
+    "--run-dir",
+    default=RUN_DIR,
+    show_default=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where this run gets a directory for its logs.",
+)
+@click.option("--parent-pid", type=int, hidden=True)
+@_config_options
+def up(
+    prefill: int,
+    decode: int,
+    prefill_tp: int,
+    decode_tp: int,
+    run_dir: Path,
+    parent_pid: int | None,
+    file: Path | None,
+    sets: tuple[str, ...],
+    **flags: object,
+) -> None:
+    """Run a whole cluster on this machine, until Ctrl-C.
+
+    Starts a router, prefill and decode servers, says `ready` when requests will succeed, and starts again what dies.
+    Ctrl-C or SIGTERM drains; a second Ctrl-C kills.
+    """
+    from disagg.cli.up import UpOptions, run_up
+    from disagg.telemetry.process import die_with_parent
+
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    options = UpOptions(
+        num_prefill=prefill,
+        num_decode=decode,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        run_parent=run_dir.expanduser(),
+    )
+    given = {path: flags[name] for name, path in _UP_SETTINGS.items()}
+    sys.exit(run_up(options, file, {**_overrides(sets), **{k: v for k, v in given.items() if v is not None}}))
+
+
+_UP_SETTINGS = {
+    "model": "model.name",
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_model_len",
+    "page_tokens": "engine.page_tokens",
+    "chunk_tokens": "engine.chunk_tokens",
+    "kv_memory": "engine.kv_memory_bytes",
+    "prefix_cache": "engine.prefix_cache",
+    "host": "router.host",
+    "http_port": "router.http_port",
+    "grpc_port": "router.grpc_port",
+}
+
+
+@cli.command()
+@click.argument("prompt")
+@click.option("--grpc", "address", default=DEFAULT_GRPC, show_default=True, metavar="HOST:PORT", help="The router.")
+@click.option("--model", default="", help="Served name.  [default: the router's only model]")
+@click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="[default: as many as fit]")
+@click.option("--min-tokens", type=click.IntRange(0), default=0, metavar="N")
+@click.option("--temperature", type=float, default=1.0, show_default=True, help="0 takes the most likely token always.")
+@click.option("--top-k", type=int, default=0, metavar="N")
+@click.option("--top-p", type=float, default=1.0, metavar="P")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence token.")
+@click.option("--deadline", type=float, metavar="SECONDS", help="How long the request may take.")
+@click.option(
+    "--chat/--raw",
+    default=None,
+    help="Render the prompt with the model's chat template, or send it as it is.  [default: chat, where it has one here]",
+)
+@click.option("--timeline", is_flag=True, help="Draw where the time went.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text as it comes.")
+def generate(prompt: str, **options: Any) -> None:
+    """Continue PROMPT ("-" reads it from stdin), printing text as it comes."""
+    from disagg.cli.generate import GenerateOptions, run_generate
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    sys.exit(run_generate(text, GenerateOptions(**options)))
+
+
+@cli.command()
+@_http_option
+@click.option("--json", "as_json", is_flag=True, help="Print the router's answer as it is.")
+def status(base_url: str, as_json: bool) -> None:
+    """Show both pools, and what they are doing."""
+    from disagg.cli.status import show_status
+
+    show_status(base_url, as_json)
+
+
+@cli.command()
+@click.option("--model", metavar="NAME|DIR", help="[default: smollm2-135m]")
+def demo(model: str | None) -> None:
+    """Start a cluster, ask it over gRPC and over HTTP, draw where the time went, and shut it down."""
+    from disagg.cli.demo import run_demo
+
+    sys.exit(run_demo(model))
+
+
+# ---- looking into things
+
+
+@cli.group()
+def debug() -> None:
+    """Look into a running cluster."""
+
+
+@debug.command("dump")
+@_http_option
+def debug_dump(base_url: str) -> None:
+    """Print everything that the router and the servers know of what they are doing."""
+    from disagg.cli.status import show_dump
+
+    show_dump(base_url)
+
+
+@cli.group()
+def model() -> None:
+    """Models in Hugging Face format, converted where need be."""
+
+
+@model.command("path")
+@click.argument("name", required=False)
+@_config_options
+def model_path(name: str | None, file: Path | None, sets: tuple[str, ...]) -> None:
+    """Print the model's directory, converting the model first if need be."""
+    from disagg.cli.models import model_directory
+
+    click.echo(model_directory(name, file, _overrides(sets)))
+
+
+@model.command("convert")
+@click.argument("name", required=False)
+@_config_options
+def model_convert(name: str | None, file: Path | None, sets: tuple[str, ...]) -> None:
+    """Convert the model into the cache."""
+    from disagg.cli.models import model_directory
+
+    click.echo(model_directory(name, file, _overrides(sets)), err=True)
+
+
+@model.command("inspect")
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True)
+@_config_options
+def model_inspect(name: str | None, as_json: bool, file: Path | None, sets: tuple[str, ...]) -> None:
+    """Show what there is to know of a model without loading it."""
+    from disagg.cli.models import show_facts
+
+    show_facts(name, file, _overrides(sets), as_json)
+
+
+@model.command("list")
+def model_list() -> None:
+    """List the models that are known by name."""
+    from disagg.cli.models import show_known
+
+    show_known()
+
+
+@cli.group()
+def config() -> None:
+    """Settings."""
+
+
+@config.command("show")
+@_config_options
+def config_show(file: Path | None, sets: tuple[str, ...]) -> None:
+    """Print every setting as TOML, with what file, environment and flags say."""
+    from disagg.config.load import dump_config, load_config
+
+    click.echo(dump_config(load_config(file, _overrides(sets))), nl=False)
+
+
+# ---- one process
+
+
+def _role_command(role: str, what: str) -> None:
+    def run(file: Path, sets: tuple[str, ...], heartbeat_fd: int | None, parent_pid: int | None) -> None:
+        from disagg.cli.roles import run_role
+
+        sys.exit(run_role(role, file, _overrides(sets), heartbeat_fd, parent_pid))  # type: ignore[arg-type]
+
+    cli.command(role, help=f"Run one {what} (what `disagg up` and Kubernetes start).")(
+        _supervised_options(_config_options(run))
+    )
+
+
+_role_command("router", "router")
+_role_command("prefill", "prefill server")
+_role_command("decode", "decode server")

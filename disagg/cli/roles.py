@@ -1,0 +1,53 @@
+"""One process of the cluster: what every role does first, and then the role itself, imported only then."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from disagg.config.check import warnings_of
+from disagg.config.load import load_config
+from disagg.config.tree import Config
+from disagg.telemetry.logs import configure_logging, log_uncaught_exceptions
+from disagg.telemetry.process import die_with_parent, heartbeat_to, no_heartbeat
+from disagg.telemetry.stacks import dump_stacks_on_signal
+
+Role = Literal["router", "prefill", "decode"]
+
+log = logging.getLogger(__name__)
+
+
+def run_role(
+    role: Role, file: Path | None, overrides: Mapping[str, object], heartbeat_fd: int | None, parent_pid: int | None
+) -> int:
+    """Runs until the process is told to end; returns its exit code. Raises ConfigError.
+
+    heartbeat_fd and parent_pid come from a supervisor; without them nobody watches this process.
+    """
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    heartbeat = no_heartbeat if heartbeat_fd is None else heartbeat_to(heartbeat_fd)
+    config = load_config(file, overrides)
+    name = config.router.name if role == "router" else config.server.name or role
+    configure_logging(name, config.log.level, config.log.format)
+    log_uncaught_exceptions()
+    dump_stacks_on_signal()
+    for warning in warnings_of(config):
+        log.warning(warning)
+    return _run(role, config, heartbeat)
+
+
+def _run(role: Role, config: Config, heartbeat: Callable[[], None]) -> int:
+    if role == "router":
+        from disagg.cli.router_process import run as run_router
+
+        return run_router(config, heartbeat)
+    if role == "prefill":
+        from disagg.prefill_server.main import run as run_prefill
+
+        return int(run_prefill(config, heartbeat))
+    from disagg.decode_server.main import run as run_decode
+
+    return int(run_decode(config, heartbeat))

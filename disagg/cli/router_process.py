@@ -1,0 +1,135 @@
+"""The router's process: router, gRPC face and HTTP face in one loop, from start to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
+
+import grpc
+import uvloop
+
+from disagg.api.app import create_app, serve
+from disagg.cli.version import version
+from disagg.config.tree import Config, ServerRef
+from disagg.convert.model_dir import resolve
+from disagg.messages.legs import TimelineEvent
+from disagg.router.main import run_router
+from disagg.router.requests import GenerateRequest, Update
+from disagg.router.service import Router
+from disagg.telemetry.metrics import new_registry
+from disagg.telemetry.stacks import format_stacks
+from disagg.text.chat import ChatTemplate
+from disagg.wire import pb
+from disagg.wire.inference import ModelInfo
+from disagg.wire.services import ServerStub, open_channel
+
+HEARTBEAT_S = 1.0
+HTTP_GRACE_S = 1.0  # after the drain, for answers that are on their way out
+SERVER_DUMP_S = 15.0  # a server that hangs must not hide what the others say
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, heartbeat: Callable[[], None]) -> int:
+    """Serves until SIGTERM or SIGINT, drains, and returns the exit code. Raises ConfigError."""
+    return uvloop.run(_serve(config, heartbeat))
+
+
+class RouterFace:
+    """The router as the HTTP face wants it (`api.ports.RouterPort`)."""
+
+    def __init__(self, router: Router, servers: Sequence[ServerRef]) -> None:
+        self._router = router
+        self._servers = tuple(servers)
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
+        return self._router.generate(request)
+
+    def models(self) -> Sequence[ModelInfo]:
+        return self._router.models()
+
+    def healthy(self) -> bool:
+        return self._router.healthy()
+
+    def status(self) -> Mapping[str, object]:
+        return self._router.status()
+
+    def timeline(self, request_id: str) -> tuple[TimelineEvent, ...] | None:
+        return self._router.timeline(request_id)
+
+    async def dump(self) -> object:
+        """The router's own state and stacks, and what each server answers to Dump."""
+        answers = await asyncio.gather(*(dump_server(server.address) for server in self._servers))
+        return {
+            "router": await self._router.dump(),
+            "router_stacks": format_stacks(),
+            "servers": {server.name: answer for server, answer in zip(self._servers, answers, strict=True)},
+        }
+
+
+async def dump_server(address: str, timeout_s: float = SERVER_DUMP_S) -> str:
+    """What a server says of itself; if it does not, why."""
+    channel = open_channel(address)
+    try:
+        reply = await ServerStub(channel).dump(pb.server.DumpRequest(), timeout=timeout_s)
+        return str(reply.text)
+    except grpc.aio.AioRpcError as error:
+        return f"no dump: {error.code().name}: {error.details()}"
+    finally:
+        await channel.close()
+
+
+async def _serve(config: Config, heartbeat: Callable[[], None]) -> int:
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    beating = asyncio.create_task(_beat(heartbeat), name="heartbeat")
+    try:
+        await _until(config, stopping)
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+    return 0
+
+
+async def _until(config: Config, stopping: asyncio.Event) -> None:
+    registry = new_registry()
+    model_dir = await asyncio.to_thread(_model_dir, config)
+    running = await run_router(config, model_dir, registry=registry)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(running.close, config.router.drain_s)
+        app = create_app(
+            RouterFace(running.router, config.router.servers),
+            ChatTemplate.load(model_dir),
+            registry,
+            version=version(),
+            max_prompts=config.router.max_prompts_per_request,
+        )
+        http = await serve(app, config.router.host, config.router.http_port)
+        log.info("router is listening", extra={"http": http.base_url, "grpc_port": running.grpc_port})
+        stop = asyncio.create_task(stopping.wait())
+        end = asyncio.create_task(http.wait())
+        await asyncio.wait((stop, end), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if end.done():
+            end.result()  # raises what ended it
+        log.info("draining", extra={"drain_s": config.router.drain_s})
+        await running.close(config.router.drain_s)  # meanwhile HTTP still answers: new requests get 503
+        stack.pop_all()
+        await http.shutdown(HTTP_GRACE_S)
+        await end
+
+
+def _model_dir(config: Config) -> Path:
+    return resolve(config.model.name, Path(config.model.cache_dir).expanduser())
+
+
+async def _beat(heartbeat: Callable[[], None]) -> None:
+    while True:
+        heartbeat()
+        await asyncio.sleep(HEARTBEAT_S)

@@ -1,0 +1,85 @@
+"""`disagg status` and `disagg debug dump`: what a router says of its cluster."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from disagg.cli.terminal import get_http
+
+_STATE_STYLES = {"ready": "green", "loading": "yellow", "draining": "yellow", "no-peer": "yellow", "dead": "red"}
+
+
+def show_status(base_url: str, as_json: bool) -> None:
+    """Prints both pools and the router. Raises DisaggError if no router answers."""
+    status = get_http(base_url, "/status")
+    if as_json:
+        print(json.dumps(status, ensure_ascii=False))
+        return
+    # In a pipe there is no width to fit into: whole words, for grep.
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    for role in ("prefill", "decode"):
+        console.print(pool_table(role, [each for each in status.get("servers", []) if each.get("role") == role]))
+    for router in status.get("routers", []):
+        draining = ", draining" if router.get("draining") else ""
+        console.print(
+            f"router {router.get('name')} (pid {router.get('pid')}): {router.get('inflight')} in flight, "
+            f"{router.get('queued')} queued{draining}"
+        )
+
+
+def pool_table(role: str, servers: Sequence[Mapping[str, Any]]) -> Table:
+    """One pool as a table. servers: of /status."""
+    table = Table(title=f"{role} pool", title_justify="left", box=box.SIMPLE)
+    table.add_column("name", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for column in ("tp", "running", "waiting", "pages", "pid", "workers"):
+        table.add_column(column, justify="right", overflow="fold")
+    table.add_column("address", overflow="fold")
+    for server in servers:
+        state = str(server.get("state", ""))
+        total = server.get("pages_total", 0)
+        table.add_row(
+            str(server.get("name", "")),
+            f"[{_STATE_STYLES.get(state, 'white')}]{state}[/]",
+            str(server.get("tp", "")),
+            str(server.get("running", "")),
+            str(server.get("waiting", "")),
+            f"{server.get('pages_used', 0)}/{total}" if total else "-",
+            str(server.get("pid") or "-"),
+            " ".join(str(pid) for pid in server.get("worker_pids", [])) or "-",
+            str(server.get("address", "")),
+        )
+    if not servers:
+        table.add_row("(empty)", *[""] * 8)
+    return table
+
+
+def show_dump(base_url: str) -> None:
+    """Prints /debug/dump: text as it is, JSON indented, long texts in it with their line breaks."""
+    dump = get_http(base_url, "/debug/dump")
+    print(dump if isinstance(dump, str) else render_dump(dump))
+
+
+def render_dump(dump: object) -> str:
+    """JSON for people: texts of several lines (stacks) come after the object that they belong to, under their path."""
+    texts: list[str] = []
+
+    def without_texts(value: object, path: str) -> object:
+        if isinstance(value, dict):
+            return {name: without_texts(each, f"{path}.{name}" if path else str(name)) for name, each in value.items()}
+        if isinstance(value, list):
+            return [without_texts(each, f"{path}[{index}]") for index, each in enumerate(value)]
+        if isinstance(value, str) and "\n" in value.strip():
+            texts.append(f"=== {path}\n{value.rstrip()}")
+            return f"(see {path} below)"
+        return value
+
+    head = json.dumps(without_texts(dump, ""), indent=2, ensure_ascii=False)
+    return "\n\n".join([head, *texts])

@@ -1,0 +1,209 @@
+"""`disagg up`: one router and N + M servers on this machine, as children that are watched and started again.
+
+Decides names, ports and files; what happens to children is decided in `supervise` and done in `children`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from disagg.cli.children import Children, ChildSpec, describe_status
+from disagg.cli.logecho import LogFollower, last_lines
+from disagg.cli.rundir import make_run_dir, pick_ports, prune_run_dirs, require_free
+from disagg.cli.supervise import Limits
+from disagg.cli.terminal import StageProgress, note, problem
+from disagg.config.load import child_environ, dump_config, load_config
+from disagg.config.tree import Config, ServerRef
+from disagg.types.errors import ConfigError
+
+DRAIN_MARGIN_S = 5.0  # a child bounds its own drain; this is for what comes after
+ALL_READY_S = 15.0  # once requests succeed, how long the last servers are waited for before `ready` is said
+POLL_S = 0.25
+STILL_WAITING_S = 10.0
+ECHO_S = 0.5
+LOG_LINES = 15
+SERVER_HOST = "127.0.0.1"
+
+
+class UpOptions(Struct, frozen=True, kw_only=True):
+    """How many servers, and where the run's files go."""
+
+    num_prefill: int
+    num_decode: int
+    prefill_tp: int
+    decode_tp: int
+    run_parent: Path
+
+
+class Plan(Struct, frozen=True):
+    """One process of the cluster: its name, role, and the whole configuration that it is given."""
+
+    name: str
+    role: str
+    config: Config
+
+
+def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object]) -> int:
+    """Runs the cluster until SIGTERM or Ctrl-C; returns the exit code. Raises ConfigError before anything was started."""
+    base = load_config(file, overrides)
+    for flag, tp in (("--prefill-tp", options.prefill_tp), ("--decode-tp", options.decode_tp)):
+        if tp > 1:
+            raise ConfigError(f"{flag} = {tp}: tensor parallelism arrives with a later version; it must be 1")
+    router = base.router
+    require_free(router.host, router.http_port, "router.http_port")
+    require_free(router.host, router.grpc_port, "router.grpc_port")
+    _convert(base)
+    plans = plan_cluster(base, options.num_prefill, options.num_decode)
+    run_dir = make_run_dir(options.run_parent)
+    prune_run_dirs(options.run_parent)
+    specs = [_write(plan, run_dir) for plan in plans]
+    note(f"run directory: {run_dir}")
+    note(f"starting {', '.join(plan.name for plan in plans)}")
+    return asyncio.run(_run(plans[0].config, specs))
+
+
+def plan_cluster(base: Config, num_prefill: int, num_decode: int) -> tuple[Plan, ...]:
+    """The router and its servers, with ports that stay theirs over restarts. The router comes first."""
+    fixed = [port for port in (base.router.http_port, base.router.grpc_port) if port]
+    names = [f"prefill-{index}" for index in range(num_prefill)] + [f"decode-{index}" for index in range(num_decode)]
+    ports = pick_ports(SERVER_HOST, 2 * len(names) + 2 - len(fixed), taken=fixed)
+    http_port = base.router.http_port or ports.pop()
+    grpc_port = base.router.grpc_port or ports.pop()
+    servers = []
+    for name in names:
+        own = replace(
+            base.server, name=name, host=SERVER_HOST, advertise_host="", port=ports.pop(), metrics_port=ports.pop()
+        )
+        servers.append(Plan(name, name.partition("-")[0], replace(base, server=own)))
+    refs = tuple(
+        ServerRef(name=plan.name, role="prefill" if plan.role == "prefill" else "decode", address=_address(plan))
+        for plan in servers
+    )
+    router = replace(base.router, http_port=http_port, grpc_port=grpc_port, servers=refs)
+    return Plan("router", "router", replace(base, router=router)), *servers
+
+
+def _address(plan: Plan) -> str:
+    return f"{plan.config.server.host}:{plan.config.server.port}"
+
+
+def _convert(config: Config) -> None:
+    """Once, here, rather than in every child at the same time."""
+    from disagg.convert.model_dir import resolve
+
+    progress = StageProgress()
+    try:
+        resolve(config.model.name, Path(config.model.cache_dir).expanduser(), progress)
+    finally:
+        progress.close()
+
+
+def _write(plan: Plan, run_dir: Path) -> ChildSpec:
+    """The child's configuration file, and how to start it."""
+    file = run_dir / f"{plan.name}.toml"
+    file.write_text(dump_config(plan.config), "utf-8")
+    argv = (sys.executable, "-m", "disagg.cli", plan.role, "--config", str(file))
+    return ChildSpec(plan.name, argv, run_dir / f"{plan.name}.log")
+
+
+class _Terminal:
+    """Tells the operator what happens to children."""
+
+    def died(self, spec: ChildSpec, status: int, restart_in_s: float) -> None:
+        problem(f"{spec.name} {describe_status(status)}; starting it again in {restart_in_s:g} s; log: {spec.log}")
+
+    def died_draining(self, spec: ChildSpec, status: int) -> None:
+        problem(f"{spec.name} {describe_status(status)} while draining; log: {spec.log}")
+
+    def killed(self, spec: ChildSpec, why: str) -> None:
+        problem(f"killing {spec.name} and its workers: {why}")
+
+    def gave_up(self, spec: ChildSpec) -> None:
+        problem(f"{spec.name} cannot run with this configuration; log: {spec.log}")
+        for line in last_lines(spec.log, LOG_LINES):
+            print(f"  {line}", file=sys.stderr, flush=True)
+
+    def draining(self) -> None:
+        note("draining; a second Ctrl-C kills")
+
+
+async def _run(config: Config, specs: list[ChildSpec]) -> int:
+    limits = Limits(drain_s=(config.router.drain_s + DRAIN_MARGIN_S, config.server.drain_s + DRAIN_MARGIN_S))
+    children = Children((tuple(specs[:1]), tuple(specs[1:])), limits, _Terminal(), child_environ())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, children.drain)
+    loop.add_signal_handler(signal.SIGINT, children.interrupt)
+    async with asyncio.TaskGroup() as tasks:
+        announcing = tasks.create_task(_announce(config, children), name="announce")
+        echoing = tasks.create_task(_echo(LogFollower({spec.name: spec.log for spec in specs})), name="echo")
+        exit_code = await children.run()
+        announcing.cancel()
+        echoing.cancel()
+    note("all processes have ended")
+    return exit_code
+
+
+async def _echo(follower: LogFollower) -> None:
+    while True:
+        for name, line in follower.new_lines():
+            print(f"{name}: {line}", file=sys.stderr, flush=True)
+        await asyncio.sleep(ECHO_S)
+
+
+async def _announce(config: Config, children: Children) -> None:
+    """Says what is waited for, and `ready` once, when requests will succeed."""
+    import httpx
+
+    router = config.router
+    host = reachable(router.host)
+    base_url = f"http://{host}:{router.http_port}"
+    begin_s = time.monotonic()
+    said: dict[str, str] = {}
+    healthy_since_s: float | None = None
+    said_waiting_s = begin_s
+    async with httpx.AsyncClient(base_url=base_url, timeout=5.0, trust_env=False) as client:
+        while not children.draining:
+            await asyncio.sleep(POLL_S)
+            now_s = time.monotonic()
+            states = None
+            with contextlib.suppress(httpx.HTTPError, ValueError):
+                healthy = (await client.get("/health")).status_code == 200
+                states = server_states((await client.get("/status")).json())
+                healthy_since_s = (healthy_since_s or now_s) if healthy else None
+            for name, state in (states or {}).items():
+                if said.get(name) != state:
+                    said[name] = state
+                    note(f"{name}: {state}")
+            if states is not None and healthy_since_s is not None:
+                all_ready = all(state == "ready" for state in states.values())
+                if all_ready or now_s - healthy_since_s > ALL_READY_S:
+                    break
+            if now_s - said_waiting_s >= STILL_WAITING_S:
+                said_waiting_s = now_s
+                waiting = [name for name, state in (states or {}).items() if state != "ready"] or ["the router"]
+                note(f"still waiting for {', '.join(waiting)} ({now_s - begin_s:.0f} s)")
+    if not children.draining:
+        print(f"ready http={base_url} grpc={host}:{router.grpc_port}", flush=True)
+
+
+def server_states(status: object) -> dict[str, str]:
+    """Name and state of every server in a router's /status."""
+    servers = status.get("servers", []) if isinstance(status, dict) else []
+    return {str(server["name"]): str(server["state"]) for server in servers}
+
+
+def reachable(host: str) -> str:
+    """What a client on this machine dials for a host that is listened on."""
+    any_address = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
+    dialled = any_address.get(host, host)
+    return f"[{dialled}]" if ":" in dialled and not dialled.startswith("[") else dialled

@@ -1,0 +1,129 @@
+"""Checks settings against each other; each alone was checked when it was read. Pure.
+
+`check_config` raises ConfigError for what cannot work; `warnings_of` returns what works but should be known.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+
+from disagg.config.sizes import format_size
+from disagg.config.tree import Config
+from disagg.types.errors import ConfigError
+
+PAGE_BYTES = 4096  # of the machine: what the transport registers starts and ends on these
+LINKS_PER_ARENA = 4  # no link gets more than its share, a quarter: as the arena itself deals them out
+
+
+def check_config(config: Config) -> None:
+    """Raises ConfigError naming the settings that do not fit together, their values, and what is allowed."""
+    _check_later_versions(config)
+    _check_transfer(config)
+    _check_server(config)
+    _check_router(config)
+
+
+def warnings_of(config: Config) -> tuple[str, ...]:
+    """Sentences for the log of the process that starts with this configuration."""
+    found = []
+    hosts = {
+        "server.host": config.server.host,
+        "server.advertise_host": config.server.advertise_host,
+        "router.host": config.router.host,
+    }
+    for path, host in hosts.items():
+        if not host or _is_loopback(host):
+            continue
+        if path == "router.host":
+            found.append(
+                f"{path} = {host}: the router accepts requests from other machines, and there is neither TLS nor "
+                "authentication yet; keep it inside a trusted network"
+            )
+        else:
+            found.append(
+                f"{path} = {host}: servers exchange transfer agent metadata with whoever reaches this address, and "
+                "that metadata grants raw read and write access to the memory that holds KV; there is no TLS yet; "
+                "keep it inside a trusted network"
+            )
+    return tuple(found)
+
+
+def _check_later_versions(config: Config) -> None:
+    if config.server.tp > 1:
+        raise ConfigError(
+            f"server.tp = {config.server.tp}: tensor parallelism arrives with a later version; it must be 1"
+        )
+    if config.engine.prefix_cache:
+        raise ConfigError("engine.prefix_cache = on: the prefix cache arrives with a later version; it must be off")
+
+
+def _check_transfer(config: Config) -> None:
+    transfer = config.transfer
+    arena, segment, gather = transfer.arena_bytes, transfer.segment_bytes, transfer.gather_bytes
+    for name, value in (("arena_bytes", arena), ("segment_bytes", segment), ("gather_bytes", gather)):
+        if value % PAGE_BYTES:
+            raise ConfigError(f"transfer.{name} = {value}: it must be a multiple of {PAGE_BYTES} bytes")
+    if segment * LINKS_PER_ARENA > arena:
+        raise ConfigError(
+            f"transfer.segment_bytes = {format_size(segment)}: it must be at most a quarter of transfer.arena_bytes = "
+            f"{format_size(arena)}, so that several links find a segment"
+        )
+    if arena % segment:
+        raise ConfigError(
+            f"transfer.arena_bytes = {format_size(arena)}: it must be a multiple of transfer.segment_bytes = "
+            f"{format_size(segment)}"
+        )
+    share = arena // segment // LINKS_PER_ARENA
+    if transfer.link_segments > share:
+        raise ConfigError(
+            f"transfer.link_segments = {transfer.link_segments}: one link may lease a quarter of "
+            f"transfer.arena_bytes = {format_size(arena)}, so it must be at most {share} (segments of "
+            f"{format_size(segment)})"
+        )
+    if gather > segment:
+        raise ConfigError(
+            f"transfer.gather_bytes = {format_size(gather)}: one piece must fit into a segment, so it must be at most "
+            f"transfer.segment_bytes = {format_size(segment)}"
+        )
+
+
+def _check_server(config: Config) -> None:
+    server = config.server
+    if server.port and server.port == server.metrics_port:
+        raise ConfigError(f"server.port and server.metrics_port are both {server.port}; they must differ")
+    if "/" in server.name or any(each.isspace() for each in server.name):
+        raise ConfigError(f'server.name = "{server.name}": it must have no blanks and no slashes')
+
+
+def _check_router(config: Config) -> None:
+    router = config.router
+    if router.http_port and router.http_port == router.grpc_port:
+        raise ConfigError(f"router.http_port and router.grpc_port are both {router.http_port}; they must differ")
+    if router.heartbeat_s * 2 > router.lease_s:
+        raise ConfigError(
+            f"router.heartbeat_s = {router.heartbeat_s}: it must be at most half of router.lease_s = {router.lease_s}, "
+            "or one late heartbeat loses every request"
+        )
+    for what, values in (("name", [s.name for s in router.servers]), ("address", [s.address for s in router.servers])):
+        twice = [value for value, count in Counter(values).items() if count > 1]
+        if twice:
+            raise ConfigError(
+                f'router.servers has the {what} "{twice[0]}" more than once; every {what} must be its own'
+            )
+    for server in router.servers:
+        host, colon, port = server.address.rpartition(":")
+        if not server.name:
+            raise ConfigError(f'router.servers has a server at "{server.address}" without a name')
+        if not (colon and host and port.isdecimal() and 1 <= int(port) <= 65535):
+            raise ConfigError(
+                f'router.servers: "{server.name}" has the address "{server.address}"; it must be host:port with a port '
+                "from 1 to 65535"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,129 @@
+"""The one frozen configuration tree. Built by `config/load`; every other module takes the parts that it uses.
+
+Sizes are bytes (in files and flags also "512MiB"), times seconds. Ranges live in the annotations, so that a bad value is
+refused at start with its path, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, field
+
+MIB = 1 << 20
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which model, and how it is computed."""
+
+    name: str = "smollm2-135m"  # a known name, or a Hugging Face directory
+    served_name: str = ""  # what clients call it; empty: the name, or the directory's last part
+    dtype: Dtype = "auto"  # auto: float32 on CPU, the checkpoint's own on a GPU
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: NonNegativeInt = 0  # 0: the model's own
+    cache_dir: str = "~/.cache/disagg/models"
+
+    @property
+    def public_name(self) -> str:
+        """What clients call the model."""
+        return self.served_name or self.name.rstrip("/").rpartition("/")[2]
+
+
+class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Scheduling and memory of one server."""
+
+    page_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16
+    chunk_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 256  # token budget of one prefill step
+    max_running: Annotated[int, Meta(ge=1, le=4096)] = 64  # sequences decoding (or prompts in prefill) at once
+    kv_memory_bytes: Annotated[int, Meta(ge=1 << 16)] = 512 * MIB
+    prefix_cache: bool = False
+    max_waiting: PositiveInt = 4096  # legs queued before new ones are refused
+    ungranted_share: Annotated[float, Meta(gt=0, le=1)] = 0.5  # finished but ungranted KV, share of the prefill pool
+
+
+class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The worker processes of one server."""
+
+    command: tuple[str, ...] = ()  # empty: this Python with `-m disagg.worker`
+    threads: PositiveInt = 1
+    load_timeout_s: Seconds = 600.0
+    silent_s: Seconds = 10.0  # no heartbeat for this long: the group ends
+    step_deadline_s: Seconds = 60.0  # one step longer than this: the group ends
+
+
+class TransferConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Staging and the wire."""
+
+    backend: str = "nixl"
+    arena_bytes: Annotated[int, Meta(ge=4096)] = 64 * MIB
+    segment_bytes: Annotated[int, Meta(ge=4096)] = 4 * MIB
+    link_segments: PositiveInt = 2  # leased by an active link
+    gather_bytes: Annotated[int, Meta(ge=4096)] = 4 * MIB  # one gather buffer, the largest piece
+    gather_buffers: Annotated[int, Meta(ge=2)] = 4
+    ucx_tls: str = "posix,cma,tcp"
+    ucx_net_devices: str = "lo"
+    link_lease_s: Seconds = 10.0  # a link silent for this long is lost
+    link_idle_s: Seconds = 1.0  # an idle link gives its ring back after this
+    progress_s: Seconds = 30.0  # a granted transfer with no progress for this long is given up
+
+
+class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One prefill or decode server."""
+
+    name: str = ""
+    tp: PositiveInt = 1
+    host: str = "127.0.0.1"
+    port: Port = 0  # gRPC: router streams, Peer.Link, health, reflection
+    metrics_port: Port = 0  # HTTP: /metrics, /health, /debug/dump
+    advertise_host: str = ""  # what peers dial; empty: host
+    drain_s: Seconds = 30.0
+
+
+class ServerRef(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a router finds a server."""
+
+    name: str
+    role: Literal["prefill", "decode"]
+    address: str  # host:port of its gRPC service
+
+
+class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The router: its faces, its queue and its static list of servers."""
+
+    name: str = "router-0"
+    host: str = "127.0.0.1"
+    http_port: Port = 8000
+    grpc_port: Port = 50051
+    servers: tuple[ServerRef, ...] = ()
+    max_inflight: PositiveInt = 1024  # requests dispatched and not finished
+    max_queued: NonNegativeInt = 1024  # requests waiting for a place or a server
+    max_prompts_per_request: PositiveInt = 128
+    max_attempts: PositiveInt = 3
+    request_deadline_s: Seconds = 600.0
+    lease_s: Seconds = 10.0
+    heartbeat_s: Seconds = 1.0
+    drain_s: Seconds = 30.0
+
+
+class LogConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["json", "text"] = "json"
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything, for every role. A process uses the parts of its role."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    log: LogConfig = field(default_factory=LogConfig)

@@ -1,0 +1,124 @@
+"""From what the operator calls a model to a Hugging Face directory on disk.
+
+A directory is taken as it is. A known name or a GGUF file is converted once into a cache: built beside its place and
+renamed into it, under a lock that ends with its holder, so that a killed conversion leaves only what the next one
+clears away, and a directory that exists is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from filelock import FileLock, Timeout
+
+from disagg.convert.catalog import KNOWN_MODELS, find_gguf
+from disagg.convert.converter import CONVERTER_VERSION, Progress, convert_gguf
+from disagg.convert.safetensors_file import find_weight_files
+from disagg.types.errors import ConfigError
+
+SAMPLE_BYTES: Final = 64 * 1024
+_COPY_BYTES: Final = 8 * 1024 * 1024
+
+
+def resolve(name_or_dir: str, cache_dir: Path, progress: Progress | None = None) -> Path:
+    """The model directory for a directory, a known model's name, or a path to a .gguf file.
+
+    `progress(stage, fraction)` is called while converting; a later call finds the result in milliseconds.
+    Raises ConfigError naming the value and what is allowed.
+    """
+    report: Progress = progress or (lambda stage, fraction: None)
+    if name_or_dir in KNOWN_MODELS:
+        return _cached(
+            cache_dir / f"{name_or_dir}-{CONVERTER_VERSION}",
+            lambda building: _convert_parts(find_gguf(name_or_dir), building, report),
+            report,
+        )
+    path = Path(name_or_dir).expanduser()
+    if path.is_dir():
+        require_model_dir(path)
+        return path
+    if path.suffix == ".gguf" and path.is_file():
+        return _cached(
+            cache_dir / f"{path.stem}-{_fingerprint(path)}-{CONVERTER_VERSION}",
+            lambda building: convert_gguf(path, building, report),
+            report,
+        )
+    raise ConfigError(
+        f"model {name_or_dir!r} is neither a directory nor a .gguf file nor one of the known models: "
+        f"{', '.join(KNOWN_MODELS)}"
+    )
+
+
+def require_model_dir(path: Path) -> None:
+    """Raises ConfigError saying what a directory lacks to be a model directory."""
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model directory {path} lacks config.json")
+    find_weight_files(path)
+
+
+def _cached(target: Path, build: Callable[[Path], None], report: Progress) -> Path:
+    if target.is_dir():
+        return target
+    building = target.with_name(f".{target.name}.building")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_name(f".{target.name}.lock"), report):
+            if target.is_dir():  # another process was first
+                return target
+            # We hold the lock, so whatever is here was left by a process that died.
+            shutil.rmtree(building, ignore_errors=True)
+            building.mkdir()
+            try:
+                build(building)
+                os.rename(building, target)
+            finally:
+                shutil.rmtree(building, ignore_errors=True)  # gone already if renamed; else give back the disk
+    except OSError as error:
+        raise ConfigError(f"the model cannot be converted into {target}: {error}") from error
+    report("done", 1.0)
+    return target
+
+
+@contextlib.contextmanager
+def _locked(path: Path, report: Progress) -> Iterator[None]:
+    """The lock is the kernel's, so it ends with its holder however that ends."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        report("waiting for another process that converts this model", 0.0)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _convert_parts(parts: tuple[Path, ...], building: Path, report: Progress) -> None:
+    if len(parts) == 1:
+        convert_gguf(parts[0], building, report)
+        return
+    joined = building / "joined.gguf"
+    report("joining the parts", 0.0)
+    with joined.open("wb") as whole:
+        for part in parts:
+            with part.open("rb") as file:
+                shutil.copyfileobj(file, whole, _COPY_BYTES)
+    convert_gguf(joined, building, report)
+    joined.unlink()
+
+
+def _fingerprint(path: Path) -> str:
+    """Tells files apart that share a name, by size and a sample of the contents."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        digest = hashlib.sha256(f"{path.resolve()}:{size}:".encode() + file.read(SAMPLE_BYTES))
+        file.seek(max(0, size - SAMPLE_BYTES))
+        digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:8]

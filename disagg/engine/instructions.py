@@ -1,0 +1,79 @@
+"""What an engine asks its server to do. Engines decide and return these; servers own the sockets and do them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from disagg.messages.lane import LaneRequest
+from disagg.messages.legs import PeerRef, ServerMessage
+from disagg.messages.link import LinkMessage
+from disagg.messages.plan import WorkerPlan
+
+
+class ToRouter(Struct, frozen=True):
+    """Tell a router. router: the server's number for that router's lease, which may span several streams."""
+
+    router: int
+    message: ServerMessage
+
+
+class ToLink(Struct, frozen=True):
+    """Tell the engine at the other end of a link."""
+
+    link: int
+    message: LinkMessage
+
+
+class ToLane(Struct, frozen=True):
+    """Tell the transfer thread of one rank, or of all."""
+
+    rank: int | None
+    message: LaneRequest
+
+
+class ToWorkers(Struct, frozen=True):
+    """Publish a plan."""
+
+    plan: WorkerPlan
+
+
+class DialLink(Struct, frozen=True):
+    """A leg needs a link to this server: dial it, unless that is under way."""
+
+    peer: PeerRef
+
+
+class DropLink(Struct, frozen=True):
+    """The link cannot go on. The server closes it and calls `link_down`."""
+
+    link: int
+    reason: str
+
+
+Instruction = ToRouter | ToLink | ToLane | ToWorkers | DialLink | DropLink
+
+
+@dataclass(slots=True)
+class Tally:
+    """What an engine counts; the server exports it. Sums since the start of this incarnation; observations are drained."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    discarded_tokens: int = 0
+    payload_bytes_sent: int = 0
+    payload_bytes_received: int = 0
+    pieces_sent: int = 0
+    pieces_landed: int = 0
+    checksum_failures: int = 0
+    aborts: int = 0
+    max_steps_after_abort: int = 0
+    legs: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by outcome
+    transfer_failures: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
+    observations: list[tuple[str, float]] = field(default_factory=list)  # (histogram, seconds)
+
+    def observe(self, histogram: str, seconds: float) -> None:
+        self.observations.append((histogram, seconds))

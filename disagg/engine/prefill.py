@@ -1,0 +1,718 @@
+"""The prefill engine: computes prompts in chunks, samples the first token, and has KV written to decode servers.
+
+Events in (a router's leg, a step's result, a message of a link, a report of a lane, the passing of time), instructions
+out; no I/O, no clock, no torch. One leg goes through here so:
+
+    StartLeg -> waiting -> admitted (pages, slots) -> chunks scheduled -> first token -> Complete from decode -> pages freed
+                                     └ Announce        └ OfferPieces -> AssignEntries -> writes -> SentAll
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from disagg.engine.facts import EngineFacts
+from disagg.engine.finish import finish_of
+from disagg.engine.instructions import DropLink, Instruction, Tally, ToLane, ToLink, ToRouter, ToWorkers
+from disagg.engine.steps import PlanPipeline, Slots
+from disagg.memory.pages import PageAllocator, pages_for
+from disagg.messages import link as m
+from disagg.messages.lane import (
+    AddPeer,
+    Beat,
+    DropSends,
+    LaneReport,
+    PeerAdded,
+    PeerRemoved,
+    Piece,
+    PieceFailed,
+    PieceSent,
+    RemovePeer,
+    SendPiece,
+    SendsDropped,
+)
+from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, LoadReport, Outcome, ServerState, StartLeg, TimelineEvent
+from disagg.messages.mirror import MirrorEncoder
+from disagg.messages.plan import Run, SampledToken, SamplerStart, SequenceStart, StepResult
+from disagg.scheduler.policies import Candidate, prefill_only
+from disagg.staging.pieces import split_pieces
+from disagg.staging.ring import RingEntry, RingWriterView
+from disagg.staging.slices import head_slices
+from disagg.transfer.session import Cutter, Offer, SendSession, SendState, Write
+from disagg.types.errors import ProtocolError
+from disagg.types.ids import LegKey
+
+MAX_TIMELINE = 256
+
+
+@dataclass(slots=True)
+class _Leg:
+    """One leg from StartLeg until its last resource is free."""
+
+    router: int
+    start: StartLeg
+    session: SendSession
+    received_s: float
+    received_unix_s: float
+    deadline_s: float
+    link: int | None = None
+    announced: bool = False
+    seq_id: int | None = None
+    pages: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+    scheduled: int = 0
+    computed: int = 0
+    last_plan: int = -1  # last plan that names its sequence
+    first_tokens: m.FirstTokens | None = None
+    ended: bool = False  # the router has its LegEnd
+    dropping: set[int] = field(default_factory=set)  # ranks that have yet to say SendsDropped
+    tell_drained: bool = False
+    withdraw_reason: str = ""
+    abort_plan: int | None = None
+    started: bool = False
+    timeline: list[TimelineEvent] = field(default_factory=list)
+
+    @property
+    def key(self) -> LegKey:
+        return self.start.key
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.start.token_ids)
+
+
+@dataclass(slots=True)
+class _Ring:
+    """What this side knows of a ring: per decode rank a view of its watermark, and where its segments lie."""
+
+    segment_bytes: int
+    offsets: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by decode rank
+    views: dict[int, RingWriterView] = field(default_factory=dict)
+    pending: dict[int, deque[tuple[LegKey, Write]]] = field(default_factory=dict)  # not yet writable, by decode rank
+    closing: bool = False
+
+    def locate(self, rank: int, position: int) -> int:
+        """Arena offset of a ring position."""
+        offset = position % (len(self.offsets[rank]) * self.segment_bytes)
+        segment, within = divmod(offset, self.segment_bytes)
+        return self.offsets[rank][segment] + within
+
+
+@dataclass(slots=True)
+class _Link:
+    """A link to one decode server's incarnation."""
+
+    number: int
+    hello: m.LinkHello
+    rings: dict[int, _Ring] = field(default_factory=dict)
+    writing: dict[int, tuple[LegKey, int]] = field(default_factory=dict)  # entry_id -> (leg, ring_no)
+
+
+class PrefillEngine:
+    """See the module. Methods take `now_s` (monotonic) and, where the timeline wants it, `now_unix_s`."""
+
+    def __init__(self, facts: EngineFacts) -> None:
+        self.facts = facts
+        self.pages = PageAllocator(facts.num_pages)
+        self.slots = Slots(facts.max_slots)
+        self.pipeline = PlanPipeline(facts.tp)
+        self.encoder = MirrorEncoder()
+        self.tally = Tally()
+        self._legs: dict[LegKey, _Leg] = {}
+        self._waiting: deque[_Leg] = deque()
+        self._running: dict[int, _Leg] = {}  # by sequence: admitted, first token not yet sampled, not given up
+        self._by_seq: dict[int, _Leg] = {}  # by sequence: everything that a plan in flight may name
+        self._links: dict[int, _Link] = {}
+        self._lost_links: dict[int, set[int]] = {}  # link -> ranks that have yet to say PeerRemoved
+        self._next_seq_id = 0
+        self._out: list[Instruction] = []
+
+    # ---- what the server calls
+
+    def start_leg(self, router: int, start: StartLeg, now_s: float, now_unix_s: float) -> list[Instruction]:
+        """A router dispatches a leg. Answered at once by LegEnd if it can never run here, or if the queue is full."""
+        if start.key in self._legs:
+            return []
+        leg = _Leg(
+            router=router,
+            start=start,
+            session=SendSession(num_tokens=len(start.token_ids)),
+            received_s=now_s,
+            received_unix_s=now_unix_s,
+            deadline_s=now_s + start.deadline_s,
+        )
+        refusal = self._refusal(start)
+        if refusal:
+            self._end(leg, Outcome.REFUSED, refusal)
+        elif len(self._waiting) >= self.facts.max_waiting:
+            self._end(leg, Outcome.GIVEN_BACK, f"{len(self._waiting)} legs are waiting already")
+        else:
+            self._legs[start.key] = leg
+            self._waiting.append(leg)
+            for number, link in self._links.items():
+                if (link.hello.name, link.hello.incarnation) == (start.peer.name, start.peer.incarnation):
+                    leg.link = number
+        return self._take()
+
+    def abort_leg(self, abort: AbortLeg) -> list[Instruction]:
+        """A router wants nothing more of this leg (a single choice is decode's business: prefill samples all at once)."""
+        leg = self._legs.get(abort.key)
+        if leg is not None and abort.choice is None:
+            self.tally.aborts += 1
+            self._close(leg, Outcome.ABORTED, "aborted by the router")
+        return self._take()
+
+    def end_router(self, router: int, reason: str) -> list[Instruction]:
+        """A router's lease is over: abort its legs."""
+        for leg in [leg for leg in self._legs.values() if leg.router == router]:
+            self._close(leg, Outcome.ABORTED, reason)
+        return self._take()
+
+    def end_all(self, outcome: Outcome, reason: str) -> list[Instruction]:
+        """Drain is over, or the workers are lost: every leg ends."""
+        for leg in list(self._legs.values()):
+            self._close(leg, outcome, reason)
+        return self._take()
+
+    def schedule(self, now_s: float, now_unix_s: float) -> list[Instruction]:
+        """Admit what fits and send plans until two are in flight or nothing is left to do."""
+        self._admit(now_s)
+        while self.pipeline.has_room and self._schedule_one(now_s, now_unix_s):
+            pass
+        return self._take()
+
+    def step_done(self, result: StepResult, now_s: float, now_unix_s: float) -> list[Instruction]:
+        """A rank has computed a plan."""
+        complete = self.pipeline.report(result)
+        if complete is None:
+            return []
+        plan, report = complete
+        self.tally.observe("step", report.compute_s)
+        if plan.runs:
+            self.tally.steps += 1
+        sampled: dict[int, list[SampledToken]] = {}
+        for token in report.sampled:
+            sampled.setdefault(token.seq_id, []).append(token)
+        for run in plan.runs:
+            self.tally.prefill_tokens += run.num_tokens
+            leg = self._by_seq[run.seq_id]
+            self._computed(leg, run, sampled.get(run.seq_id, []), plan.plan_no, report, now_s)
+        self._reap_all()
+        return self._take()
+
+    def link_up(self, number: int, hello: m.LinkHello) -> list[Instruction]:
+        """A decode server has dialled. Its ranks' agents are introduced to ours, and waiting legs find their link."""
+        self._links[number] = _Link(number, hello)
+        for rank in hello.ranks:
+            self._out.append(
+                ToLane(None, AddPeer(number, rank.rank, rank.metadata, rank.arena_address, rank.arena_device))
+            )
+        for leg in list(self._legs.values()):
+            peer = leg.start.peer
+            if leg.link is None and peer.name == hello.name:
+                if peer.incarnation != hello.incarnation:
+                    self._close(leg, Outcome.PEER_LOST, f"{peer.name} has restarted")
+                    continue
+                leg.link = number
+                self._announce(leg)
+        return self._take()
+
+    def link_down(self, number: int, reason: str) -> list[Instruction]:
+        """The link is lost for good. Its legs end; their pages wait until no write is under way."""
+        link = self._links.pop(number, None)
+        if link is None:
+            return []
+        self._lost_links[number] = set(range(self.facts.tp))
+        self._out.append(ToLane(None, RemovePeer(number)))
+        for leg in [leg for leg in self._legs.values() if leg.link == number]:
+            self._close(leg, Outcome.PEER_LOST, reason)
+        return self._take()
+
+    def link_message(self, number: int, message: m.LinkMessage, now_s: float) -> list[Instruction]:
+        """Raises ProtocolError for what no decode engine may say; the server then drops the link."""
+        link = self._links.get(number)
+        if link is None:
+            return []
+        match message:
+            case m.OpenRing():
+                self._open_ring(link, message)
+            case m.CloseRing():
+                ring = self._ring(link, message.ring_no)
+                ring.closing = True
+                self._close_ring_if_quiet(link, message.ring_no)
+            case m.Grant():
+                self._grant(link, message)
+            case m.AssignEntries():
+                self._assign(link, message)
+            case m.Watermarks():
+                self._watermarks(link, message)
+            case m.WantPieces():
+                leg = self._leg_of(link, message.key)
+                if leg is not None:
+                    self._offer(leg, leg.session.want(message.pieces, self._cutter(link)))
+            case m.Complete():
+                self._complete(link, message.key)
+            case m.Revoke():
+                self._revoked(link, message)
+            case _:
+                raise ProtocolError(f"a decode server may not send {type(message).__name__}")
+        self._reap_all()
+        return self._take()
+
+    def lane_report(self, rank: int, message: LaneReport, now_s: float) -> list[Instruction]:
+        match message:
+            case PieceSent():
+                self._piece_sent(message)
+            case PieceFailed():
+                self.tally.transfer_failures["write failed"] += 1
+                if message.link in self._links:
+                    self._out.append(DropLink(message.link, message.reason))
+            case SendsDropped():
+                leg = self._legs.get(message.key)
+                if leg is not None:
+                    leg.dropping.discard(rank)
+                    if not leg.dropping:
+                        self._dropped(leg)
+            case PeerRemoved():
+                waiting = self._lost_links.get(message.link)
+                if waiting is not None:
+                    waiting.discard(rank)
+                    if not waiting:
+                        del self._lost_links[message.link]
+                        for leg in [leg for leg in self._legs.values() if leg.link == message.link]:
+                            leg.session.dropped()
+            case PeerAdded():
+                if message.error and message.link in self._links:
+                    self._out.append(DropLink(message.link, message.error))
+            case Beat():
+                pass
+            case _:
+                raise ProtocolError(f"a prefill worker may not report {type(message).__name__}")
+        self._reap_all()
+        return self._take()
+
+    def tick(self, now_s: float) -> list[Instruction]:
+        """Backstop deadlines: the router's own come first."""
+        for leg in [leg for leg in self._legs.values() if not leg.ended and now_s > leg.deadline_s + 5.0]:
+            self._close(leg, Outcome.ABORTED, "the request's deadline passed")
+        self._reap_all()
+        return self._take()
+
+    def load(self, state: ServerState) -> LoadReport:
+        return LoadReport(
+            state=state,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            pages_used=self.pages.used,
+            pages_free=self.pages.free,
+            pages_evictable=self.pages.evictable,
+            pages_total=self.pages.total,
+        )
+
+    @property
+    def idle(self) -> bool:
+        return not self._legs
+
+    @property
+    def max_tokens_in_pool(self) -> int:
+        return self.facts.num_pages * self.facts.page_tokens
+
+    def arena_bytes(self) -> tuple[int, int, int]:
+        """(free, leased, quarantined): a prefill server has no arena."""
+        return 0, 0, 0
+
+    def dump(self) -> dict[str, object]:
+        """For a person: every leg, link and plan in flight."""
+        return {
+            "legs": {
+                str(leg.key): {
+                    "session": leg.session.state.value,
+                    "tokens": leg.num_tokens,
+                    "scheduled": leg.scheduled,
+                    "computed": leg.computed,
+                    "pages": len(leg.pages),
+                    "link": leg.link,
+                    "announced": leg.announced,
+                    "ended": leg.ended,
+                    "ranks dropping": sorted(leg.dropping),
+                }
+                for leg in self._legs.values()
+            },
+            "waiting": [str(leg.key) for leg in self._waiting],
+            "links": {
+                link.number: {
+                    "peer": link.hello.name,
+                    "incarnation": link.hello.incarnation,
+                    "writing": len(link.writing),
+                    "rings": {
+                        no: {"watermarks": {r: v.watermark for r, v in ring.views.items()}, "closing": ring.closing}
+                        for no, ring in link.rings.items()
+                    },
+                }
+                for link in self._links.values()
+            },
+            "links being removed": {k: sorted(v) for k, v in self._lost_links.items()},
+            "plans in flight": [plan.plan_no for plan in self.pipeline.in_flight],
+            "pages": {"free": self.pages.free, "used": self.pages.used, "total": self.pages.total},
+        }
+
+    def check_integrity(self) -> None:
+        """What must hold between any two calls."""
+        self.pages.check_integrity()
+        held = [page for leg in self._legs.values() for page in leg.pages]
+        assert len(held) == len(set(held)) == self.pages.used, "pages of legs and used pages differ"
+        assert sum(len(leg.slots) for leg in self._legs.values()) == self.slots.total - self.slots.free
+        assert all(leg.key in self._legs for leg in self._waiting)
+
+    # ---- admission and steps
+
+    def _refusal(self, start: StartLeg) -> str:
+        tokens = len(start.token_ids)
+        if tokens == 0 or start.num_prompt > tokens or not start.choices:
+            return "a leg needs at least one token and one choice"
+        if tokens >= self.facts.max_model_len:
+            return f"{tokens} tokens leave no room within the model's {self.facts.max_model_len}"
+        if tokens > self.max_tokens_in_pool:
+            return f"{tokens} prompt tokens do not fit the prefill server's KV pool of {self.max_tokens_in_pool} tokens"
+        if len(start.choices) > self.facts.max_slots:
+            return f"{len(start.choices)} choices are more than the server's {self.facts.max_slots} slots"
+        return ""
+
+    def _admit(self, now_s: float) -> None:
+        """Oldest first, all or nothing; finished KV that no decode server has granted pages for is capped."""
+        ungranted = sum(
+            len(leg.pages)
+            for leg in self._legs.values()
+            if leg.session.state is SendState.WAITING and leg.pages and leg.scheduled == leg.num_tokens
+        )
+        cap = self.facts.ungranted_share * self.pages.total
+        while self._waiting and ungranted <= cap:
+            leg = self._waiting[0]
+            if self.slots.free < len(leg.start.choices):
+                return
+            pages = self.pages.allocate(pages_for(leg.num_tokens, self.facts.page_tokens))
+            if pages is None:
+                return
+            slots = self.slots.take(len(leg.start.choices))
+            assert slots is not None
+            self._waiting.popleft()
+            leg.pages, leg.slots = pages, slots
+            leg.seq_id = self._next_seq_id
+            self._next_seq_id += 1
+            self._running[leg.seq_id] = self._by_seq[leg.seq_id] = leg
+            self.encoder.start(
+                SequenceStart(
+                    seq_id=leg.seq_id,
+                    token_ids=leg.start.token_ids,
+                    num_prompt=leg.start.num_prompt,
+                    computed=0,
+                    pages=pages,
+                    params=leg.start.params,
+                    samplers=tuple(map(SamplerStart, slots, leg.start.choices)),
+                )
+            )
+            self.tally.observe("queue", now_s - leg.received_s)
+
+    def _schedule_one(self, now_s: float, now_unix_s: float) -> bool:
+        candidates = tuple(
+            Candidate(seq_id, leg.num_tokens - leg.scheduled)
+            for seq_id, leg in self._running.items()
+            if leg.scheduled < leg.num_tokens
+        )
+        step = prefill_only(candidates, self.facts.chunk_tokens)
+        if not step.runs and not self.encoder.has_housekeeping:
+            return False
+        plan = self.encoder.encode([Run(run.seq_id, run.num_tokens, run.sample) for run in step.runs])
+        self.pipeline.sent(plan, now_s)
+        self._out.append(ToWorkers(plan))
+        for run in step.runs:
+            leg = self._running[run.seq_id]
+            if not leg.started:
+                leg.started = True
+                leg.timeline.append(TimelineEvent("queued", leg.received_unix_s, now_unix_s))
+                self._announce(leg)
+            start, leg.scheduled = leg.scheduled, leg.scheduled + run.num_tokens
+            leg.last_plan = plan.plan_no
+            link = self._links.get(leg.link) if leg.link is not None else None
+            cutter = self._cutter(link) if link is not None else _UNCUT
+            self._offer(leg, leg.session.chunk(start, leg.scheduled, plan.plan_no, cutter))
+        return True
+
+    def _computed(
+        self, leg: _Leg, run: Run, sampled: list[SampledToken], plan_no: int, report: StepResult, now_s: float
+    ) -> None:
+        start, leg.computed = leg.computed, leg.computed + run.num_tokens
+        if len(leg.timeline) < MAX_TIMELINE:
+            detail = f"tokens {start}-{leg.computed}"
+            leg.timeline.append(TimelineEvent("chunk", report.started_unix_s, report.ended_unix_s, detail))
+        if leg.ended:
+            if leg.abort_plan is not None:
+                self.tally.max_steps_after_abort = max(self.tally.max_steps_after_abort, plan_no - leg.abort_plan)
+            return
+        if not run.sample:
+            return
+        assert leg.seq_id is not None
+        assert len(sampled) == len(leg.start.choices)
+        del self._running[leg.seq_id]
+        self.encoder.end(leg.seq_id)
+        self.slots.give(leg.slots)  # the next plan ends the sequence before it starts another in these
+        leg.slots = ()
+        index = leg.num_tokens - leg.start.num_prompt
+        tokens_left = self.facts.max_model_len - leg.num_tokens - 1
+        first = []
+        for token in sampled:
+            finish = finish_of(token.token_id, index, leg.start.params, self.facts.eos_token_ids, tokens_left)
+            first.append(m.FirstToken(token.choice, token.token_id, token.logprobs, finish))
+            logprobs = (token.logprobs,) if token.logprobs is not None else ()
+            self._tell(leg, LegTokens(leg.key, token.choice, index, (token.token_id,), logprobs, finish))
+        leg.first_tokens = m.FirstTokens(leg.key, tuple(first))
+        leg.timeline.append(TimelineEvent("first_token", report.ended_unix_s, report.ended_unix_s))
+        self.tally.observe("ttft", now_s - leg.received_s)
+        if leg.link is not None and leg.announced:
+            self._out.append(ToLink(leg.link, leg.first_tokens))
+        if leg.session.finish_if_sent():
+            self._sent_all(leg)
+
+    # ---- the transfer
+
+    def _cutter(self, link: _Link) -> Cutter:
+        """Cuts so that the widest rank slice of a piece fits a gather buffer here and a segment there."""
+        entry_bytes = min([self.facts.gather_bytes, *(ring.segment_bytes for ring in link.rings.values())])
+
+        def split(whole: Piece) -> tuple[Piece, ...]:
+            group = self.facts.groups[whole.group]
+            widest = max(s.heads for s in head_slices(self.facts.tp, link.hello.tp, group.kv_heads))
+            token_layer_bytes = 2 * widest * group.head_dim * group.dtype_bytes
+            return split_pieces(whole, token_layer_bytes, entry_bytes, self.facts.page_tokens)
+
+        return Cutter(split, tuple(len(group.layers) for group in self.facts.groups))
+
+    def _announce(self, leg: _Leg) -> None:
+        if leg.link is None or leg.announced or not leg.started or leg.ended:
+            return
+        leg.announced = True
+        self._out.append(ToLink(leg.link, m.Announce(leg.key, leg.num_tokens)))
+        if leg.first_tokens is not None:
+            self._out.append(ToLink(leg.link, leg.first_tokens))
+
+    def _offer(self, leg: _Leg, offer: Offer | None) -> None:
+        if offer is not None and leg.link is not None:
+            self._out.append(ToLink(leg.link, m.OfferPieces(leg.key, offer.first_piece_no, offer.pieces)))
+
+    def _leg_of(self, link: _Link, key: LegKey) -> _Leg | None:
+        leg = self._legs.get(key)
+        return leg if leg is not None and leg.link == link.number else None
+
+    def _ring(self, link: _Link, ring_no: int) -> _Ring:
+        ring = link.rings.get(ring_no)
+        if ring is None:
+            raise ProtocolError(f"ring {ring_no} is not open on this link")
+        return ring
+
+    def _open_ring(self, link: _Link, message: m.OpenRing) -> None:
+        capacity = message.segment_bytes * len(message.segment_offsets)
+        if capacity <= 0 or message.dst_rank >= link.hello.tp:
+            raise ProtocolError(f"{message} opens no ring that can be")
+        ring = link.rings.setdefault(message.ring_no, _Ring(message.segment_bytes))
+        ring.offsets[message.dst_rank] = message.segment_offsets
+        ring.views[message.dst_rank] = RingWriterView(capacity)
+        ring.pending[message.dst_rank] = deque()
+
+    def _grant(self, link: _Link, message: m.Grant) -> None:
+        leg = self._leg_of(link, message.key)
+        if leg is None:
+            # It ended here while the grant was on its way: nothing of it is under way.
+            self._out.append(ToLink(link.number, m.Drained(message.key)))
+            return
+        slices = len(head_slices(self.facts.tp, link.hello.tp, self.facts.groups[0].kv_heads))
+        self._offer(leg, leg.session.grant(message.hit_tokens, slices, self._cutter(link)))
+        if leg.first_tokens is not None and leg.session.finish_if_sent():
+            self._sent_all(leg)
+
+    def _assign(self, link: _Link, message: m.AssignEntries) -> None:
+        ring = self._ring(link, message.ring_no)
+        leg = self._leg_of(link, message.key)
+        if leg is None:
+            return  # given up; decode frees the entries when it hears Drained or Withdraw
+        for write in leg.session.assign(message.entries):
+            entry = write.entry
+            if entry.dst_rank not in ring.views or not 0 <= entry.src_rank < self.facts.tp:
+                raise ProtocolError(f"{entry} names a rank that is not there")
+            ring.pending[entry.dst_rank].append((leg.key, write))
+        self._flush(link, message.ring_no)
+
+    def _watermarks(self, link: _Link, message: m.Watermarks) -> None:
+        ring = link.rings.get(message.ring_no)
+        if ring is None:
+            return
+        for rank, position in enumerate(message.positions):
+            if rank in ring.views:
+                ring.views[rank].update(position)
+        self._flush(link, message.ring_no)
+
+    def _flush(self, link: _Link, ring_no: int) -> None:
+        """Hand on the writes whose ring bytes are free, in order."""
+        ring = link.rings[ring_no]
+        for rank, pending in ring.pending.items():
+            view = ring.views[rank]
+            while pending:
+                key, write = pending[0]
+                entry = write.entry
+                if not view.may_write(RingEntry(entry.position, entry.nbytes)):
+                    break
+                pending.popleft()
+                leg = self._legs.get(key)
+                if leg is None or leg.session.state is not SendState.SENDING:
+                    continue
+                page_tokens = self.facts.page_tokens
+                first = write.piece.token_start // page_tokens
+                link.writing[entry.entry_id] = (key, ring_no)
+                self._out.append(
+                    ToLane(
+                        entry.src_rank,
+                        SendPiece(
+                            link=link.number,
+                            entry_id=entry.entry_id,
+                            key=key,
+                            piece=write.piece,
+                            pages=leg.pages[first : pages_for(write.piece.token_stop, page_tokens)],
+                            src_incarnation=self.facts.incarnation,
+                            dst_incarnation=link.hello.incarnation,
+                            src_rank=entry.src_rank,
+                            dst_rank=rank,
+                            src_head_start=entry.src_head_start,
+                            heads=entry.heads,
+                            arena_offset=ring.locate(rank, entry.position),
+                            nbytes=entry.nbytes,
+                            after_plan=write.after_plan,
+                        ),
+                    )
+                )
+
+    def _piece_sent(self, message: PieceSent) -> None:
+        self.tally.pieces_sent += 1
+        self.tally.payload_bytes_sent += message.nbytes
+        link = self._links.get(message.link)
+        if link is None:
+            return
+        _, ring_no = link.writing.pop(message.entry_id)
+        leg = self._legs.get(message.key)
+        if leg is not None and leg.session.sent(message.entry_id):
+            self._sent_all(leg)
+        self._close_ring_if_quiet(link, ring_no)
+
+    def _sent_all(self, leg: _Leg) -> None:
+        assert leg.link is not None
+        self._out.append(ToLink(leg.link, m.SentAll(leg.key, leg.session.num_pieces)))
+
+    def _close_ring_if_quiet(self, link: _Link, ring_no: int) -> None:
+        ring = link.rings.get(ring_no)
+        if ring is None or not ring.closing or any(ring.pending.values()):
+            return
+        if any(number == ring_no for _, number in link.writing.values()):
+            return
+        del link.rings[ring_no]
+        self._out.append(ToLink(link.number, m.RingClosed(ring_no)))
+
+    def _complete(self, link: _Link, key: LegKey) -> None:
+        leg = self._leg_of(link, key)
+        if leg is None:
+            return
+        if not leg.ended and leg.first_tokens is None:
+            raise ProtocolError(f"decode says that {key} is complete before its first token")
+        if leg.session.complete() is SendState.DROPPING and not leg.dropping:
+            leg.tell_drained = True
+            self._drop_sends(leg)
+        self._end(leg, Outcome.DONE, "")
+
+    def _revoked(self, link: _Link, message: m.Revoke) -> None:
+        leg = self._leg_of(link, message.key)
+        if leg is None:
+            self._out.append(ToLink(link.number, m.Drained(message.key)))
+            return
+        leg.tell_drained = True
+        if leg.session.state is SendState.CLOSED:
+            self._out.append(ToLink(link.number, m.Drained(message.key)))
+        self._close(leg, Outcome.PEER_LOST, f"decode gave it up: {message.reason}")
+
+    def _drop_sends(self, leg: _Leg) -> None:
+        """Ask every rank to drop this leg's writes, and forget those that were not handed on."""
+        assert leg.link is not None
+        leg.dropping = set(range(self.facts.tp))
+        self._out.append(ToLane(None, DropSends(leg.link, leg.key)))
+        link = self._links.get(leg.link)
+        if link is not None:
+            for ring in link.rings.values():
+                for rank, pending in ring.pending.items():
+                    ring.pending[rank] = deque(item for item in pending if item[0] != leg.key)
+
+    def _dropped(self, leg: _Leg) -> None:
+        """No write of this leg is under way any more."""
+        leg.session.dropped()
+        link = self._links.get(leg.link) if leg.link is not None else None
+        if link is None:
+            return
+        rings = {ring_no for key, ring_no in link.writing.values() if key == leg.key}
+        link.writing = {entry: item for entry, item in link.writing.items() if item[0] != leg.key}
+        if leg.tell_drained:
+            self._out.append(ToLink(link.number, m.Drained(leg.key)))
+        elif leg.announced:
+            self._out.append(ToLink(link.number, m.Withdraw(leg.key, leg.withdraw_reason)))
+        for ring_no in rings | set(link.rings):
+            self._close_ring_if_quiet(link, ring_no)
+
+    # ---- the end of a leg
+
+    def _close(self, leg: _Leg, outcome: Outcome, reason: str) -> None:
+        """End a leg early. Its resources follow as soon as no plan and no write names them."""
+        if leg.seq_id is None:
+            if leg in self._waiting:
+                self._waiting.remove(leg)
+        elif self._running.pop(leg.seq_id, None) is not None:
+            self.encoder.end(leg.seq_id)
+        if leg.abort_plan is None:
+            leg.abort_plan = self.pipeline.reported
+        leg.withdraw_reason = reason
+        if leg.session.give_up():
+            if leg.link in self._links:
+                self._drop_sends(leg)
+            elif leg.link not in self._lost_links:
+                leg.session.dropped()
+        elif (
+            leg.session.state is SendState.DROPPING and leg.link not in self._links and leg.link not in self._lost_links
+        ):
+            leg.session.dropped()
+        self._end(leg, outcome, reason)
+        self._reap(leg)
+
+    def _end(self, leg: _Leg, outcome: Outcome, reason: str) -> None:
+        if not leg.ended:
+            leg.ended = True
+            self.tally.legs[outcome.value] += 1
+            self._tell(leg, LegEnd(leg.key, outcome, reason, tuple(leg.timeline)))
+
+    def _reap_all(self) -> None:
+        for leg in [leg for leg in self._legs.values() if leg.ended]:
+            self._reap(leg)
+
+    def _reap(self, leg: _Leg) -> None:
+        """Free what a leg holds once its last plan has been reported and nothing of it is being written."""
+        if not leg.ended or leg.session.state is not SendState.CLOSED or leg.last_plan > self.pipeline.reported:
+            return
+        if self._legs.pop(leg.key, None) is None:
+            return
+        if leg.seq_id is not None:
+            del self._by_seq[leg.seq_id]
+        self.pages.release(leg.pages)
+        self.slots.give(leg.slots)
+
+    def _tell(self, leg: _Leg, message: LegTokens | LegEnd) -> None:
+        self._out.append(ToRouter(leg.router, message))
+
+    def _take(self) -> list[Instruction]:
+        out, self._out = self._out, []
+        return out
+
+
+_UNCUT = Cutter(lambda whole: (whole,), ())

@@ -1,0 +1,82 @@
+"""The plan pipeline of an engine: numbers plans, holds at most two in flight, and knows when a plan has been computed.
+
+The engine schedules plan n+1 while the workers compute n; pages and slots named by a plan may be reused only once it, on
+every rank, has reported. Knows plan numbers and ranks; nothing of what is in a plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from disagg.messages.plan import StepResult, WorkerPlan
+from disagg.types.errors import ProtocolError
+
+MAX_IN_FLIGHT = 2
+
+
+@dataclass(slots=True)
+class _InFlight:
+    plan: WorkerPlan
+    sent_s: float
+    reports: dict[int, StepResult] = field(default_factory=dict)
+
+
+class PlanPipeline:
+    """Plans sent and not yet reported by every rank, oldest first."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._in_flight: dict[int, _InFlight] = {}
+        self.reported = -1  # number of the last plan that every rank has reported
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._in_flight) < MAX_IN_FLIGHT
+
+    @property
+    def in_flight(self) -> tuple[WorkerPlan, ...]:
+        return tuple(item.plan for item in self._in_flight.values())
+
+    def sent(self, plan: WorkerPlan, now_s: float) -> None:
+        assert self.has_room
+        self._in_flight[plan.plan_no] = _InFlight(plan, now_s)
+
+    def report(self, result: StepResult) -> tuple[WorkerPlan, StepResult] | None:
+        """Take one rank's report. The plan and rank 0's result, once every rank has reported it."""
+        item = self._in_flight.get(result.plan_no)
+        if item is None or result.rank in item.reports:
+            raise ProtocolError(f"rank {result.rank} reports plan {result.plan_no}, which is not in flight there")
+        item.reports[result.rank] = result
+        if len(item.reports) < self._ranks:
+            return None
+        if result.plan_no != self.reported + 1:
+            raise ProtocolError(f"plan {result.plan_no} is complete where plan {self.reported + 1} was due")
+        del self._in_flight[result.plan_no]
+        self.reported = result.plan_no
+        return item.plan, item.reports[0]
+
+    def oldest_age_s(self, now_s: float) -> float:
+        """Seconds since the oldest unreported plan was sent; 0 if there is none."""
+        return max((now_s - item.sent_s for item in self._in_flight.values()), default=0.0)
+
+
+class Slots:
+    """Sampling slots 0 .. count-1, lowest first."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count - 1, -1, -1))
+        self.total = count
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> tuple[int, ...] | None:
+        """All or nothing."""
+        if count > len(self._free):
+            return None
+        return tuple(self._free.pop() for _ in range(count))
+
+    def give(self, slots: tuple[int, ...]) -> None:
+        self._free.extend(slots)
+        assert len(self._free) <= self.total

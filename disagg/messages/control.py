@@ -1,0 +1,92 @@
+"""The control call: one request to every rank, one reply from each, with a timeout. Start-up, dumps and shutdown."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from disagg.messages.layout import LayerGroup
+
+
+class Load(Struct, frozen=True, tag="load"):
+    """Load the model. dtype is a concrete one ("float32", ...). gemv_copies: see models/gemv."""
+
+    model_dir: str
+    dtype: str
+    device: str
+    threads: int
+    gemv_copies: bool
+
+
+class MakePool(Struct, frozen=True, tag="make_pool"):
+    """Make the KV pool and the sampler."""
+
+    num_pages: int
+    page_tokens: int
+    max_slots: int
+
+
+class OpenTransfer(Struct, frozen=True, tag="open_transfer"):
+    """Open the transfer agent, with its arena (decode) and gather buffers (prefill)."""
+
+    backend: str
+    incarnation: str
+    arena_bytes: int
+    gather_bytes: int
+    gather_buffers: int
+    ucx_tls: str
+    ucx_net_devices: str
+
+
+class Dump(Struct, frozen=True, tag="dump"):
+    """Say what you are doing (stacks, plans, transfers). Answered by the transfer thread, so also during a step."""
+
+
+class Shutdown(Struct, frozen=True, tag="shutdown"):
+    """Exit cleanly."""
+
+
+class Loaded(Struct, frozen=True, tag="loaded"):
+    rank: int
+    groups: tuple[LayerGroup, ...]
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    load_s: float
+
+
+class PoolMade(Struct, frozen=True, tag="pool_made"):
+    rank: int
+    pool_bytes: int
+
+
+class TransferOpen(Struct, frozen=True, tag="transfer_open"):
+    """metadata: the agent's, to be given to peers. arena_address: base of the arena; 0 without one."""
+
+    rank: int
+    pid: int
+    metadata: bytes
+    arena_address: int
+    arena_device: int
+
+
+class Dumped(Struct, frozen=True, tag="dumped"):
+    rank: int
+    text: str
+
+
+class ControlFailed(Struct, frozen=True, tag="control_failed"):
+    """The call did not work. config: it is the operator's fault (bad model directory, ...), so do not restart."""
+
+    rank: int
+    reason: str
+    config: bool
+
+
+ControlRequest = Load | MakePool | OpenTransfer | Dump | Shutdown
+ControlReply = Loaded | PoolMade | TransferOpen | Dumped | ControlFailed
+
+encode_request = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(ControlRequest).decode
+encode_reply = msgspec.msgpack.Encoder().encode
+decode_reply = msgspec.msgpack.Decoder(ControlReply).decode

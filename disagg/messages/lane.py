@@ -1,0 +1,205 @@
+"""The lane into a worker's transfer thread: sequenced both ways, apart from the step plans, and its heartbeat.
+
+The engine decides; the thread binds, writes, scatters and reports. Every message is numbered by its `LaneFrame`; a gap
+ends the group. Knows keys, pieces and offsets; nothing of requests' text or of gRPC.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from disagg.types.ids import LegKey
+
+
+class Piece(Struct, frozen=True, array_like=True, order=True):
+    """A rectangle of KV: layers [layer_start, layer_stop) of the group's list, token positions [token_start, token_stop)."""
+
+    group: int
+    layer_start: int
+    layer_stop: int
+    token_start: int
+    token_stop: int
+
+    def __post_init__(self) -> None:
+        if self.group < 0 or not 0 <= self.layer_start < self.layer_stop or not 0 <= self.token_start < self.token_stop:
+            raise ValueError(f"{self} is no piece: it needs a group, and at least one layer and one token")
+
+    @property
+    def layers(self) -> int:
+        return self.layer_stop - self.layer_start
+
+    @property
+    def tokens(self) -> int:
+        return self.token_stop - self.token_start
+
+
+class AddPeer(Struct, frozen=True, tag="add_peer"):
+    """Introduce the agent of one rank of the server at the other end of `link`, and do the wire-up now."""
+
+    link: int
+    peer_rank: int
+    metadata: bytes
+    arena_address: int
+    arena_device: int
+
+
+class RemovePeer(Struct, frozen=True, tag="remove_peer"):
+    """Forget every rank behind `link`; writes under way to it are released and reported as failed."""
+
+    link: int
+
+
+class SendPiece(Struct, frozen=True, tag="send_piece"):
+    """Gather a piece and write it into the peer's arena, once plan `after_plan` has been computed (-1: at once).
+
+    entry_id names the ring entry on this link. pages: those that hold [token_start, token_stop) rounded out to pages.
+    identity fields seed the checksum. arena_offset: where in the peer's arena.
+    """
+
+    link: int
+    entry_id: int
+    key: LegKey
+    piece: Piece
+    pages: tuple[int, ...]
+    src_incarnation: str
+    dst_incarnation: str
+    src_rank: int
+    dst_rank: int
+    src_head_start: int
+    heads: int
+    arena_offset: int
+    nbytes: int  # payload and trailer
+    after_plan: int
+
+
+class DropSends(Struct, frozen=True, tag="drop_sends"):
+    """Send nothing more of this leg; answer SendsDropped when no write of it is under way any more."""
+
+    link: int
+    key: LegKey
+
+
+class Bind(Struct, frozen=True, tag="bind"):
+    """Pieces of this leg will be scattered into these pages (the page table of tokens [0, len(pages) * page_tokens))."""
+
+    key: LegKey
+    pages: tuple[int, ...]
+
+
+class ExpectPiece(Struct, frozen=True, tag="expect_piece"):
+    """A ring entry has been assigned: what its notification will mean."""
+
+    link: int
+    entry_id: int
+    key: LegKey
+    piece: Piece
+    src_incarnation: str
+    dst_incarnation: str
+    src_rank: int
+    dst_rank: int
+    dst_head_start: int
+    heads: int
+    arena_offset: int
+    nbytes: int
+
+
+class Unbind(Struct, frozen=True, tag="unbind"):
+    """Scatter nothing more into this leg's pages; answered by Unbound, after which they may be reused."""
+
+    key: LegKey
+
+
+class PeerAdded(Struct, frozen=True, tag="peer_added"):
+    link: int
+    peer_rank: int
+    error: str  # empty: it works
+    wire_up_s: float
+
+
+class PeerRemoved(Struct, frozen=True, tag="peer_removed"):
+    link: int
+
+
+class PieceSent(Struct, frozen=True, tag="piece_sent"):
+    """The write is complete: the staging buffer is free again, and the notification follows the data."""
+
+    link: int
+    entry_id: int
+    key: LegKey
+    nbytes: int
+    gather_s: float
+    wire_s: float
+
+
+class PieceFailed(Struct, frozen=True, tag="piece_failed"):
+    """The write cannot complete (peer gone). Nothing of it is under way any more."""
+
+    link: int
+    entry_id: int
+    key: LegKey
+    reason: str
+
+
+class SendsDropped(Struct, frozen=True, tag="sends_dropped"):
+    link: int
+    key: LegKey
+
+
+class Bound(Struct, frozen=True, tag="bound"):
+    key: LegKey
+
+
+class Unbound(Struct, frozen=True, tag="unbound"):
+    key: LegKey
+
+
+class Landing(Struct, frozen=True, tag="landing"):
+    """A notified piece was handled. ok: checksum right and rows scattered; else nothing was written to the pool.
+
+    reason: "" | "checksum" | "unbound" (the leg was unbound before it came; dropped).
+    """
+
+    link: int
+    entry_id: int
+    key: LegKey
+    ok: bool
+    reason: str
+    payload_bytes: int
+    scatter_s: float
+    landed_unix_s: float
+
+
+class Beat(Struct, frozen=True, tag="beat"):
+    """The transfer thread lives. plan_no: the last plan computed; busy_s: how long the present one has run (0: idle)."""
+
+    plan_no: int
+    busy_s: float
+    arena_free: int
+    bound: int
+    writes_in_flight: int
+
+
+LaneRequest = AddPeer | RemovePeer | SendPiece | DropSends | Bind | ExpectPiece | Unbind
+LaneReport = PeerAdded | PeerRemoved | PieceSent | PieceFailed | SendsDropped | Bound | Unbound | Landing | Beat
+
+
+class LaneFrame(Struct, frozen=True, array_like=True):
+    """Messages to one rank, in order; number: of the frame, from 0, without gaps."""
+
+    number: int
+    messages: tuple[LaneRequest, ...]
+
+
+class LaneReportFrame(Struct, frozen=True, array_like=True):
+    """Reports of one rank, in order; number: of the frame, from 0, without gaps."""
+
+    rank: int
+    number: int
+    messages: tuple[LaneReport, ...]
+
+
+encode_lane = msgspec.msgpack.Encoder().encode
+decode_lane = msgspec.msgpack.Decoder(LaneFrame).decode
+encode_report = msgspec.msgpack.Encoder().encode
+decode_report = msgspec.msgpack.Decoder(LaneReportFrame).decode

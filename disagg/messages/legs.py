@@ -1,0 +1,146 @@
+"""What a router and a server say to each other about legs. `wire/` turns these into protobuf and back.
+
+Both directions are numbered and acknowledged by a `ReliableChannel`, so each message is applied exactly once and in
+order, also across a reconnect; only a new incarnation of the server's workers, or the end of the lease, loses state.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from msgspec import Struct
+
+from disagg.messages.plan import TokenLogprobs
+from disagg.types.ids import FinishReason, LegKey, Role
+from disagg.types.sampling import SamplingParams
+
+
+class PeerRef(Struct, frozen=True):
+    """The other server of a pair. address: where its Peer.Link is dialled, host:port."""
+
+    name: str
+    address: str
+    incarnation: str
+
+
+class ServerState(enum.StrEnum):
+    """`dead` is a router's verdict; a server never says it of itself."""
+
+    LOADING = "loading"
+    READY = "ready"
+    NO_PEER = "no-peer"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+# ---- router -> server
+
+
+class StartLeg(Struct, frozen=True):
+    """Run one phase of one trunk. The server's role says which phase; `peer` is the server of the other one.
+
+    token_ids: the prompt's, then outputs accepted in earlier attempts; num_prompt: how many are the prompt's. Output index
+    of the first token to be produced is len(token_ids) - num_prompt. deadline_s: seconds left. cache_salt: one prefix
+    cache per salt.
+    """
+
+    key: LegKey
+    token_ids: tuple[int, ...]
+    num_prompt: int
+    params: SamplingParams
+    choices: tuple[int, ...]
+    peer: PeerRef
+    deadline_s: float
+    cache_salt: str = ""
+
+
+class AbortLeg(Struct, frozen=True):
+    """Stop computing for this leg and free what it holds. Idempotent; unknown keys are ignored."""
+
+    key: LegKey
+    choice: int | None = None  # None: all of it; else only this choice (a stop string ended it)
+
+
+# ---- server -> router
+
+
+class LegTokens(Struct, frozen=True):
+    """New tokens of one choice. first_index: output index of the first of them.
+
+    logprobs: one per token, or empty when none were asked. finish: set on the choice's last message.
+    """
+
+    key: LegKey
+    choice: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+
+
+class Outcome(enum.StrEnum):
+    """How a leg ended on one server."""
+
+    DONE = "done"
+    ABORTED = "aborted"  # at the router's request
+    REFUSED = "refused"  # it can never run here (too long for the pool, ...): the client's fault
+    PEER_LOST = "peer_lost"  # the other server, or the link to it, was lost: try again
+    WORKER_LOST = "worker_lost"  # this server's workers died under it: try again; counts towards poison
+    BAD_TRANSFER = "bad_transfer"  # KV arrived that did not match its checksum, or never arrived: try again
+    DRAINED = "drained"  # the server is shutting down: try again elsewhere
+    GIVEN_BACK = "given_back"  # not started, given back by the prefill server: try again, free of charge
+
+
+class TimelineEvent(Struct, frozen=True):
+    """Something that took from start to end, seconds since the epoch. name: "queued", "chunk", "piece", "decode", ..."""
+
+    name: str
+    start_unix_s: float
+    end_unix_s: float
+    detail: str = ""
+
+
+class LegEnd(Struct, frozen=True):
+    """The last message of a leg."""
+
+    key: LegKey
+    outcome: Outcome
+    reason: str
+    timeline: tuple[TimelineEvent, ...] = ()
+    cached_tokens: int = 0
+
+
+class LoadReport(Struct, frozen=True):
+    """A server's state and load, sent every heartbeat and at each change of state."""
+
+    state: ServerState
+    running: int
+    waiting: int
+    pages_used: int
+    pages_free: int
+    pages_evictable: int
+    pages_total: int
+
+
+class ServerHello(Struct, frozen=True):
+    """Who a server is; sent first on every stream, and again when a new incarnation of its workers is up.
+
+    fingerprint: digest of the KV layout; only equals are paired. model: the served model's name.
+    """
+
+    name: str
+    role: Role
+    tp: int
+    pid: int
+    worker_pids: tuple[int, ...]
+    incarnation: str
+    fingerprint: str
+    model: str
+    max_model_len: int
+    max_tokens_in_pool: int
+    link_address: str
+    load: LoadReport
+
+
+RouterMessage = StartLeg | AbortLeg
+ServerMessage = LegTokens | LegEnd

@@ -1,0 +1,178 @@
+"""What a prefill and a decode engine say to each other over Peer.Link. `wire/` turns these into protobuf and back.
+
+The decode engine dials. Messages are numbered and acknowledged by a `ReliableChannel`: exactly once, in order, also across
+a reconnect of the same link generation.
+
+    P -> D   Announce ........ the first chunk of a leg is scheduled
+    D -> P   OpenRing ........ segments of each decode rank's arena, once per active link
+    D -> P   Grant ........... pages are bound on every rank; tokens [hit, n) are wanted
+    P -> D   OfferPieces ..... a chunk is scheduled; these rectangles will come
+    D -> P   AssignEntries ... where each rank slice of each piece goes
+    P        (one-sided writes, each with a notification)
+    D -> P   Watermarks ...... how far each ring is free again
+    P -> D   FirstTokens ..... token 0 of every choice
+    P -> D   SentAll ......... every piece has been written
+    D -> P   Complete ........ every rectangle has landed: P may free
+    any      Withdraw / Revoke, answered by Drained when nothing of the leg is under way
+    D -> P   CloseRing ....... the link is idle: answered by RingClosed, then the segments go back to the arena
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from disagg.messages.lane import Piece
+from disagg.messages.plan import TokenLogprobs
+from disagg.types.ids import FinishReason, LegKey
+
+
+class RankInfo(Struct, frozen=True):
+    """One worker rank: its transfer agent, its arena, and its process (for knowing when it is gone)."""
+
+    rank: int
+    pid: int
+    pid_started: int  # start time of the process in clock ticks since boot; tells a reused pid apart
+    metadata: bytes
+    arena_address: int
+    arena_device: int
+
+
+class LinkHello(Struct, frozen=True):
+    """First message each way. generation: drawn by the decode side, new for every link. host_id: equal on one host."""
+
+    name: str
+    generation: str
+    incarnation: str
+    fingerprint: str
+    tp: int
+    host_id: str
+    ranks: tuple[RankInfo, ...]
+
+
+class Announce(Struct, frozen=True):
+    """P has scheduled the first chunk of this leg; it has num_tokens tokens in all."""
+
+    key: LegKey
+    num_tokens: int
+
+
+class OpenRing(Struct, frozen=True):
+    """Segments leased to this link in one decode rank's arena: byte offsets, each segment_bytes long. ring_no: from 0."""
+
+    ring_no: int
+    dst_rank: int
+    segment_bytes: int
+    segment_offsets: tuple[int, ...]
+
+
+class CloseRing(Struct, frozen=True):
+    """Give the ring back: write nothing more into it, and answer RingClosed once nothing is under way."""
+
+    ring_no: int
+
+
+class RingClosed(Struct, frozen=True):
+    ring_no: int
+
+
+class Grant(Struct, frozen=True):
+    """Pages for the whole leg are bound on every decode rank. Tokens [hit_tokens, num_tokens) are wanted."""
+
+    key: LegKey
+    hit_tokens: int
+
+
+class OfferPieces(Struct, frozen=True):
+    """Pieces that will be written; numbered by P within the leg from first_piece_no on."""
+
+    key: LegKey
+    first_piece_no: int
+    pieces: tuple[Piece, ...]
+
+
+class Entry(Struct, frozen=True, array_like=True):
+    """A ring entry for one rank slice of one piece. position: monotone ring position (see staging/ring).
+
+    entry_id: unique on this link, and what the notification carries.
+    """
+
+    entry_id: int
+    piece_no: int
+    src_rank: int
+    dst_rank: int
+    src_head_start: int
+    heads: int
+    position: int
+    nbytes: int
+
+
+class AssignEntries(Struct, frozen=True):
+    key: LegKey
+    ring_no: int
+    entries: tuple[Entry, ...]
+
+
+class Watermarks(Struct, frozen=True):
+    """Everything before these ring positions is free, per decode rank."""
+
+    ring_no: int
+    positions: tuple[int, ...]
+
+
+class FirstToken(Struct, frozen=True, array_like=True):
+    choice: int
+    token_id: int
+    logprobs: TokenLogprobs | None
+    finish: FinishReason | None
+
+
+class FirstTokens(Struct, frozen=True):
+    """Token 0 of every choice of the leg (in output order: the first this attempt produces)."""
+
+    key: LegKey
+    tokens: tuple[FirstToken, ...]
+
+
+class SentAll(Struct, frozen=True):
+    """Every offered piece has been written. num_pieces: how many the leg had."""
+
+    key: LegKey
+    num_pieces: int
+
+
+class Complete(Struct, frozen=True):
+    """Every rectangle landed on every rank, or nothing is needed (the first token ended it): P frees the leg."""
+
+    key: LegKey
+
+
+class Revoke(Struct, frozen=True):
+    """D gives the leg up (aborted, failed, unknown). P drops its sends and answers Drained."""
+
+    key: LegKey
+    reason: str
+
+
+class Withdraw(Struct, frozen=True):
+    """P gives the leg up. Sent after its sends are dropped: nothing of it is under way any more."""
+
+    key: LegKey
+    reason: str
+
+
+class Drained(Struct, frozen=True):
+    """Nothing of this leg is under way from P, and nothing will come."""
+
+    key: LegKey
+
+
+class WantPieces(Struct, frozen=True):
+    """After SentAll, rectangles are missing: write them again."""
+
+    key: LegKey
+    pieces: tuple[Piece, ...]
+
+
+ToPrefill = OpenRing | CloseRing | Grant | AssignEntries | Watermarks | Complete | Revoke | WantPieces
+ToDecode = Announce | OfferPieces | FirstTokens | SentAll | Withdraw | Drained | RingClosed
+LinkMessage = ToPrefill | ToDecode

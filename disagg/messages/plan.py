@@ -1,0 +1,115 @@
+"""What the engine tells its workers to compute, and what they answer. Frozen values; msgspec on ZeroMQ.
+
+A `WorkerPlan` is a diff: `starts` carries everything about sequences that the worker has not seen, `runs` says how many
+tokens of which known sequence to compute, `ends` which to forget. Plans are numbered without gaps; a gap ends the
+worker group, because PUB/SUB drops silently. Knows tokens, pages and slots; nothing of tensors, peers or requests.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from disagg.types.sampling import SamplingParams
+
+
+class SamplerStart(Struct, frozen=True, array_like=True):
+    """Opens sampling slot `slot` for one choice of a sequence."""
+
+    slot: int
+    choice: int
+
+
+class SequenceStart(Struct, frozen=True, array_like=True):
+    """A sequence that the worker has not seen.
+
+    token_ids: prompt followed by outputs already accepted; the first `num_prompt` are the prompt.
+    computed: tokens whose KV the pages already hold (a decode sequence starts with all but its last token computed).
+    pages: the whole page table so far. samplers: one per choice that is sampled from this sequence's logits.
+    """
+
+    seq_id: int
+    token_ids: tuple[int, ...]
+    num_prompt: int
+    computed: int
+    pages: tuple[int, ...]
+    params: SamplingParams
+    samplers: tuple[SamplerStart, ...]
+
+
+class Run(Struct, frozen=True, array_like=True):
+    """Compute the next `num_tokens` tokens of a sequence, having appended `new_pages` to its page table.
+
+    Where the next token is one that the worker sampled itself, the worker knows it and the engine need not.
+    """
+
+    seq_id: int
+    num_tokens: int
+    sample: bool
+    new_pages: tuple[int, ...] = ()
+
+
+class WorkerPlan(Struct, frozen=True, tag="plan"):
+    """One engine step. Order of application: ends, copies, starts, runs. Prefill runs come before decode runs."""
+
+    plan_no: int
+    ends: tuple[int, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()  # (source page, destination page), whole pages
+    starts: tuple[SequenceStart, ...] = ()
+    runs: tuple[Run, ...] = ()
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    """Published until every rank answered READY: SUB sockets join late and PUB drops until they have."""
+
+    incarnation: str
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Log-probability of the token taken, and the most likely tokens: (token id, logprob), best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class SampledToken(Struct, frozen=True, array_like=True):
+    """One sampled token of one choice."""
+
+    seq_id: int
+    choice: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class Ready(Struct, frozen=True, tag="ready"):
+    """The rank hears the plan socket."""
+
+    rank: int
+    incarnation: str
+
+
+class StepResult(Struct, frozen=True, tag="result"):
+    """A plan has been computed on this rank. Only rank 0 reports tokens. compute_s: seconds in the model and sampler."""
+
+    rank: int
+    plan_no: int
+    sampled: tuple[SampledToken, ...]
+    compute_s: float
+    started_unix_s: float
+    ended_unix_s: float
+
+
+class WorkerFailed(Struct, frozen=True, tag="failed"):
+    """The rank cannot go on; it exits right after this."""
+
+    rank: int
+    reason: str
+
+
+ToWorker = WorkerPlan | Hello
+FromWorker = StepResult | Ready | WorkerFailed
+
+encode_to_worker = msgspec.msgpack.Encoder().encode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+encode_from_worker = msgspec.msgpack.Encoder().encode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

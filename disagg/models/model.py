@@ -1,0 +1,80 @@
+"""A Hugging Face decoder that keeps its KV in our pages.
+
+Knows one model on one device. Which tokens to run, where their pages are and what to do with the logits is the caller's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from disagg.messages.layout import LayerGroup
+from disagg.models.attention import PagedAttention, active
+from disagg.models.batch import ForwardBatch
+from disagg.models.gemv import add_gemv_copies
+from disagg.models.loader import LoadedModel, load
+from disagg.models.pool import KvPool
+
+
+class PagedModel:
+    """`PagedModel.load(model_dir, dtype, device)`, then `forward` per step."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._slot_of_layer = {layer: slot for slot, layer in enumerate(loaded.group.layers)}
+
+    @classmethod
+    def load(cls, model_dir: Path, dtype: str, device: str) -> PagedModel:
+        """dtype: "float32", "bfloat16" or "float16". Raises ConfigError for a model that cannot be served exactly."""
+        return cls(load(model_dir, dtype, device))
+
+    def add_gemv_copies(self) -> int:
+        """Make steps of one row faster on CPU, for the weights' bytes once more; returns how many."""
+        return add_gemv_copies(self._loaded.module)
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """Layer groups, each with a pool of its own."""
+        return (self._loaded.group,)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._loaded.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a sequence may have."""
+        return self._loaded.max_model_len
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._loaded.eos_token_ids
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._slot_of_layer)
+
+    @property
+    def device(self) -> torch.device:
+        return self._loaded.module.device
+
+    def make_pool(self, num_pages: int, page_tokens: int) -> KvPool:
+        return KvPool.create(self._loaded.group, num_pages, page_tokens, self.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
+        """Writes the batch's K and V into the pool. Returns logits, float32 [R, vocab], of `batch.logits_rows`."""
+        assert pool.group == self._loaded.group, f"a pool of {pool.group} for a model of {self._loaded.group}"
+        batch.check()
+        attention = PagedAttention(batch, pool, self._slot_of_layer)
+        with active(attention):
+            output = self._loaded.module(
+                input_ids=batch.input_ids.unsqueeze(0),
+                position_ids=batch.positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=batch.logits_rows,
+            )
+        attention.assert_every_layer_ran_once()
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()

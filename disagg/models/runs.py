@@ -1,0 +1,324 @@
+"""Attention of one forward's runs over the pages, planned once and executed in every layer.
+
+Knows batches, pools and tensors; nothing of models. Whatever is equal for all layers (gather indices, masks, which rows
+go together) is computed here once per forward; layers with different sliding windows have different plans.
+
+Decode rows are cut into *buckets*. A bucket's K and V are gathered into one scratch buffer, which attention reads at
+once. On CPU a bucket is small, for two reasons: the buffer stays in the core's cache (at batch 16 and 300 tokens of
+context: 61 ms for 30 layers of SmolLM2, 79 as one bucket), and rows of unlike lengths do not pad each other. On a GPU
+all rows are one bucket: a launch costs more than padding, and lengths are not known to the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from disagg.models.batch import DecodeRun, ForwardBatch, PrefillRun
+from disagg.models.pool import KvPool
+
+# Rows share a bucket on CPU while its K and V of one layer stay below this, a usual L2 cache. Measured: 0.25 to 2 MiB
+# are alike at long contexts, where a row is half a MiB by itself; at short ones each further bucket costs 40 us a layer.
+BUCKET_BYTES = 2 * 1024 * 1024
+# ... and while every row has at least this part of the longest one's pages.
+BUCKET_FILL = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a layer turns q k into weights. sinks: [query heads] logits that take weight and give no value, or None."""
+
+    scaling: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def needs_scores(self) -> bool:
+        """True when the fused kernel, which never shows its scores, cannot be used."""
+        return self.softcap is not None or self.sinks is not None
+
+
+class PageSpan:
+    """Pages of n sequences to gather side by side; tokens [first, last) of each one's pages are used.
+
+    The views that every layer's gather writes and reads are made once, by `bind`.
+    """
+
+    def __init__(self, pool: KvPool, pages: torch.Tensor, num_sequences: int, first: int, last: int) -> None:
+        """pages: [n * pages per sequence] int64."""
+        self._pool = pool
+        self._unit_index = pool.unit_index(pages)
+        self._num_sequences = num_sequences
+        self._first = first
+        self._last = last
+
+    @property
+    def num_units(self) -> int:
+        return self._unit_index.shape[0]
+
+    def bind(self, scratch: torch.Tensor) -> None:
+        """scratch: [at least num_units, page_tokens * head_dim]; others may use it between two gathers' uses."""
+        group = self._pool.group
+        self._units = scratch[: self.num_units]
+        kv = self._units.view(2, group.kv_heads, self._num_sequences, -1, group.head_dim)
+        kv = kv[:, :, :, self._first : self._last].transpose(1, 2)
+        self._keys, self._values = kv[0], kv[1]
+
+    def gather(self, layer_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, each [n, kv_heads, last - first, head_dim]."""
+        self._pool.gather(layer_slot, self._unit_index, self._units)
+        return self._keys, self._values
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Rows of one token each. rows: a slice of the batch's rows, or [n] int64; mask: [n, 1, 1, keys] or None."""
+
+    rows: slice | torch.Tensor
+    span: PageSpan
+    mask: torch.Tensor | None
+
+    def attend(self, layer_slot: int, grouped: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        """grouped: [N, kv_heads, group, head_dim], all rows of the batch. Returns [n, kv_heads, group, head_dim].
+
+        The query heads that share a KV head stand where attention expects tokens: each key is read once, not per head.
+        """
+        keys, values = self.span.gather(layer_slot)
+        queries = grouped[self.rows]
+        if scoring.needs_scores:
+            return _attend_with_scores(queries, keys, values, self.mask, scoring)
+        return scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask, scale=scoring.scaling)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """One prefill run of several tokens. span is None when every key it sees is one of its own rows."""
+
+    rows: slice
+    span: PageSpan | None
+    first_query: int  # position of the first row
+    first_key: int  # position of the first key
+    window: int | None
+    device: torch.device
+    dtype: torch.dtype
+    _mask: torch.Tensor | None = field(default=None, init=False)
+
+    @property
+    def plain_causal(self) -> bool:
+        return self.span is None and self.window is None
+
+    def mask(self) -> torch.Tensor:
+        """[num_tokens, keys]: zero where the key is visible, else -inf."""
+        if self._mask is None:
+            num_tokens = self.rows.stop - self.rows.start
+            queries = torch.arange(self.first_query, self.first_query + num_tokens, device=self.device).unsqueeze(1)
+            keys = torch.arange(self.first_key, self.first_query + num_tokens, device=self.device)
+            visible = keys <= queries
+            if self.window is not None:
+                visible &= keys > queries - self.window
+            self._mask = _additive(visible, self.dtype)
+        return self._mask
+
+    def attend(
+        self, layer_slot: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """query, key, value: [1, heads, N, head_dim], all rows. Returns [num_tokens, query_heads, head_dim]."""
+        query = query[:, :, self.rows]
+        if self.span is None:
+            keys, values = key[:, :, self.rows], value[:, :, self.rows]
+        else:
+            keys, values = self.span.gather(layer_slot)
+        if scoring.needs_scores:
+            # [1, query_heads, M, D] as [1, kv_heads, group * M, D], and back again
+            grouped = query.reshape(1, keys.shape[1], -1, query.shape[3])
+            out = _attend_with_scores(grouped, keys, values, self.mask(), scoring).view(query.shape)
+        else:
+            out = scaled_dot_product_attention(
+                query,
+                keys,
+                values,
+                attn_mask=None if self.plain_causal else self.mask(),
+                is_causal=self.plain_causal,
+                scale=scoring.scaling,
+                enable_gqa=query.shape[1] != keys.shape[1],
+            )
+        return out[0].transpose(0, 1)
+
+
+def _attend_with_scores(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
+) -> torch.Tensor:
+    """Attention in plain operations, softmax in float32.
+
+    queries: [n, kv_heads, group * M, D], group outside M; keys, values: [n, kv_heads, S, D]; mask: [M, S] or
+    [n, 1, 1, S] or None. Returns the shape of queries.
+    """
+    scores = torch.matmul(queries, keys.transpose(2, 3)) * scoring.scaling
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    scores = scores.float()
+    num_queries, num_keys = scores.shape[2:]
+    if mask is not None:
+        if mask.dim() == 2:
+            scores = (scores.view(*scores.shape[:2], -1, *mask.shape) + mask).flatten(2, 3)
+        else:
+            scores = scores + mask
+    if scoring.sinks is not None:
+        # [query_heads] -> [1, kv_heads, group, 1] -> one extra column for each of the group * M queries
+        sinks = scoring.sinks.float().view(1, queries.shape[1], -1, 1)
+        sinks = sinks.repeat_interleave(num_queries // sinks.shape[2], dim=2).expand(scores.shape[0], -1, -1, 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :num_keys]
+    return torch.matmul(weights.to(values.dtype), values)
+
+
+def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zero where visible, -inf elsewhere: the fused kernels would make this of a bool mask again in every layer."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -math.inf)
+
+
+class WindowPlan:
+    """The runs of one batch as layers with one sliding window (None: full attention) see them."""
+
+    def __init__(self, batch: ForwardBatch, pool: KvPool, window: int | None, *, one_bucket: bool) -> None:
+        """one_bucket: keep decode rows together, and do not ask the device for their lengths."""
+        self.chunks: list[Chunk] = []
+        self.buckets: list[Bucket] = []
+        singles: list[_Single] = []
+        for run in batch.prefills:
+            if run.num_tokens == 1:
+                singles.append(_single(run.start, run.pages, run.total_tokens, window, pool.page_tokens))
+            else:
+                self.chunks.append(_chunk(run, pool, window))
+        if batch.decodes is not None and one_bucket:
+            self.buckets.append(_padded_bucket(batch.decodes, pool, window))
+        elif batch.decodes is not None:
+            rows = zip(batch.decodes.pages.unbind(0), batch.decodes.lengths.tolist(), strict=True)
+            for row, (pages, length) in enumerate(rows, batch.decodes.start):
+                singles.append(_single(row, pages, length, window, pool.page_tokens))
+        self.buckets.extend(_bucket(group, pool) for group in _alike(singles, pool))
+        spans = [b.span for b in self.buckets] + [c.span for c in self.chunks if c.span is not None]
+        scratch_units = max((span.num_units for span in spans), default=0)
+        scratch = torch.empty(
+            (scratch_units, pool.page_tokens * pool.group.head_dim), dtype=pool.kv.dtype, device=pool.device
+        )
+        for span in spans:
+            span.bind(scratch)
+        self._whole = len(self.buckets) == 1 and not self.chunks and isinstance(self.buckets[0].rows, slice)
+        self._kv_heads = pool.group.kv_heads
+
+    def attend(
+        self, layer_slot: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """query, key, value: [1, heads, N, head_dim]. Returns [1, N, query_heads, head_dim]."""
+        _, query_heads, num_rows, head_dim = query.shape
+        grouped = query[0].transpose(0, 1).view(num_rows, self._kv_heads, -1, head_dim)
+        if self._whole:
+            return self.buckets[0].attend(layer_slot, grouped, scoring).view(1, num_rows, query_heads, head_dim)
+        out = torch.empty(grouped.shape, dtype=query.dtype, device=query.device)
+        flat = out.view(num_rows, query_heads, head_dim)
+        for chunk in self.chunks:
+            flat[chunk.rows] = chunk.attend(layer_slot, query, key, value, scoring)
+        for bucket in self.buckets:
+            out[bucket.rows] = bucket.attend(layer_slot, grouped, scoring)
+        return flat.unsqueeze(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Single:
+    """One row that sees keys [first, last) of the tokens in `pages`."""
+
+    row: int
+    pages: torch.Tensor
+    first: int
+    last: int
+
+
+def _single(row: int, pages: torch.Tensor, length: int, window: int | None, page_tokens: int) -> _Single:
+    first_token = 0 if window is None else max(0, length - window)
+    first_page = first_token // page_tokens
+    skipped = first_page * page_tokens
+    needed = pages[first_page : -(-length // page_tokens)]
+    return _Single(row, needed, first_token - skipped, length - skipped)
+
+
+def _alike(singles: Sequence[_Single], pool: KvPool) -> Iterator[list[_Single]]:
+    """Groups rows of like page counts, as many as BUCKET_BYTES holds."""
+    page_bytes = pool.page_bytes // len(pool.group.layers)
+    group: list[_Single] = []
+    for single in sorted(singles, key=lambda single: -single.pages.shape[0]):
+        longest = group[0].pages.shape[0] if group else 0
+        fits = (len(group) + 1) * longest * page_bytes <= BUCKET_BYTES
+        if group and not (fits and single.pages.shape[0] >= BUCKET_FILL * longest):
+            yield group
+            group = []
+        group.append(single)
+    if group:
+        yield group
+
+
+def _bucket(group: Sequence[_Single], pool: KvPool) -> Bucket:
+    num_pages = group[0].pages.shape[0]
+    if len(group) == 1:
+        (single,) = group
+        span = PageSpan(pool, single.pages, 1, single.first, single.last)
+        return Bucket(slice(single.row, single.row + 1), span, None)
+    group = sorted(group, key=lambda single: single.row)  # so that neighbours make a slice, which is cheaper
+    start, stop = group[0].row, group[-1].row + 1
+    rows: slice | torch.Tensor = slice(start, stop)
+    if stop - start != len(group):
+        rows = torch.tensor([single.row for single in group], device=pool.device)
+    num_pages = max(single.pages.shape[0] for single in group)
+    # Padding repeats a row's own last page, which is surely initialised; the mask hides it.
+    pages = torch.cat([torch.cat((s.pages, s.pages[-1:].expand(num_pages - s.pages.shape[0]))) for s in group])
+    first, last = min(single.first for single in group), max(single.last for single in group)
+    mask = None
+    if any((single.first, single.last) != (first, last) for single in group):
+        keys = torch.arange(first, last, device=pool.device)
+        bounds = torch.tensor([(single.first, single.last) for single in group], device=pool.device)
+        visible = (keys >= bounds[:, :1]) & (keys < bounds[:, 1:])
+        mask = _additive(visible, pool.kv.dtype)[:, None, None]
+    return Bucket(rows, PageSpan(pool, pages, len(group), first, last), mask)
+
+
+def _padded_bucket(decodes: DecodeRun, pool: KvPool, window: int | None) -> Bucket:
+    """All decode rows as one bucket, without asking the device for anything."""
+    page_tokens = pool.page_tokens
+    lengths = decodes.lengths.unsqueeze(1)
+    num_pages = -(-decodes.max_length // page_tokens)
+    if window is None:
+        pages = decodes.pages[:, :num_pages]
+        first_token = torch.zeros_like(lengths)
+    else:
+        # A window that begins at a page's last token touches one page more than one that begins at its first.
+        num_pages = min(num_pages, (window + page_tokens - 2) // page_tokens + 1)
+        first_page = (lengths - window).clamp_(min=0) // page_tokens
+        columns = first_page + torch.arange(num_pages, device=pool.device)
+        pages = decodes.pages.gather(1, columns.clamp_(max=decodes.pages.shape[1] - 1))
+        first_token = first_page * page_tokens
+    keys = first_token + torch.arange(num_pages * page_tokens, device=pool.device)
+    visible = keys < lengths
+    if window is not None:
+        visible &= keys >= lengths - window
+    rows = slice(decodes.start, decodes.start + decodes.num_sequences)
+    span = PageSpan(pool, pages.reshape(-1), decodes.num_sequences, 0, num_pages * page_tokens)
+    return Bucket(rows, span, _additive(visible, pool.kv.dtype)[:, None, None])
+
+
+def _chunk(run: PrefillRun, pool: KvPool, window: int | None) -> Chunk:
+    rows = slice(run.start, run.start + run.num_tokens)
+    if window is not None and window >= run.total_tokens:
+        window = None
+    device, dtype = pool.device, pool.kv.dtype
+    if run.context_tokens == 0:
+        return Chunk(rows, None, 0, 0, window, device, dtype)
+    first_key = 0 if window is None else max(0, run.context_tokens - window + 1)
+    first_page = first_key // pool.page_tokens
+    skipped = first_page * pool.page_tokens
+    pages = run.pages[first_page : -(-run.total_tokens // pool.page_tokens)]
+    span = PageSpan(pool, pages, 1, first_key - skipped, run.total_tokens - skipped)
+    return Chunk(rows, span, run.context_tokens, first_key, window, device, dtype)

@@ -1,0 +1,89 @@
+"""disagg.v1.Inference on a Router: parses, calls, formats. Knows the wire and the router's face; decides nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+import grpc
+from msgspec.structs import replace
+
+from disagg.router.requests import ChoiceDelta, Finished, GenerateRequest, Started, Update
+from disagg.router.service import Router
+from disagg.types.errors import DisaggError
+from disagg.wire import pb
+from disagg.wire.inference import (
+    abort_request_from_proto,
+    choice_delta_to_proto,
+    detokenize_request_from_proto,
+    detokenize_response_to_proto,
+    finished_to_proto,
+    generate_request_from_proto,
+    list_models_response_to_proto,
+    started_to_proto,
+    tokenize_request_from_proto,
+    tokenize_response_to_proto,
+)
+from disagg.wire.services import InferenceServicer
+from disagg.wire.status import abort_with
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class InferenceService(InferenceServicer):
+    """A client that cancels its call, or whose gRPC deadline passes, closes the request's iterator, which aborts it."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def generate(
+        self, request: pb.inference.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.inference.GenerateResponse]:
+        try:
+            asked = GenerateRequest(**generate_request_from_proto(request))
+            left_s = context.time_remaining()
+            if left_s is not None and math.isfinite(left_s):
+                deadline_s = max(0.001, left_s)
+                asked = replace(asked, deadline_s=min(deadline_s, asked.deadline_s or deadline_s))
+            async with aclosing(self._router.generate(asked)) as updates:
+                async for update in updates:
+                    yield _to_proto(update)
+        except DisaggError as error:
+            await abort_with(context, error)
+
+    async def tokenize(self, request: pb.inference.TokenizeRequest, context: Context) -> pb.inference.TokenizeResponse:
+        try:
+            return tokenize_response_to_proto(self._router.tokenize(**tokenize_request_from_proto(request)))
+        except DisaggError as error:
+            await abort_with(context, error)
+
+    async def detokenize(
+        self, request: pb.inference.DetokenizeRequest, context: Context
+    ) -> pb.inference.DetokenizeResponse:
+        try:
+            return detokenize_response_to_proto(self._router.detokenize(**detokenize_request_from_proto(request)))
+        except DisaggError as error:
+            await abort_with(context, error)
+
+    async def list_models(
+        self, request: pb.inference.ListModelsRequest, context: Context
+    ) -> pb.inference.ListModelsResponse:
+        return list_models_response_to_proto(self._router.models())
+
+    async def abort(self, request: pb.inference.AbortRequest, context: Context) -> pb.inference.AbortResponse:
+        try:
+            return pb.inference.AbortResponse(found=self._router.abort(abort_request_from_proto(request)))
+        except DisaggError as error:
+            await abort_with(context, error)
+
+
+def _to_proto(update: Update) -> pb.inference.GenerateResponse:
+    match update:
+        case Started():
+            return started_to_proto(update)
+        case ChoiceDelta():
+            return choice_delta_to_proto(update)
+        case Finished():
+            return finished_to_proto(update)

@@ -1,0 +1,66 @@
+"""The router's metrics, on the registry that it is given. Names and labels only; who counts what is the service's business."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_ITL_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_WHOLE_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class RouterMetrics:
+    """One router's counters, gauges and histograms."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.ttft_s = Histogram(
+            "disagg_router_ttft_seconds",
+            "From a request's arrival to its first token",
+            buckets=_TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.itl_s = Histogram(
+            "disagg_router_itl_seconds",
+            "Between two messages with tokens of one choice, per token",
+            buckets=_ITL_BUCKETS_S,
+            registry=registry,
+        )
+        self.queue_s = Histogram(
+            "disagg_router_queue_seconds",
+            "From a request's arrival to its first dispatch",
+            buckets=_TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.whole_s = Histogram(
+            "disagg_router_request_seconds",
+            "From a request's arrival to its end",
+            buckets=_WHOLE_BUCKETS_S,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "disagg_router_prompt_tokens", "Prompt tokens of accepted requests", registry=registry
+        )
+        self.completion_tokens = Counter(
+            "disagg_router_completion_tokens", "Output tokens accepted from servers", registry=registry
+        )
+        self.running = Gauge("disagg_router_running", "Requests dispatched and not finished", registry=registry)
+        self.waiting = Gauge("disagg_router_waiting", "Requests waiting for a place or a server", registry=registry)
+        self.attempts = Counter(
+            "disagg_router_attempts", "Dispatches, by what made them necessary", ["cause"], registry=registry
+        )
+        self.requests = Counter("disagg_router_requests", "Requests that ended, by how", ["outcome"], registry=registry)
+        self.messages = Counter(
+            "disagg_router_server_messages", "Messages about legs from servers", ["server"], registry=registry
+        )
+        self.duplicates = Counter(
+            "disagg_router_duplicate_tokens", "Tokens dropped because they were there already", registry=registry
+        )
+        self.stale = Counter(
+            "disagg_router_stale_tokens", "Tokens dropped because their attempt or request is over", registry=registry
+        )
+        self.contradictions = Counter(
+            "disagg_router_contradictions", "Messages that contradicted an accepted token", registry=registry
+        )
+        self.servers_lost = Counter(
+            "disagg_router_servers_lost", "Servers, or their incarnations, given up", ["server"], registry=registry
+        )

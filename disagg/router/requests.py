@@ -1,0 +1,89 @@
+"""What the faces (gRPC, OpenAI HTTP) ask of the router, and what they get back. Frozen values; no I/O.
+
+A face parses, the router validates, tokenizes, dispatches, replays, detokenizes and finds stop strings; a face formats.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from disagg.messages.legs import TimelineEvent
+from disagg.types.ids import FinishReason
+from disagg.types.sampling import SamplingParams
+
+
+class GenerateRequest(Struct, frozen=True, kw_only=True):
+    """One prompt with its parameters. prompt: text, or token ids taken as they are.
+
+    params.max_tokens 0 means "as many as fit". seed None: the router draws one. deadline_s None: the configured one.
+    client_request_id: what the client calls it (logs only); the router's own id is `Started.request_id`.
+    add_special_tokens: whether the tokenizer adds BOS and the like to a text prompt (a rendered chat has them already).
+    """
+
+    model: str
+    prompt: str | tuple[int, ...]
+    params: SamplingParams
+    seed: int | None = None
+    deadline_s: float | None = None
+    cache_salt: str = ""
+    client_request_id: str = ""
+    add_special_tokens: bool = True
+
+
+class Started(Struct, frozen=True):
+    """The request was accepted (validated and tokenized). First update of every request that is."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    created_unix_s: float
+
+
+class LogprobEntry(Struct, frozen=True):
+    """One token with its log-probability. raw: the token's own bytes (a token may be part of a character)."""
+
+    token_id: int
+    text: str
+    raw: bytes
+    logprob: float
+
+
+class TokenLogprobInfo(Struct, frozen=True):
+    """The token taken, and the most likely ones at its place, best first. text_offset: in characters, in the output."""
+
+    chosen: LogprobEntry
+    top: tuple[LogprobEntry, ...]
+    text_offset: int
+
+
+class ChoiceDelta(Struct, frozen=True):
+    """What one choice has newly produced.
+
+    text: final characters only; token_ids and logprobs may run ahead of it (held-back stop strings, half characters).
+    finish: set on the choice's last delta. stop_reason: the stop string or token id that ended it, if one did.
+    """
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobInfo, ...] = ()
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class Usage(Struct, frozen=True):
+    """Tokens. completion_tokens: all choices, without what a stop string trimmed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Finished(Struct, frozen=True):
+    """Last update of a request that ended in tokens. A request that fails raises an error of `types.errors` instead."""
+
+    usage: Usage
+    timeline: tuple[TimelineEvent, ...]
+    attempts: int
+
+
+Update = Started | ChoiceDelta | Finished

@@ -1,0 +1,345 @@
+"""One long-lived stream to each configured server: dialling, the reliable channel, heartbeats, the lease, and the verdict.
+
+    dial ──hello, attached──> connected ──broken──> dial again, at once if it held for 1 s, else after 0.1 .. 1 s
+      │                                                 │
+      └── refused twice within 0.5 s, or nothing heard for the lease, or another incarnation ──> lost
+
+*Lost* means that whatever that incarnation held of ours is gone, so its requests are replayed. Until then a broken stream
+proves nothing: the channel is resumed and repeats what was not acknowledged. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from disagg.config.tree import ServerRef
+from disagg.messages.channel import Frame, ReliableChannel
+from disagg.messages.legs import LoadReport, RouterMessage, ServerHello, ServerMessage
+from disagg.router.view import ServerView
+from disagg.types.errors import ProtocolError, Unavailable
+from disagg.types.ids import Role, ServerName
+from disagg.wire.server import RouterHello, ServerSays
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 1.0
+REFUSED_TWICE_WITHIN_S = 0.5
+TICK_S = 0.1  # how soon frames are acknowledged and overdue ones are noticed
+FRESH_HEARTBEATS = 3.0
+
+
+class Connection(Protocol):
+    """One attached stream. Every method raises Unavailable when it breaks, ProtocolError when it makes no sense."""
+
+    async def write(self, frame: Frame[RouterMessage]) -> None: ...
+
+    def heard(self) -> AsyncIterator[ServerSays]: ...
+
+    async def close(self) -> None: ...
+
+
+class Refused(Unavailable):
+    """Nobody listens at the address: the server's process is gone."""
+
+
+class Dialer(Protocol):
+    """Opens a stream to host:port and exchanges hellos; the server's has `hello` and `attached`.
+
+    Raises Refused, Unavailable or ProtocolError.
+    """
+
+    async def __call__(self, address: str, hello: RouterHello, timeout_s: float) -> tuple[Connection, ServerSays]: ...
+
+
+class StreamOwner(Protocol):
+    """Is told what happens, on the event loop; must not block."""
+
+    def server_changed(self, name: str) -> None: ...
+
+    def server_said(self, name: str, message: ServerMessage) -> None: ...
+
+    def server_lost(self, name: str, incarnation: str, crashed: bool, reason: str) -> None: ...
+
+
+class ServerStream:
+    """The stream to one configured server."""
+
+    def __init__(
+        self,
+        ref: ServerRef,
+        *,
+        model: str,
+        router_name: str,
+        router_incarnation: str,
+        heartbeat_s: float,
+        lease_s: float,
+        dial: Dialer,
+        owner: StreamOwner,
+        clock: Callable[[], float],
+    ) -> None:
+        self.name = ServerName(ref.name)
+        self.role = Role(ref.role)
+        self.address = ref.address
+        self.hello: ServerHello | None = None
+        self.load: LoadReport | None = None
+        self.connected = False
+        self.lost = False
+        self.error = ""
+        self._model = model
+        self._router_name = router_name
+        self._router_incarnation = router_incarnation
+        self._heartbeat_s = heartbeat_s
+        self._lease_s = lease_s
+        self._tick_s = min(TICK_S, heartbeat_s / 2)
+        self._dial = dial
+        self._owner = owner
+        self._clock = clock
+        self._heard_s = clock()
+        self._wrote_s = clock()
+        self._attached_s = clock()
+        self._refused_s: float | None = None
+        self._outbox: list[RouterMessage] = []
+        self._repeats: deque[Frame[RouterMessage]] = deque()
+        self._wake = asyncio.Event()
+        self._begin_channel()
+        self._attach: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._run(), name=f"stream {self.name}"),
+            asyncio.create_task(self._watch_lease(), name=f"lease {self.name}"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(_log_death)
+
+    async def close(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+        self.connected = False
+
+    async def flush(self, timeout_s: float) -> None:
+        """Waits until what was sent has arrived, if it can."""
+        until_s = self._clock() + timeout_s
+        while self.connected and (self._outbox or self._channel.unacked) and self._clock() < until_s:
+            await asyncio.sleep(0.01)
+
+    def send(self, message: RouterMessage) -> None:
+        """Will arrive, unless the server is lost first. What is sent to a lost server is dropped."""
+        if self.lost or self.hello is None:
+            return
+        self._outbox.append(message)
+        self._wake.set()
+
+    def view(self, outstanding_prompt_tokens: int, outstanding_choices: int) -> ServerView:
+        return ServerView(
+            name=self.name,
+            role=self.role,
+            address=self.address,
+            hello=self.hello,
+            load=self.load,
+            connected=self.connected,
+            lost=self.lost,
+            fresh=self._clock() - self._heard_s < FRESH_HEARTBEATS * self._heartbeat_s,
+            outstanding_prompt_tokens=outstanding_prompt_tokens,
+            outstanding_choices=outstanding_choices,
+            error=self.error,
+        )
+
+    # ---- dialling
+
+    async def _run(self) -> None:
+        backoff_s = 0.0
+        while True:
+            self._attach = asyncio.create_task(self._attached(), name=f"attach {self.name}")
+            try:
+                await asyncio.wait({self._attach})
+                was_connected = self.connected
+                failure = self._failure_of(self._attach)
+            finally:
+                if not self._attach.done():
+                    self._attach.cancel()
+                    await asyncio.wait({self._attach})
+            self.connected = False
+            if str(failure) != self.error:
+                logger.info("stream to %s at %s: %s", self.name, self.address, failure)
+                self.error = str(failure)
+            self._note_refusal(isinstance(failure, Refused))
+            self._owner.server_changed(self.name)
+            if was_connected and self._clock() - self._attached_s >= MAX_BACKOFF_S:
+                backoff_s = 0.0
+                continue
+            backoff_s = min(MAX_BACKOFF_S, max(FIRST_BACKOFF_S, backoff_s * 2))
+            await asyncio.sleep(backoff_s)
+
+    @staticmethod
+    def _failure_of(attach: asyncio.Task[None]) -> Unavailable | ProtocolError:
+        """Why the stream ended. A bug of ours is raised, not taken for a broken stream."""
+        if attach.cancelled():
+            return Unavailable("given up")
+        error = attach.exception()
+        if error is None:
+            return Unavailable("the server ended the stream")
+        if isinstance(error, Unavailable | ProtocolError):
+            return error
+        raise error
+
+    def _note_refusal(self, refused: bool) -> None:
+        """A process that is gone refuses at once; one that restarts may refuse once in between."""
+        now_s = self._clock()
+        last_s, self._refused_s = self._refused_s, now_s if refused else None
+        if refused and last_s is not None and now_s - last_s <= REFUSED_TWICE_WITHIN_S:
+            self._lose("nobody listens at its address any more", crashed=False)
+
+    async def _attached(self) -> None:
+        """One stream, from dialling to its end."""
+        greeting = RouterHello(
+            router_name=self._router_name,
+            router_incarnation=self._router_incarnation,
+            stream_id=self._stream_id,
+            last_received=self._channel.received,
+            expected_server_incarnation=self.hello.incarnation if self.hello is not None and not self.lost else "",
+        )
+        connection, first = await self._dial(self.address, greeting, self._lease_s)
+        hello, attached = first.hello, first.attached
+        assert hello is not None
+        assert attached is not None
+        try:
+            self._check(hello)
+            now_s = self._heard_s = self._clock()
+            if greeting.stream_id != self._stream_id:
+                raise Unavailable("given up while it was dialled")
+            # First the loss, if there is one: the requests that it hits must not be sent more on the new channel.
+            if not attached.resumed:
+                self._forgotten(hello)
+                self._begin_channel(self._stream_id)
+            else:
+                self._channel.take(Frame(number=0, ack=attached.last_received, messages=()), now_s)
+                self._repeats.extend(self._channel.repeat(now_s))
+            self._greeted(hello)
+            channel = self._channel
+            self._take(channel, first)
+            self.connected, self.error, self._attached_s = True, "", now_s
+            self._wake.set()
+            self._owner.server_changed(self.name)
+            writer = asyncio.create_task(self._write(connection, channel), name=f"write {self.name}")
+            reader = asyncio.create_task(self._read(connection, channel), name=f"read {self.name}")
+            try:
+                done, _ = await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                writer.cancel()
+                reader.cancel()
+                await asyncio.gather(writer, reader, return_exceptions=True)
+        finally:
+            await connection.close()
+
+    def _check(self, hello: ServerHello) -> None:
+        if (hello.name, hello.role) != (self.name, self.role):
+            raise ProtocolError(
+                f"{self.address} should be {self.role.value} server {self.name}, "
+                f"but says that it is {hello.role.value} server {hello.name}"
+            )
+        if hello.model and hello.model != self._model:
+            raise ProtocolError(f"{self.name} serves model {hello.model!r}, this router {self._model!r}")
+
+    async def _write(self, connection: Connection, channel: ReliableChannel[Any]) -> None:
+        """Ends when the channel does: a late frame of it must not be taken for one of the next."""
+        while channel is self._channel:
+            self._wake.clear()
+            now_s = self._clock()
+            if not self._repeats:
+                self._repeats.extend(channel.overdue(now_s))
+            while self._repeats:
+                await connection.write(self._repeats.popleft())
+                self._wrote_s = self._clock()
+            if self._outbox and channel is self._channel:
+                messages, self._outbox = tuple(self._outbox), []
+                await connection.write(channel.push(messages, now_s))
+                self._wrote_s = self._clock()
+            if channel.ack_owed or self._clock() - self._wrote_s >= self._heartbeat_s:
+                await connection.write(channel.ack_frame())
+                self._wrote_s = self._clock()
+            if not self._outbox:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), self._tick_s)
+
+    async def _read(self, connection: Connection, channel: ReliableChannel[Any]) -> None:
+        async for heard in connection.heard():
+            if channel is not self._channel:
+                return
+            self._heard_s = self._clock()
+            self._take(channel, heard)
+            if heard.hello is not None:
+                self._check(heard.hello)
+                self._greeted(heard.hello)
+                self._owner.server_changed(self.name)
+            elif heard.load is not None and heard.load != self.load:
+                self.load = heard.load
+                self._owner.server_changed(self.name)
+
+    def _take(self, channel: ReliableChannel[Any], heard: ServerSays) -> None:
+        for message in channel.take(heard.frame, self._heard_s):
+            self._owner.server_said(self.name, message)
+
+    # ---- verdicts
+
+    async def _watch_lease(self) -> None:
+        while True:
+            await asyncio.sleep(self._tick_s)
+            if self.hello is None or self.lost or self._clock() - self._heard_s < self._lease_s:
+                continue
+            if self._attach is not None:
+                self._attach.cancel()
+            self._lose(f"nothing was heard for {self._lease_s:g} s", crashed=False)
+
+    def _greeted(self, hello: ServerHello) -> None:
+        before, self.hello, self.load = self.hello, hello, hello.load
+        was_lost, self.lost = self.lost, False
+        if before is None or was_lost or not before.incarnation:  # it has none while it loads
+            return
+        if before.incarnation != hello.incarnation:
+            crashed = before.pid == hello.pid
+            self._report(before.incarnation, crashed, f"it came back as another incarnation, {hello.incarnation}")
+
+    def _forgotten(self, hello: ServerHello) -> None:
+        """The server does not know our channel. If it is the incarnation that we knew, our legs there are gone too."""
+        known = self.hello
+        if known is not None and not self.lost and known.incarnation and known.incarnation == hello.incarnation:
+            self._report(known.incarnation, False, "it has forgotten this router's stream")
+
+    def _lose(self, reason: str, crashed: bool) -> None:
+        if self.hello is None or self.lost:
+            return
+        self.lost, self.connected = True, False
+        self._begin_channel()
+        self._report(self.hello.incarnation, crashed, reason)
+        self._owner.server_changed(self.name)
+
+    def _report(self, incarnation: str, crashed: bool, reason: str) -> None:
+        logger.warning("server %s (incarnation %s) is lost: %s", self.name, incarnation, reason)
+        self._owner.server_lost(self.name, incarnation, crashed, reason)
+
+    def _begin_channel(self, stream_id: str | None = None) -> None:
+        self._stream_id = stream_id if stream_id is not None else secrets.token_hex(8)
+        self._channel: ReliableChannel[Any] = ReliableChannel()  # one type each way
+        self._outbox = []
+        self._repeats.clear()
+
+
+def _log_death(task: asyncio.Task[None]) -> None:
+    """These tasks end only when cancelled. Anything else is a bug of ours: requests still end, at their deadline."""
+    if not task.cancelled() and task.exception() is not None:
+        logger.critical("task %r died", task.get_name(), exc_info=task.exception())

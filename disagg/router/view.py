@@ -1,0 +1,113 @@
+"""A frozen picture of the cluster, as one router sees it. Policies decide on it; nothing here changes or waits.
+
+A server's state is the router's judgement over what the server said and whether it can be heard:
+
+    never heard                         loading
+    lost (lease over, refused, ...)     dead
+    it said loading or draining         that
+    it said ready, and a ready server of the other role has the same fingerprint and model    ready
+    it said ready, and there is none    no-peer
+"""
+
+from __future__ import annotations
+
+import enum
+
+from msgspec import Struct
+
+from disagg.messages.legs import LoadReport, PeerRef, ServerHello, ServerState
+from disagg.types.ids import Role, ServerName
+
+# Whether there is a peer is for the router to say: the server knows only those that it has met.
+_READY = frozenset({ServerState.READY, ServerState.NO_PEER})
+
+
+class ServerView(Struct, frozen=True, kw_only=True):
+    """One configured server. hello, load: its latest, None when it was never heard.
+
+    connected: its stream is up. lost: given up by the router. fresh: heard within the last few heartbeats.
+    outstanding_prompt_tokens, outstanding_choices: what this router sent it and does not know to be done.
+    """
+
+    name: ServerName
+    role: Role
+    address: str
+    hello: ServerHello | None = None
+    load: LoadReport | None = None
+    connected: bool = False
+    lost: bool = False
+    fresh: bool = True
+    outstanding_prompt_tokens: int = 0
+    outstanding_choices: int = 0
+    error: str = ""
+
+    @property
+    def said_ready(self) -> bool:
+        return not self.lost and self.hello is not None and self.load is not None and self.load.state in _READY
+
+    @property
+    def usable(self) -> bool:
+        """Work can be sent to it now."""
+        return self.said_ready and self.connected
+
+    def fits(self, other: ServerView) -> bool:
+        """The two have the other role each, and one layout and model."""
+        if self.hello is None or other.hello is None or self.role is other.role:
+            return False
+        return (self.hello.fingerprint, self.hello.model) == (other.hello.fingerprint, other.hello.model)
+
+    @property
+    def peer_ref(self) -> PeerRef:
+        assert self.hello is not None
+        return PeerRef(name=self.name, address=self.hello.link_address, incarnation=self.hello.incarnation)
+
+
+class ClusterView(Struct, frozen=True):
+    """All configured servers, in the order of the configuration."""
+
+    servers: tuple[ServerView, ...]
+
+    def state(self, server: ServerView) -> ServerState:
+        if server.lost:
+            return ServerState.DEAD
+        if server.hello is None or server.load is None:
+            return ServerState.LOADING
+        if server.load.state not in _READY:
+            return server.load.state
+        if any(other.said_ready and server.fits(other) for other in self.servers):
+            return ServerState.READY
+        return ServerState.NO_PEER
+
+    def of_role(self, role: Role) -> tuple[ServerView, ...]:
+        return tuple(server for server in self.servers if server.role is role)
+
+    @property
+    def has_pair(self) -> bool:
+        """At least one prefill and one decode server are ready and fit together."""
+        decodes = [server for server in self.of_role(Role.DECODE) if server.usable]
+        return any(p.usable and any(p.fits(d) for d in decodes) for p in self.of_role(Role.PREFILL))
+
+
+class Pair(Struct, frozen=True):
+    """Where one attempt runs. max_total_tokens: the longest prompt plus output that the decode server can hold."""
+
+    prefill: PeerRef
+    decode: PeerRef
+    max_total_tokens: int
+
+
+class NoPairReason(enum.Enum):
+    """Why there is no pair; the value is fit to be shown."""
+
+    LOADING = "servers are still loading"
+    EMPTY_POOL = "no server of one role is ready"
+    NO_COMPATIBLE = "prefill and decode servers are ready, but their KV layouts or models differ"
+    NO_PLACE = "the router is at its limit of requests in flight"
+    TOO_LARGE = "no pair can hold a request of this length"
+
+
+class NoPair(Struct, frozen=True):
+    """No pair now. limit_tokens: with TOO_LARGE, the longest prompt plus output that some pair can hold."""
+
+    reason: NoPairReason
+    limit_tokens: int = 0

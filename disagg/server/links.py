@@ -1,0 +1,399 @@
+"""Peer.Link, both ends: decode servers dial, prefill servers answer. A link outlives a broken stream.
+
+A link is one generation between two incarnations. It is up from the first greeting until it is lost: nothing heard for
+`lease_s`, the peer refuses to resume it, or the peer's workers are known to have exited. Knows streams, greetings and
+frames; nothing of what link messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from disagg.messages.channel import Frame, ReliableChannel
+from disagg.messages.legs import PeerRef
+from disagg.messages.link import LinkHello, LinkMessage
+from disagg.server.pids import ProcessWatch, host_id
+from disagg.types.errors import ProtocolError
+from disagg.wire import pb
+from disagg.wire.peer import LinkGreeting, link_frame_from_proto, link_frame_to_proto, link_greeting_to_proto
+from disagg.wire.services import PeerServicer, PeerStub, open_channel
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+ACK_DELAY_S = 0.1
+REDIAL_S = 0.1
+GREETING_TIMEOUT_S = 5.0
+GONE_POLL_S = 0.05
+
+
+class Link:
+    """One link, of either side."""
+
+    def __init__(self, number: int, peer: LinkHello) -> None:
+        self.number = number
+        self.peer = peer
+        self.channel: ReliableChannel[Any] = ReliableChannel()
+        self.heard_s = time.monotonic()
+        self.pending: list[LinkMessage] = []
+        self.wake = asyncio.Event()
+        self.stream = 0  # number of the stream that serves this link now; older ones end
+        self.up = True
+        on_this_host = peer.host_id == host_id()
+        self.watches = [ProcessWatch(rank.pid, rank.pid_started) for rank in peer.ranks] if on_this_host else []
+
+    @property
+    def gone(self) -> bool:
+        """The peer's workers are known to have exited."""
+        return bool(self.watches) and all(watch.gone for watch in self.watches)
+
+    def close(self) -> None:
+        for watch in self.watches:
+            watch.close()
+
+
+class Links(PeerServicer):
+    """All links of one server, over all its incarnations. `greeting` is None while the server cannot link."""
+
+    def __init__(
+        self,
+        lease_s: float,
+        greeting: Callable[[str], LinkHello | None],
+        on_up: Callable[[int, LinkHello], None],
+        on_message: Callable[[int, LinkMessage], None],
+        on_down: Callable[[int, bool, str], None],
+        on_gone: Callable[[int], None],
+        on_dial_failed: Callable[[PeerRef, str], None],
+    ) -> None:
+        """greeting(generation): our own hello. on_down(number, gone, reason). on_gone: a lost link's peer has exited."""
+        self._lease_s = lease_s
+        self._greeting = greeting
+        self._on_up = on_up
+        self._on_message = on_message
+        self._on_down = on_down
+        self._on_gone = on_gone
+        self._on_dial_failed = on_dial_failed
+        self._links: dict[str, Link] = {}  # by generation
+        self._by_number: dict[int, tuple[str, Link]] = {}
+        self._lost: dict[int, Link] = {}  # down, peer not known to be gone
+        self._dials: dict[tuple[str, str], asyncio.Task[None]] = {}  # that make a link or keep one up
+        self._dialling: set[asyncio.Task[None]] = set()  # these, and those whose link is lost
+        self._next_number = 0
+        self.lease_expiries = 0
+        self.stopping = False  # the server drains: a lost link is nothing to warn of
+
+    # ---- the server's calls
+
+    def send(self, number: int, message: LinkMessage) -> None:
+        """Queue a message; `flush` lets all that is queued go as one frame."""
+        known = self._by_number.get(number)
+        if known is not None:
+            known[1].pending.append(message)
+
+    def flush(self) -> None:
+        for _, link in self._by_number.values():
+            if link.pending:
+                link.wake.set()
+
+    def dial(self, peer: PeerRef) -> None:
+        """Make a link to this incarnation of this server, unless there is one or it is being made."""
+        where = (peer.name, peer.incarnation)
+        if where in self._dials:
+            return
+        task = asyncio.create_task(self._dial(peer, where), name=f"link to {peer.name}")
+        self._dials[where] = task
+        self._dialling.add(task)
+        task.add_done_callback(self._dialling.discard)
+
+    def drop(self, number: int, reason: str) -> None:
+        """Lose a link now."""
+        known = self._by_number.get(number)
+        if known is not None:
+            self._lose(known[0], known[1], reason)
+
+    def drop_all(self, reason: str) -> None:
+        for generation, link in list(self._links.items()):
+            self._lose(generation, link, reason)
+
+    def tick(self) -> None:
+        """Lose links that have been silent for too long; learn which lost peers have exited at last."""
+        now = time.monotonic()
+        for generation, link in list(self._links.items()):
+            if link.gone:
+                self._lose(generation, link, f"the workers of {link.peer.name} have exited")
+            elif now - link.heard_s > self._lease_s:
+                self.lease_expiries += 1
+                self._lose(generation, link, f"nothing was heard from {link.peer.name} for {self._lease_s:g} s")
+        for number, link in list(self._lost.items()):
+            if link.gone:
+                self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._lost.pop(number).close()
+        self._on_gone(number)
+
+    def describe(self) -> dict[int, dict[str, object]]:
+        now = time.monotonic()
+        return {
+            link.number: {
+                "peer": link.peer.name,
+                "incarnation": link.peer.incarnation,
+                "generation": generation,
+                "heard s ago": round(now - link.heard_s, 2),
+                "unacked frames": link.channel.unacked,
+            }
+            for generation, link in self._links.items()
+        }
+
+    async def close(self) -> None:
+        self.drop_all("the server is shutting down")
+        for task in self._dialling:
+            task.cancel()
+        await asyncio.gather(*self._dialling, return_exceptions=True)
+        for link in self._lost.values():
+            link.close()
+
+    # ---- both ends
+
+    def _establish(self, generation: str, peer: LinkHello) -> Link:
+        link = Link(self._next_number, peer)
+        self._next_number += 1
+        self._links[generation] = link
+        self._by_number[link.number] = (generation, link)
+        # A server starts workers only after its old ones have exited, and its name is nobody else's meanwhile.
+        for number, lost in list(self._lost.items()):
+            if lost.peer.name == peer.name and lost.peer.incarnation != peer.incarnation:
+                self._forget(number)
+        logger.info("link %d to %s is up", link.number, peer.name)
+        self._on_up(link.number, peer)
+        return link
+
+    def _lose(self, generation: str, link: Link, reason: str) -> None:
+        if self._links.pop(generation, None) is None:
+            return
+        del self._by_number[link.number]
+        self._dials.pop((link.peer.name, link.peer.incarnation), None)  # a leg may need another link at once
+        link.up = False
+        link.stream = -1
+        link.wake.set()
+        gone = link.gone
+        level = logging.INFO if self.stopping else logging.WARNING
+        logger.log(level, "link %d to %s is lost: %s", link.number, link.peer.name, reason)
+        if gone:
+            link.close()
+        else:
+            self._lost[link.number] = link
+        self._on_down(link.number, gone, reason)
+
+    async def _speak(self, link: Link, stream: int, ended: asyncio.Task[None]) -> AsyncIterator[Frame[LinkMessage]]:
+        """Frames for one stream: first what the other side lacks, then messages as they come, and heartbeats."""
+        channel = link.channel
+        for frame in channel.repeat(time.monotonic()):
+            yield frame
+        next_beat_s = 0.0
+        while link.stream == stream and not ended.done():
+            now = time.monotonic()
+            if link.pending:
+                messages = tuple(link.pending)
+                link.pending.clear()
+                yield channel.push(messages, now)
+                continue
+            if now >= next_beat_s or (channel.ack_owed and now >= next_beat_s - HEARTBEAT_S + ACK_DELAY_S):
+                next_beat_s = now + HEARTBEAT_S
+                yield channel.ack_frame()
+                for frame in channel.overdue(now):
+                    yield frame
+            timeout = max(0.0, next_beat_s - time.monotonic())
+            if channel.ack_owed:
+                timeout = min(timeout, ACK_DELAY_S)
+            try:
+                async with asyncio.timeout(timeout):
+                    await link.wake.wait()
+                link.wake.clear()
+            except TimeoutError:
+                pass
+
+    async def _listen(self, generation: str, link: Link, stream: int, frames: AsyncIterator[pb.peer.LinkFrame]) -> None:
+        """Hands messages on until the stream ends. What the peer may not say loses the link."""
+        try:
+            async for message in frames:
+                if link.stream != stream:
+                    return
+                frame = link_frame_from_proto(message)
+                if isinstance(frame, LinkGreeting):
+                    raise ProtocolError("a second greeting on one stream")
+                link.heard_s = time.monotonic()
+                for each in link.channel.take(frame, link.heard_s):
+                    if link.up:
+                        self._on_message(link.number, each)
+        except ProtocolError as error:
+            self._lose(generation, link, f"{link.peer.name} broke the protocol: {error}")
+        except grpc.aio.AioRpcError as error:
+            logger.info("the stream of link %d broke: %s", link.number, error.code())
+        finally:
+            link.wake.set()
+
+    def _mismatch(self, ours: LinkHello, theirs: LinkHello) -> str:
+        if ours.fingerprint != theirs.fingerprint:
+            return f"KV layouts differ: {ours.name} has {ours.fingerprint}, {theirs.name} has {theirs.fingerprint}"
+        return ""
+
+    # ---- prefill: answer
+
+    async def link(
+        self, requests: AsyncIterator[pb.peer.LinkFrame], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.peer.LinkFrame]:
+        frames = aiter(requests)
+        first = await anext(frames, None)
+        try:
+            greeting = link_frame_from_proto(first) if first is not None else None
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if not isinstance(greeting, LinkGreeting):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a link must be a greeting")
+            return
+        theirs = greeting.hello
+        ours = self._greeting(theirs.generation)
+        if ours is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this server's workers are not up")
+            return
+        if greeting.expected_incarnation not in ("", ours.incarnation):
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"{ours.name} has restarted; its workers are {ours.incarnation} now"
+            )
+        if mismatch := self._mismatch(ours, theirs):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, mismatch)
+        link = self._links.get(theirs.generation)
+        if link is None:
+            if greeting.last_received:
+                await context.abort(grpc.StatusCode.NOT_FOUND, f"link {theirs.generation} is not known here any more")
+            # It dials one link per incarnation of ours: what it had before, it has given up.
+            for generation, other in list(self._links.items()):
+                if other.peer.name == theirs.name:
+                    self._lose(generation, other, f"{theirs.name} has dialled anew")
+            link = self._establish(theirs.generation, theirs)
+        link.stream += 1
+        stream = link.stream
+        link.heard_s = time.monotonic()
+        link.channel.take(Frame(number=0, ack=greeting.last_received, messages=()), link.heard_s)
+        yield link_greeting_to_proto(LinkGreeting(ours, link.channel.received))
+        listener = asyncio.create_task(self._listen(theirs.generation, link, stream, frames))
+        try:
+            async for frame in self._speak(link, stream, listener):
+                yield link_frame_to_proto(frame)
+        finally:
+            listener.cancel()
+
+    # ---- decode: dial
+
+    async def _dial(self, peer: PeerRef, where: tuple[str, str]) -> None:
+        """Keeps one link up until it is lost. Before the first greeting a refusal is final: the legs go elsewhere."""
+        generation = secrets.token_hex(8)
+        deadline = time.monotonic() + self._lease_s
+        link: Link | None = None
+        try:
+            while link is None or link.up:
+                failure = await self._one_stream(peer, generation)
+                link = link or self._links.get(generation)
+                if link is None and (failure.final or failure.linked or time.monotonic() > deadline):
+                    if not failure.linked:
+                        self._dials.pop(where, None)
+                        self._on_dial_failed(peer, failure.reason)
+                    return
+                if link is not None and link.up and failure.final:
+                    self._lose(generation, link, failure.reason)
+                await asyncio.sleep(REDIAL_S)
+        finally:
+            if link is not None and link.up:
+                self._lose(generation, link, "it is no longer dialled")
+
+    async def _one_stream(self, peer: PeerRef, generation: str) -> _Failure:
+        """One gRPC stream, from dialling to its end."""
+        ours = self._greeting(generation)
+        if ours is None:
+            return _Failure("our own workers are not up", final=True)
+        link = self._links.get(generation)
+        channel = open_channel(peer.address)
+        try:
+            call = PeerStub(channel).link()
+            received = link.channel.received if link is not None else 0
+            async with asyncio.timeout(GREETING_TIMEOUT_S):
+                await call.write(link_greeting_to_proto(LinkGreeting(ours, received, peer.incarnation)))
+                first = await call.read()
+            if first is grpc.aio.EOF:
+                return _Failure(*await _status_of(call))
+            greeting = link_frame_from_proto(first)
+            if not isinstance(greeting, LinkGreeting):
+                return _Failure(f"{peer.name} did not greet", final=True)
+            theirs = greeting.hello
+            if theirs.incarnation != peer.incarnation:
+                return _Failure(f"{peer.name} has restarted; its workers are {theirs.incarnation} now", final=True)
+            if mismatch := self._mismatch(ours, theirs):
+                return _Failure(mismatch, final=True)
+            link = link or self._establish(generation, theirs)
+            link.stream += 1
+            stream = link.stream
+            link.heard_s = time.monotonic()
+            link.channel.take(Frame(number=0, ack=greeting.last_received, messages=()), link.heard_s)
+            listener = asyncio.create_task(self._listen(generation, link, stream, _reads(call)))
+            try:
+                async for frame in self._speak(link, stream, listener):
+                    await call.write(link_frame_to_proto(frame))
+            finally:
+                listener.cancel()
+                call.cancel()
+            return _Failure("the stream ended", final=False, linked=True)
+        except TimeoutError:
+            return _Failure(f"{peer.name} at {peer.address} did not answer in time", False, link is not None)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            if isinstance(error, grpc.aio.AioRpcError):
+                return _Failure(*_reason(error.code(), error.details() or ""), link is not None)
+            return _Failure(*await _status_of(call), link is not None)
+        except ProtocolError as error:
+            return _Failure(f"{peer.name} broke the protocol: {error}", final=True)
+        finally:
+            await channel.close()
+
+
+class _Failure:
+    """Why a stream ended. final: dialling again cannot help. linked: it had made the link; once lost, it stays lost."""
+
+    def __init__(self, reason: str, final: bool, linked: bool = False) -> None:
+        self.reason = reason
+        self.final = final
+        self.linked = linked
+
+
+_FINAL_CODES = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+
+
+def _reason(code: grpc.StatusCode, details: str) -> tuple[str, bool]:
+    return f"{code.name.lower().replace('_', ' ')}: {details}", code in _FINAL_CODES
+
+
+async def _status_of(call: Any) -> tuple[str, bool]:
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        return _reason(await call.code(), await call.details() or "")
+    return "the stream broke", False
+
+
+async def _reads(call: Any) -> AsyncIterator[pb.peer.LinkFrame]:
+    """What a call receives, until its end."""
+    while True:
+        message = await call.read()
+        if message is grpc.aio.EOF:
+            return
+        yield message

@@ -1,0 +1,283 @@
+"""Router streams, the server's side: one lease per router, which outlives a broken stream.
+
+Tokens for a router wait in its lease, merged per choice, until its stream takes them all as one frame; so a slow router
+gets fewer, larger frames and never blocks the engine. A lease ends when nothing has been heard for `lease_s`, when the
+router comes back as another process, or when too much is waiting. Knows streams and frames; nothing of legs' meaning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from disagg.messages.channel import Frame, ReliableChannel
+from disagg.messages.legs import (
+    AbortLeg,
+    LegTokens,
+    LoadReport,
+    RouterMessage,
+    ServerHello,
+    ServerMessage,
+    StartLeg,
+)
+from disagg.types.errors import ProtocolError
+from disagg.types.ids import LegKey
+from disagg.wire import pb
+from disagg.wire.server import (
+    AttachReply,
+    RouterHello,
+    ServerSays,
+    router_frame_from_proto,
+    server_says_to_proto,
+)
+from disagg.wire.services import ServerServicer
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_BYTES = 8 << 20
+TOKEN_BYTES = 64  # a token with its place, roughly, as it waits here
+LOGPROB_BYTES = 32
+ACK_DELAY_S = 0.1  # an acknowledgement waits this long for a frame to ride on
+
+
+class Lease:
+    """What a server keeps for one router across its streams."""
+
+    def __init__(self, number: int, hello: RouterHello) -> None:
+        self.number = number
+        self.hello = hello
+        self.channel: ReliableChannel[Any] = ReliableChannel()
+        self.heard_s = time.monotonic()
+        self.pending: list[ServerMessage] = []
+        self.pending_bytes = 0
+        self._open: dict[tuple[LegKey, int], int] = {}  # (leg, choice) -> index in pending of tokens to merge with
+        self.ready = False  # pending may go out
+        self.hello_due = False
+        self.wake = asyncio.Event()
+        self.stream = 0  # number of the stream that serves this lease now; older ones end
+
+    def put(self, message: ServerMessage) -> None:
+        """Tokens of one choice that follow each other become one message."""
+        if isinstance(message, LegTokens):
+            self.pending_bytes += TOKEN_BYTES * len(message.token_ids)
+            self.pending_bytes += LOGPROB_BYTES * sum(1 + len(entry.top) for entry in message.logprobs)
+            at = self._open.get((message.key, message.choice))
+            if at is not None:
+                before = self.pending[at]
+                assert isinstance(before, LegTokens)
+                if before.first_index + len(before.token_ids) == message.first_index:
+                    self.pending[at] = LegTokens(
+                        key=message.key,
+                        choice=message.choice,
+                        first_index=before.first_index,
+                        token_ids=before.token_ids + message.token_ids,
+                        logprobs=before.logprobs + message.logprobs,
+                        finish=message.finish,
+                    )
+                    return
+            self._open[message.key, message.choice] = len(self.pending)
+        self.pending.append(message)
+
+    def take(self) -> tuple[ServerMessage, ...]:
+        messages = tuple(self.pending)
+        self.pending.clear()
+        self._open.clear()
+        self.pending_bytes = 0
+        self.ready = False
+        return messages
+
+
+class RouterStreams(ServerServicer):
+    """Serves Attach and Dump. `tell` and `flush` are called by the server's loop; everything runs on that loop."""
+
+    def __init__(
+        self,
+        lease_s: float,
+        heartbeat_s: float,
+        hello: Callable[[], ServerHello],
+        load: Callable[[], LoadReport],
+        on_message: Callable[[int, RouterMessage], None],
+        on_lease_end: Callable[[int, str], None],
+        dump: Callable[[], Any],
+    ) -> None:
+        self._lease_s = lease_s
+        self._heartbeat_s = heartbeat_s
+        self._hello = hello
+        self._load = load
+        self._on_message = on_message
+        self._on_lease_end = on_lease_end
+        self._dump = dump
+        self._leases: dict[int, Lease] = {}
+        self._next_number = 0
+        self.token_frames = 0  # frames with tokens, over all routers
+        self.lease_expiries = 0
+        self._closing = False
+
+    # ---- the server's calls
+
+    def tell(self, router: int, message: ServerMessage) -> None:
+        """Queue a message; `flush` lets it go. A router whose lease has ended is not told."""
+        lease = self._leases.get(router)
+        if lease is None:
+            return
+        lease.put(message)
+        if lease.pending_bytes > MAX_PENDING_BYTES:
+            self._end(lease, f"more than {MAX_PENDING_BYTES} bytes of tokens were waiting for it")
+
+    def flush(self) -> None:
+        """A step is over, or nothing is running: what is pending goes out, one frame per router."""
+        for lease in self._leases.values():
+            if lease.pending:
+                lease.ready = True
+                lease.wake.set()
+
+    def announce(self) -> None:
+        """State, workers or load have changed: say hello again to every router."""
+        for lease in self._leases.values():
+            lease.hello_due = True
+            lease.wake.set()
+
+    def tick(self) -> None:
+        """End the leases of routers that have been silent for too long."""
+        now = time.monotonic()
+        for lease in [lease for lease in self._leases.values() if now - lease.heard_s > self._lease_s]:
+            self.lease_expiries += 1
+            self._end(lease, f"nothing was heard from it for {self._lease_s:g} s")
+
+    @property
+    def drained(self) -> bool:
+        """Every router has everything."""
+        return not any(lease.pending or lease.channel.unacked for lease in self._leases.values())
+
+    def close(self) -> None:
+        """End every stream."""
+        self._closing = True
+        for lease in self._leases.values():
+            lease.wake.set()
+
+    def describe(self) -> dict[str, object]:
+        return {
+            f"{lease.hello.router_name}/{lease.hello.router_incarnation}": {
+                "number": lease.number,
+                "heard s ago": round(time.monotonic() - lease.heard_s, 2),
+                "unacked frames": lease.channel.unacked,
+                "pending": len(lease.pending),
+            }
+            for lease in self._leases.values()
+        }
+
+    def _end(self, lease: Lease, reason: str) -> None:
+        if self._leases.pop(lease.number, None) is None:
+            return
+        logger.warning("lease of router %s ended: %s", lease.hello.router_name, reason)
+        lease.stream = -1
+        lease.wake.set()
+        self._on_lease_end(lease.number, reason)
+
+    # ---- gRPC
+
+    async def attach(
+        self, requests: AsyncIterator[pb.server.RouterFrame], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.server.ServerFrame]:
+        first = await anext(aiter(requests), None)
+        try:
+            hello = router_frame_from_proto(first) if first is not None else None
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if not isinstance(hello, RouterHello):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a stream must be a hello")
+            return
+        lease, resumed = self._admit(hello)
+        stream = lease.stream
+        reader = asyncio.create_task(self._read(lease, stream, requests))
+        try:
+            async for says in self._speak(lease, stream, hello, resumed, reader):
+                yield server_says_to_proto(says)
+        finally:
+            reader.cancel()
+
+    def _admit(self, hello: RouterHello) -> tuple[Lease, bool]:
+        """The lease of this channel, and whether it existed; any other lease of this router ends."""
+        for lease in list(self._leases.values()):
+            same_process = lease.hello.router_incarnation == hello.router_incarnation
+            if same_process and lease.hello.stream_id == hello.stream_id:
+                lease.stream += 1
+                lease.channel.take(Frame(number=0, ack=hello.last_received, messages=()), time.monotonic())
+                lease.heard_s = time.monotonic()
+                lease.wake.set()
+                return lease, True
+            if lease.hello.router_name == hello.router_name:
+                self._end(lease, "it began again")
+        lease = Lease(self._next_number, hello)
+        self._next_number += 1
+        self._leases[lease.number] = lease
+        return lease, False
+
+    async def _speak(
+        self, lease: Lease, stream: int, hello: RouterHello, resumed: bool, reader: asyncio.Task[None]
+    ) -> AsyncIterator[ServerSays]:
+        channel = lease.channel
+        now = time.monotonic()
+        attached = AttachReply(last_received=channel.received, resumed=resumed)
+        yield ServerSays(frame=channel.ack_frame(), load=self._load(), hello=self._hello(), attached=attached)
+        for frame in channel.repeat(now):
+            yield ServerSays(frame=frame)
+        next_beat_s = now + self._heartbeat_s
+        while not self._closing and lease.stream == stream and not reader.done():
+            now = time.monotonic()
+            timeout = max(0.0, next_beat_s - now)
+            if channel.ack_owed:
+                timeout = min(timeout, ACK_DELAY_S)
+            if not (lease.ready or lease.hello_due):
+                try:
+                    async with asyncio.timeout(timeout):
+                        await lease.wake.wait()
+                except TimeoutError:
+                    pass
+            lease.wake.clear()
+            if lease.stream != stream or self._closing:
+                return
+            now = time.monotonic()
+            if lease.hello_due:
+                lease.hello_due = False
+                yield ServerSays(frame=channel.ack_frame(), load=self._load(), hello=self._hello())
+            if lease.ready:
+                messages = lease.take()
+                if any(isinstance(message, LegTokens) for message in messages):
+                    self.token_frames += 1
+                yield ServerSays(frame=channel.push(messages, now))
+            elif now >= next_beat_s or channel.ack_owed:
+                next_beat_s = now + self._heartbeat_s
+                yield ServerSays(frame=channel.ack_frame(), load=self._load())
+                for frame in channel.overdue(now):
+                    yield ServerSays(frame=frame)
+
+    async def _read(self, lease: Lease, stream: int, requests: AsyncIterator[pb.server.RouterFrame]) -> None:
+        """Ends when the stream does."""
+        try:
+            async for message in requests:
+                frame = router_frame_from_proto(message)
+                if isinstance(frame, RouterHello):
+                    raise ProtocolError("a second hello on one stream")
+                if lease.stream != stream:
+                    return
+                lease.heard_s = time.monotonic()
+                for each in lease.channel.take(frame, lease.heard_s):
+                    assert isinstance(each, StartLeg | AbortLeg)
+                    self._on_message(lease.number, each)
+        except ProtocolError as error:
+            self._end(lease, str(error))
+        except grpc.aio.AioRpcError as error:
+            logger.info("the stream of router %s broke: %s", lease.hello.router_name, error.code())
+        finally:
+            lease.wake.set()
+
+    async def dump(
+        self, request: pb.server.DumpRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.server.DumpResponse:
+        return pb.server.DumpResponse(text=await self._dump())

@@ -1,0 +1,286 @@
+"""The worker processes of one server: starts them, talks to them over ZeroMQ, and ends them all when one ends.
+
+One object is one incarnation. Ranks share fate: a rank that exits, goes silent, or takes too long over a step ends the
+group; the server then starts another. Knows processes and sockets; nothing of what plans and lane messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from disagg.config.tree import LogConfig, WorkerConfig
+from disagg.messages.control import ControlFailed, ControlReply, ControlRequest, Shutdown, decode_reply, encode_request
+from disagg.messages.lane import Beat, LaneFrame, LaneReport, LaneRequest, decode_report, encode_lane
+from disagg.messages.plan import (
+    Hello,
+    Ready,
+    StepResult,
+    WorkerFailed,
+    WorkerPlan,
+    decode_from_worker,
+    encode_to_worker,
+)
+from disagg.types.errors import ConfigError, DisaggError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_POLL_S = 0.02
+HELLO_EVERY_S = 0.05
+STOP_WAIT_S = 5.0
+
+
+class GroupLost(DisaggError):
+    """The workers have ended, or had to be ended."""
+
+
+class WorkerGroup:
+    """`start`, `call` for loading, `open_lanes` and `barrier`, then `publish` and `send` while `wait_lost` waits."""
+
+    def __init__(
+        self,
+        server_name: str,
+        config: WorkerConfig,
+        log: LogConfig,
+        tp: int,
+        on_result: Callable[[StepResult], None],
+        on_report: Callable[[int, LaneReport], None],
+    ) -> None:
+        self.incarnation = secrets.token_hex(8)
+        self._name = server_name
+        self._config = config
+        self._log = log
+        self._tp = tp
+        self._on_result = on_result
+        self._on_report = on_report
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._directory = tempfile.mkdtemp(prefix="disagg-")
+        self._context = zmq.asyncio.Context()
+        self._plans = self._bind(zmq.PUB, "plans")
+        self._results = self._bind(zmq.PULL, "results")
+        self._control = self._bind(zmq.ROUTER, "control")
+        self._lane = self._bind(zmq.ROUTER, "lane")
+        self._lane_numbers = [0] * tp
+        self._report_numbers = [0] * tp
+        self._ready: set[int] = set()
+        self._last_beat_s: list[float | None] = [None] * tp
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._pidfds: list[int] = []
+
+    def _bind(self, kind: int, name: str) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.linger = 0
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.bind(f"ipc://{self._directory}/{name}")
+        return socket
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self._processes)
+
+    def start(self) -> None:
+        """Start every rank. Call it from the main thread: a worker dies with the thread that started it."""
+        command = self._config.command or (sys.executable, "-m", "disagg.worker")
+        loop = asyncio.get_running_loop()
+        for rank in range(self._tp):
+            process = subprocess.Popen(
+                [
+                    *command,
+                    *("--rank", str(rank)),
+                    *("--sockets", self._directory),
+                    *("--incarnation", self.incarnation),
+                    *("--parent", str(os.getpid())),
+                    *("--name", self._name),
+                    *("--log-level", self._log.level),
+                    *("--log-format", self._log.format),
+                ],
+                stdin=subprocess.DEVNULL,
+            )
+            self._processes.append(process)
+            fd = os.pidfd_open(process.pid)
+            self._pidfds.append(fd)
+            loop.add_reader(fd, self._exited, rank)
+        for coroutine in (self._read_results(), self._read_lane(), self._watch()):
+            self._spawn(coroutine)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        task.add_done_callback(self._task_done)
+        self._tasks.append(task)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a worker group's task failed", exc_info=task.exception())
+            self._lose(f"{type(task.exception()).__name__}: {task.exception()}")
+
+    def _exited(self, rank: int) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfds[rank])
+        status = self._processes[rank].wait()
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        self._lose(f"rank {rank} {how}")
+
+    def _lose(self, reason: str) -> None:
+        if not self._lost.done():
+            self._lost.set_result(reason)
+
+    async def wait_lost(self) -> str:
+        """Why the group ended; returns when it has, or must."""
+        return await asyncio.shield(self._lost)
+
+    # ---- control
+
+    async def call(self, request: ControlRequest, timeout_s: float) -> list[ControlReply]:
+        """Ask every rank, and collect every reply, by rank. Raises ConfigError, GroupLost."""
+        deadline = time.monotonic() + timeout_s
+        for rank in range(self._tp):
+            await self._route(self._control, rank, encode_request(request), deadline)
+        replies: dict[int, ControlReply] = {}
+        while len(replies) < self._tp:
+            reply = decode_reply((await self._until(self._control.recv_multipart(), deadline, request))[1])
+            if isinstance(reply, ControlFailed):
+                if reply.config:
+                    raise ConfigError(reply.reason)
+                raise GroupLost(f"rank {reply.rank}: {reply.reason}")
+            replies[reply.rank] = reply
+        return [replies[rank] for rank in range(self._tp)]
+
+    async def _route(self, socket: zmq.asyncio.Socket, rank: int, payload: bytes, deadline: float) -> None:
+        """Send to a rank that may not have connected yet."""
+        while True:
+            try:
+                await socket.send_multipart([str(rank).encode(), payload])
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+            if self._lost.done():
+                raise GroupLost(self._lost.result())
+            if time.monotonic() > deadline:
+                raise GroupLost(f"rank {rank} has not connected in time")
+            await asyncio.sleep(CONNECT_POLL_S)
+
+    async def _until(self, awaitable: Any, deadline: float, request: ControlRequest) -> Any:
+        """Wait for a reply, the end of the group, or the deadline."""
+        task = asyncio.ensure_future(awaitable)
+        await asyncio.wait({task, self._lost}, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        if self._lost.done():
+            raise GroupLost(self._lost.result())
+        raise GroupLost(f"no answer to {type(request).__name__} in time")
+
+    async def barrier(self, timeout_s: float) -> None:
+        """Publish HELLO until every rank has answered READY: only then does a plan reach them all."""
+        deadline = time.monotonic() + timeout_s
+        while len(self._ready) < self._tp:
+            if self._lost.done():
+                raise GroupLost(self._lost.result())
+            if time.monotonic() > deadline:
+                raise GroupLost(f"ranks {sorted(set(range(self._tp)) - self._ready)} do not hear the plan socket")
+            await self._plans.send(encode_to_worker(Hello(self.incarnation)))
+            await asyncio.sleep(HELLO_EVERY_S)
+
+    # ---- running
+
+    def publish(self, plan: WorkerPlan) -> None:
+        self._send(self._plans, [encode_to_worker(plan)])
+
+    def send(self, rank: int, messages: Sequence[LaneRequest]) -> None:
+        """Put messages on one rank's lane, in order."""
+        frame = LaneFrame(self._lane_numbers[rank], tuple(messages))
+        self._lane_numbers[rank] += 1
+        self._send(self._lane, [str(rank).encode(), encode_lane(frame)])
+
+    def _send(self, socket: zmq.asyncio.Socket, parts: list[bytes]) -> None:
+        """Without a high-water mark a send never waits, so it is done at once and in order."""
+        try:
+            zmq.Socket.send_multipart(socket, parts, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._lose(f"a worker's socket is gone: {error}")
+
+    async def _read_results(self) -> None:
+        while True:
+            message = decode_from_worker(await self._results.recv())
+            match message:
+                case StepResult():
+                    self._on_result(message)
+                case Ready():
+                    if message.incarnation == self.incarnation:
+                        self._ready.add(message.rank)
+                case WorkerFailed():
+                    self._lose(f"rank {message.rank}: {message.reason}")
+
+    async def _read_lane(self) -> None:
+        while True:
+            _, payload = await self._lane.recv_multipart()
+            frame = decode_report(payload)
+            if frame.number != self._report_numbers[frame.rank]:
+                self._lose(f"a lane report of rank {frame.rank} was lost")
+                return
+            self._report_numbers[frame.rank] += 1
+            for message in frame.messages:
+                if isinstance(message, Beat):
+                    self._last_beat_s[frame.rank] = time.monotonic()
+                    if message.busy_s > self._config.step_deadline_s:
+                        self._lose(f"rank {frame.rank} has computed one step for {message.busy_s:.0f} s")
+                self._on_report(frame.rank, message)
+
+    async def _watch(self) -> None:
+        """Silence ends the group. Before its first beat a rank is starting, which `call` bounds."""
+        while True:
+            await asyncio.sleep(min(1.0, self._config.silent_s / 4))
+            now = time.monotonic()
+            for rank, beat_s in enumerate(self._last_beat_s):
+                if beat_s is not None and now - beat_s > self._config.silent_s:
+                    self._lose(f"rank {rank} has been silent for {now - beat_s:.0f} s")
+
+    # ---- the end
+
+    async def stop(self) -> None:
+        """Ask every rank to exit, wait a little, then end what is left."""
+        if not self._lost.done():
+            with contextlib.suppress(GroupLost, zmq.ZMQError):
+                for rank in range(self._tp):
+                    await self._route(self._control, rank, encode_request(Shutdown()), time.monotonic() + 1.0)
+            deadline = time.monotonic() + STOP_WAIT_S
+            while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
+                await asyncio.sleep(0.02)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """End every rank with SIGKILL, and return when all have exited: nothing that they wrote can arrive any more."""
+        loop = asyncio.get_running_loop()
+        for fd in self._pidfds:
+            loop.remove_reader(fd)
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes:
+            while process.poll() is None:
+                await asyncio.sleep(0.01)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for fd in self._pidfds:
+            os.close(fd)
+        self._pidfds.clear()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,191 @@
+"""Pieces of KV: rectangles of layers and tokens of one layer group, how many bytes they take, and what has landed.
+
+A piece in the ring:
+
+    [layers, planes, heads, tokens, head_dim]   valid rows only, canonical order
+    zero bytes up to a multiple of 8
+    checksum, 8 bytes, little-endian
+
+Knows numbers only; nothing of memory, ranks or messages.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from disagg.messages.lane import Piece
+
+TRAILER_BYTES = 8
+WORD_BYTES = 8
+
+
+def payload_bytes(piece: Piece, heads: int, head_dim: int, dtype_bytes: int, planes: int = 2) -> int:
+    """Bytes of the valid rows. `heads` of the slice; `planes` is 2 for K and V."""
+    return piece.layers * planes * heads * piece.tokens * head_dim * dtype_bytes
+
+
+def framed_bytes(payload: int) -> int:
+    """Bytes in the ring of `payload` bytes of rows: padded to words, and the trailer."""
+    return -(-payload // WORD_BYTES) * WORD_BYTES + TRAILER_BYTES
+
+
+def piece_bytes(piece: Piece, heads: int, head_dim: int, dtype_bytes: int, planes: int = 2) -> int:
+    """Bytes that a piece takes in the ring, trailer included."""
+    return framed_bytes(payload_bytes(piece, heads, head_dim, dtype_bytes, planes))
+
+
+def split_pieces(whole: Piece, bytes_per_token_layer: int, max_bytes: int, page_tokens: int = 1) -> tuple[Piece, ...]:
+    """Cut `whole` into pieces of at most `max_bytes` in the ring each, by layers then tokens in order.
+
+    `bytes_per_token_layer`: of one token of one layer in the widest slice, K and V together. Cuts by tokens, at page
+    boundaries unless a single page is too large; by layers only if one token of all layers is too large. Raises
+    ValueError if not even one token of one layer fits.
+    """
+    assert bytes_per_token_layer > 0
+    assert page_tokens > 0
+    budget = (max_bytes - TRAILER_BYTES) // WORD_BYTES * WORD_BYTES
+    max_layers = min(whole.layers, budget // bytes_per_token_layer)
+    if max_layers < 1:
+        raise ValueError(
+            f"one token of one layer takes {framed_bytes(bytes_per_token_layer)} bytes; at most {max_bytes} fit"
+        )
+    pieces = []
+    for layer_start in range(whole.layer_start, whole.layer_stop, max_layers):
+        layer_stop = min(layer_start + max_layers, whole.layer_stop)
+        max_tokens = budget // (bytes_per_token_layer * (layer_stop - layer_start))
+        start = whole.token_start
+        while start < whole.token_stop:
+            stop = start + max_tokens
+            if stop < whole.token_stop:
+                on_page = stop // page_tokens * page_tokens
+                stop = on_page if on_page > start else stop
+            stop = min(stop, whole.token_stop)
+            pieces.append(Piece(whole.group, layer_start, layer_stop, start, stop))
+            start = stop
+    return tuple(pieces)
+
+
+class _Band(Struct, frozen=True):
+    """Adjacent layers in which the same tokens landed. `spans`: sorted, disjoint, not touching [start, stop)."""
+
+    layer_start: int
+    layer_stop: int
+    spans: tuple[tuple[int, int], ...]
+
+
+class Coverage:
+    """Which (layer, token) cells of each group have landed. Its cost grows with the pieces' corners, not their cells.
+
+    Kept as bands of layers; pieces of all layers, the usual case, make one band.
+    """
+
+    def __init__(self) -> None:
+        self._bands: dict[int, list[_Band]] = {}  # by group; sorted, disjoint, none empty
+
+    def add(self, piece: Piece) -> bool:
+        """Note that a piece landed. False if nothing of it was new."""
+        bands: list[_Band] = []
+        whole = ((piece.token_start, piece.token_stop),)
+        changed = False
+        layer = piece.layer_start  # first layer of the piece that is not dealt with
+        for band in self._bands.get(piece.group, []):
+            start, stop = max(band.layer_start, piece.layer_start), min(band.layer_stop, piece.layer_stop)
+            if start >= stop:
+                bands.append(band)
+                continue
+            if layer < start:
+                bands.append(_Band(layer, start, whole))
+                changed = True
+            if band.layer_start < start:
+                bands.append(_Band(band.layer_start, start, band.spans))
+            spans = _with_span(band.spans, piece.token_start, piece.token_stop)
+            changed |= spans != band.spans
+            bands.append(_Band(start, stop, spans))
+            if stop < band.layer_stop:
+                bands.append(_Band(stop, band.layer_stop, band.spans))
+            layer = stop
+        if layer < piece.layer_stop:
+            bands.append(_Band(layer, piece.layer_stop, whole))
+            changed = True
+        if changed:
+            self._bands[piece.group] = _merged(bands)
+        return changed
+
+    def missing(self, plan: Iterable[Piece]) -> tuple[Piece, ...]:
+        """What of the planned rectangles has not landed, rectangle by rectangle."""
+        return tuple(hole for piece in plan for hole in self._holes(piece))
+
+    def complete(self, plan: Iterable[Piece]) -> bool:
+        """True when every planned cell has landed."""
+        return not any(self._holes(piece) for piece in plan)
+
+    def _holes(self, piece: Piece) -> list[Piece]:
+        parts: list[_Band] = []  # of the layers that landed, with the tokens that did not
+        layer = piece.layer_start
+        whole = ((piece.token_start, piece.token_stop),)
+        for band in self._bands.get(piece.group, []):
+            start, stop = max(band.layer_start, piece.layer_start), min(band.layer_stop, piece.layer_stop)
+            if start >= stop:
+                continue
+            if layer < start:
+                parts.append(_Band(layer, start, whole))
+            parts.append(_Band(start, stop, _gaps(band.spans, piece.token_start, piece.token_stop)))
+            layer = stop
+        if layer < piece.layer_stop:
+            parts.append(_Band(layer, piece.layer_stop, whole))
+        return [
+            Piece(piece.group, band.layer_start, band.layer_stop, start, stop)
+            for band in _merged(parts)
+            for start, stop in band.spans
+        ]
+
+    def check_integrity(self) -> None:
+        """What must hold between any two calls."""
+        for bands in self._bands.values():
+            assert bands == _merged(bands), "bands overlap, are out of order, or could be merged"
+            for band in bands:
+                assert band.layer_start < band.layer_stop
+                assert band.spans
+                ends = [end for span in band.spans for end in span]
+                assert ends == sorted(set(ends)), f"spans overlap or touch: {band.spans}"
+
+
+def _merged(bands: list[_Band]) -> list[_Band]:
+    """`bands` in order of layers, equal neighbours joined, empty ones dropped."""
+    out: list[_Band] = []
+    for band in sorted(bands, key=lambda b: b.layer_start):
+        if not band.spans:
+            continue
+        if out and out[-1].layer_stop == band.layer_start and out[-1].spans == band.spans:
+            out[-1] = _Band(out[-1].layer_start, band.layer_stop, band.spans)
+        else:
+            out.append(band)
+    return out
+
+
+def _with_span(spans: tuple[tuple[int, int], ...], start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """`spans` and [start, stop), joined where they touch."""
+    first = bisect.bisect_left(spans, start, key=lambda span: span[1])  # first that ends at or after start
+    last = bisect.bisect_right(spans, stop, key=lambda span: span[0])  # first that begins after stop
+    if first < last:
+        start, stop = min(start, spans[first][0]), max(stop, spans[last - 1][1])
+    return (*spans[:first], (start, stop), *spans[last:])
+
+
+def _gaps(spans: tuple[tuple[int, int], ...], start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """[start, stop) without `spans`."""
+    gaps = []
+    for span_start, span_stop in spans:
+        if span_stop <= start:
+            continue
+        if span_start >= stop:
+            break
+        if start < span_start:
+            gaps.append((start, span_start))
+        start = max(start, span_stop)
+    if start < stop:
+        gaps.append((start, stop))
+    return tuple(gaps)

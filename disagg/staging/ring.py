@@ -1,0 +1,151 @@
+"""The ring of one link on one decode rank: who may write where, and when.
+
+Decode assigns an entry for every piece that is announced; assigning always succeeds (overcommit). Prefill writes an
+entry only when the watermark says that the bytes below it are free. Knows positions and bytes; nothing of memory,
+peers or messages.
+
+A position is a byte count that only grows; `round, offset = divmod(position, capacity)` says where it lies.
+
+    position   0         100        200        300        400        500        600
+    segment    |    0     |    1     |    2     |    0     |    1     |    2     |     capacity 300, segments of 100
+    entry                   [  live ][   ..   ]  [  live ]
+                            ^ watermark                   ^ head
+    an entry that ends at or before watermark + capacity overwrites only what lies before the watermark, which is free
+
+What the other side must be told: the watermark, whenever it changes. It changes at a free, and also at an assign that
+finds the ring empty and skips to the next segment; so every message that carries entries carries the watermark too,
+and a new subscriber starts from the current watermark, never from zero.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from msgspec import Struct
+
+ALIGNMENT_BYTES = 16  # entries start where a kernel may load 128 bits at once
+
+
+class RingEntry(Struct, frozen=True, order=True):
+    """Bytes [position, position + nbytes) of a ring; never across a segment boundary, so never across the wrap."""
+
+    position: int
+    nbytes: int
+
+    @property
+    def stop(self) -> int:
+        """Position after the last byte."""
+        return self.position + self.nbytes
+
+    def locate(self, capacity_bytes: int) -> tuple[int, int]:
+        """(round, offset in the ring)."""
+        return divmod(self.position, capacity_bytes)
+
+
+class RingAllocator:
+    """Decode side. Entries are assigned in order and freed in any order."""
+
+    def __init__(self, capacity_bytes: int, segment_bytes: int) -> None:
+        """`capacity_bytes` is a whole number of segments; segments are multiples of ALIGNMENT_BYTES."""
+        _check_sizes(capacity_bytes, segment_bytes)
+        self.capacity_bytes = capacity_bytes
+        self.segment_bytes = segment_bytes
+        self._head = 0
+        self._live: dict[int, RingEntry] = {}  # by position
+        self._order: deque[int] = deque()  # positions, oldest first; the freed ones are dropped when they come first
+
+    def assign(self, nbytes: int) -> RingEntry:
+        """The next entry; always succeeds. Raises ValueError for a size that no entry can have: split the piece."""
+        if not 0 < nbytes <= self.segment_bytes:
+            raise ValueError(f"an entry of {nbytes} bytes does not fit: allowed are 1 to {self.segment_bytes}")
+        into_segment = self._head % self.segment_bytes
+        if into_segment + nbytes > self.segment_bytes:
+            self._head += self.segment_bytes - into_segment
+        entry = RingEntry(self._head, nbytes)
+        self._head = _align(entry.stop)
+        self._live[entry.position] = entry
+        self._order.append(entry.position)
+        return entry
+
+    def free(self, entry: RingEntry) -> None:
+        """Give an entry back: after its scatter, or when its transfer was aborted and no write to it can come."""
+        assert self._live.get(entry.position) == entry, f"{entry} is not live in this ring"
+        del self._live[entry.position]
+        while self._order and self._order[0] not in self._live:
+            self._order.popleft()
+
+    @property
+    def watermark(self) -> int:
+        """Position of the oldest live entry, or the head when there is none: everything before it is free."""
+        return self._order[0] if self._order else self._head
+
+    @property
+    def head(self) -> int:
+        """Lowest position that the next entry may have."""
+        return self._head
+
+    @property
+    def live(self) -> tuple[RingEntry, ...]:
+        """Assigned and not freed, oldest first."""
+        return tuple(self._live[position] for position in self._order if position in self._live)
+
+    def is_live(self, entry: RingEntry) -> bool:
+        return self._live.get(entry.position) == entry
+
+    def reset(self, capacity_bytes: int | None = None) -> tuple[RingEntry, ...]:
+        """Forget every entry (returned) and begin the next round, perhaps with another number of segments.
+
+        Only for memory that no peer can still write to. Positions keep growing: one that was used is never used again,
+        and a watermark that is still on its way says nothing about the new round that was not true.
+        """
+        dropped = self.live
+        if capacity_bytes is not None:
+            _check_sizes(capacity_bytes, self.segment_bytes)
+            self.capacity_bytes = capacity_bytes
+        self._live.clear()
+        self._order.clear()
+        self._head = -(-self._head // self.capacity_bytes) * self.capacity_bytes
+        return dropped
+
+    def check_integrity(self) -> None:
+        """What must hold between any two calls."""
+        live = self.live
+        assert len(live) == len(self._live)
+        assert self._head % ALIGNMENT_BYTES == 0
+        assert not self._order or self._order[0] in self._live, "a freed entry pins the watermark"
+        stop = self.watermark
+        for entry in live:
+            assert entry.position >= stop, f"{entry} overlaps the one before it"
+            assert entry.position // self.segment_bytes == (entry.stop - 1) // self.segment_bytes
+            stop = entry.stop
+        assert stop <= self._head
+
+
+class RingWriterView:
+    """Prefill side: what is known of the ring of a peer. Watermarks may come late, twice, or out of order."""
+
+    def __init__(self, capacity_bytes: int, watermark: int = 0) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.watermark = watermark
+
+    def update(self, watermark: int) -> bool:
+        """Take a watermark; False if it is not newer than what is known. It never moves back."""
+        if watermark <= self.watermark:
+            return False
+        self.watermark = watermark
+        return True
+
+    def may_write(self, entry: RingEntry) -> bool:
+        """True when every byte below the entry is known to be free."""
+        return entry.stop <= self.watermark + self.capacity_bytes
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _check_sizes(capacity_bytes: int, segment_bytes: int) -> None:
+    if segment_bytes <= 0 or segment_bytes % ALIGNMENT_BYTES:
+        raise ValueError(f"segment_bytes is {segment_bytes}; it must be a positive multiple of {ALIGNMENT_BYTES}")
+    if capacity_bytes <= 0 or capacity_bytes % segment_bytes:
+        raise ValueError(f"capacity_bytes is {capacity_bytes}; it must be a positive multiple of {segment_bytes}")

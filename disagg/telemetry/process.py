@@ -1,0 +1,49 @@
+"""Ties the life of a process to its parent's, and shows the parent that it is alive. Linux; knows no roles.
+
+Who dies with whom: `disagg up` > servers and router > workers. Each calls `die_with_parent` first thing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(expected_ppid: int) -> None:
+    """From now on the kernel kills this process with SIGKILL when its parent ends, also when it is stopped or hung.
+
+    expected_ppid: the parent's pid as the parent itself wrote it down. If that is not our parent any more, it ended
+    before we asked, and this process kills itself. The kernel watches the parent's *thread* that started us, so parents
+    start children from a thread that lives as long as they do (the main thread), never from a pool.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    if os.getppid() != expected_ppid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def heartbeat_to(fd: int) -> Callable[[], None]:
+    """A function that writes one byte to the pipe `fd`, to be called every second from the loop that must not hang.
+
+    It never blocks (a full pipe is as good as a beat) and never raises once the reader is gone. The descriptor is kept
+    from children: a worker that held it would look like a server that beats.
+    """
+    os.set_inheritable(fd, False)
+    os.set_blocking(fd, False)
+
+    def beat() -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # full, or nobody reads: neither is our affair
+            os.write(fd, b".")
+
+    return beat
+
+
+def no_heartbeat() -> None:
+    """For a process that nobody supervises."""

@@ -1,0 +1,157 @@
+"""Renders a conversation with the model's own chat template, as transformers does, in a sandbox.
+
+The template comes from the model directory and is compiled once. What a request brings is only ever a value that the
+template reads: it is rebuilt from plain JSON types and never evaluated.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from disagg.text.model_files import json_or_empty, token_content
+from disagg.types.errors import ConfigError, InvalidRequest
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# What Python raises when a template does something with a value that the value does not support.
+_RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+class ChatTemplate:
+    """A compiled template. `special_tokens` are variables of the template: bos_token, eos_token, ..."""
+
+    def __init__(self, template: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """Raises ConfigError where the template has a syntax error."""
+        self._special_tokens = dict(special_tokens or {})
+        try:
+            self._template = _environment().from_string(template)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the model's chat template cannot be compiled: {error}") from error
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Self | None:
+        """None where the model has no chat template, as base models. chat_template.jinja goes before the rest."""
+        config = json_or_empty(model_dir / "tokenizer_config.json")
+        path = model_dir / "chat_template.jinja"
+        source = path.read_text("utf-8") if path.is_file() else _pick(config.get("chat_template"), model_dir)
+        if source is None:
+            return None
+        texts = {role: token_content(config.get(role)) for role in _SPECIAL_TOKENS}
+        return cls(source, {role: text for role, text in texts.items() if text is not None})
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The prompt's text, special tokens included: encode it with `add_special_tokens=False`.
+
+        A content of text parts is joined with newlines, as vLLM does. Raises InvalidRequest for other contents, and
+        with the template's own words where it refuses the conversation.
+        """
+        if not messages:
+            raise InvalidRequest("messages is empty; a chat needs at least one message", "messages")
+        plain = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+        try:
+            return self._template.render(
+                messages=plain,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except _RENDER_ERRORS as error:
+            raise InvalidRequest(f"the model's chat template refuses the messages: {error}", "messages") from error
+
+
+def _pick(template: object, model_dir: Path) -> str | None:
+    """A template as such, or the default of a list of named ones."""
+    if template is None or isinstance(template, str):
+        return template
+    if isinstance(template, list):
+        named = {row.get("name"): row.get("template") for row in template if isinstance(row, Mapping)}
+        default = named.get("default")
+        if isinstance(default, str):
+            return default
+    raise ConfigError(
+        f"chat_template of {model_dir / 'tokenizer_config.json'} must be a string, or a list of named templates with "
+        "one named 'default'"
+    )
+
+
+def _message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{param} must be an object with a role and a content", param)
+    if not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"{param}.role must be a string", f"{param}.role")
+    content = _content(message.get("content"), f"{param}.content")
+    others = {key: _plain(value) for key, value in message.items() if value is not None and key != "content"}
+    return {**others, "content": content}
+
+
+def _content(content: object, param: str) -> str:
+    if isinstance(content, str):
+        return str(content)
+    if not isinstance(content, Sequence) or isinstance(content, bytes | bytearray):
+        raise InvalidRequest(f"{param} must be a string or a list of text parts", param)
+    texts = []
+    for at, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f'{param}[{at}] must be {{"type": "text", "text": "..."}}', f"{param}[{at}]")
+        texts.append(str(part["text"]))
+    return "\n".join(texts)
+
+
+def _plain(value: object) -> Any:
+    """The value as plain JSON types, so that a template finds no methods on it that the sandbox does not know."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(item) for item in value]
+    return f"<{type(value).__name__}>"
+
+
+class _Generation(jinja2.ext.Extension):
+    """Accepts {% generation %}, with which templates mark what to train on; here its body is just rendered."""
+
+    tags = {"generation"}  # noqa: RUF012  the library's own declaration
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja's own filter, without HTML escapes: prompts are no web pages."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

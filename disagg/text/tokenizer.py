@@ -1,0 +1,119 @@
+"""Text to token ids and back, from a model directory's tokenizer.json. Without transformers or torch.
+
+Knows ids, text and bytes; nothing of chats (chat.py) or of text that arrives token by token (detokenizer.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from disagg.text.decoders import StagedDecoder, byte_level_bytes, byte_of, staged_decoder
+from disagg.text.model_files import json_or_empty, token_content
+from disagg.types.errors import ConfigError
+
+
+class Tokenizer:
+    """Immutable once loaded, and safe to share between threads."""
+
+    def __init__(
+        self, inner: tokenizers.Tokenizer, vocab_size: int | None = None, eos_token_ids: tuple[int, ...] = ()
+    ) -> None:
+        """`vocab_size`: how many logits the model has; by default as many as the tokenizer has ids."""
+        inner.no_padding()  # some tokenizer.json files were saved with padding or truncation on
+        inner.no_truncation()
+        self._inner = inner
+        self._decoder_spec: Mapping[str, Any] = _decoder_spec(inner)
+        staged_decoder(self._decoder_spec)  # a decoder that is not served is found now, not at the first request
+        added = inner.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # tokenizers tells special tokens by text when it decodes.
+        special_texts = {self._added[token_id] for token_id in self._special_ids}
+        self._special_ids |= {token_id for token_id, text in self._added.items() if text in special_texts}
+        self._byte_level = any(part.get("type") == "ByteLevel" for part in _parts(self._decoder_spec))
+        if vocab_size is None:
+            vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Self:
+        """Raises ConfigError naming the file that is missing or cannot be used."""
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"model directory {model_dir} lacks tokenizer.json")
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception for every kind of bad file
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        config = json_or_empty(model_dir / "config.json")
+        text_config = config.get("text_config")
+        if isinstance(text_config, dict):
+            config = {**config, **text_config}
+        generation = json_or_empty(model_dir / "generation_config.json")
+        tokenizer_config = json_or_empty(model_dir / "tokenizer_config.json")
+        eos_ids = [*_ids(generation.get("eos_token_id")), *_ids(config.get("eos_token_id"))]
+        named = token_content(tokenizer_config.get("eos_token"))
+        if named is not None and (token_id := inner.token_to_id(named)) is not None:
+            eos_ids.append(token_id)
+        return cls(inner, config.get("vocab_size"), tuple(dict.fromkeys(eos_ids)))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens`: as the model's post-processor does, e.g. BOS. A rendered chat brings its own."""
+        return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Ids that the tokenizer does not know (a model may have more logits than tokens) stand for no text."""
+        return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling, e.g. "Ġthe" or "▁the" or "<0x0A>"; None for an id without a token."""
+        return self._inner.id_to_token(token_id)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to a text, in bytes; half a character for some tokens."""
+        token = self.token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            return byte_level_bytes(token)
+        if token_id in self._added:
+            return token.encode("utf-8")
+        byte = byte_of(token)
+        if byte is not None:
+            return bytes([byte])
+        return token.replace("▁", " ").encode("utf-8")
+
+    def token_text(self, token_id: int) -> str:
+        """The token alone, as text; U+FFFD where it holds part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def new_decoder(self) -> StagedDecoder:
+        """A fresh incremental decoder for one text."""
+        return staged_decoder(self._decoder_spec)
+
+
+def _decoder_spec(inner: tokenizers.Tokenizer) -> Mapping[str, Any]:
+    """The decoder alone: serializing the whole tokenizer takes a second for a large vocabulary."""
+    if inner.decoder is None:
+        raise ConfigError("tokenizer.json has no decoder, so tokens cannot be joined to text")
+    spec: Mapping[str, Any] = json.loads(inner.decoder.__getstate__())
+    return spec
+
+
+def _parts(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [part for inner in spec["decoders"] for part in _parts(inner)] if "decoders" in spec else [spec]
+
+
+def _ids(value: object) -> list[int]:
+    if isinstance(value, int):
+        return [value]
+    return [item for item in value if isinstance(item, int)] if isinstance(value, list) else []

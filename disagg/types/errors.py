@@ -1,0 +1,75 @@
+"""Errors, by whose fault they are and what the caller should do next.
+
+    DisaggError
+    ├── ConfigError            the operator's: a bad flag, file, or model directory; the process does not start
+    ├── RequestError           the client's: fix the request; never retried
+    │   ├── InvalidRequest         a field is wrong (INVALID_ARGUMENT / 400)
+    │   └── UnknownModel           no such model here (NOT_FOUND / 404)
+    ├── Overloaded             nobody's: try again after `retry_after_s` (RESOURCE_EXHAUSTED / 429)
+    ├── Unavailable            the cluster's: no server can take it now (UNAVAILABLE / 503)
+    │   └── NoCompatiblePeer       servers are there, but no prefill and decode server fit together
+    ├── DeadlineExceeded       the request ran out of time (DEADLINE_EXCEEDED / 504)
+    ├── Cancelled              the client went away or aborted it (CANCELLED / 499)
+    ├── RequestFailed          the request was tried and cannot be finished, e.g. a poison request (INTERNAL / 500)
+    └── ProtocolError          a peer or worker said something that it must not; the link or group ends
+
+Bugs of our own are `assert`s, not members of this tree.
+"""
+
+from __future__ import annotations
+
+
+class DisaggError(Exception):
+    """Base of everything raised on purpose. `str(error)` is one sentence fit for the person who caused it."""
+
+
+class ConfigError(DisaggError):
+    """Configuration that cannot work. Says the path of the setting, its value, and what is allowed."""
+
+
+class RequestError(DisaggError):
+    """The client's mistake. `param` names the offending field, where there is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequest(RequestError):
+    """A field of the request is missing, malformed, out of range, or not served."""
+
+
+class UnknownModel(RequestError):
+    """The request names a model that this cluster does not serve."""
+
+
+class Overloaded(DisaggError):
+    """A bounded queue is full; `retry_after_s` is a hint in seconds."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(DisaggError):
+    """No server can take the request now."""
+
+
+class NoCompatiblePeer(Unavailable):
+    """Servers of both roles are there, but their layouts differ, so no pair can serve."""
+
+
+class DeadlineExceeded(DisaggError):
+    """The request's deadline passed."""
+
+
+class Cancelled(DisaggError):
+    """The client cancelled or disconnected."""
+
+
+class RequestFailed(DisaggError):
+    """The request was tried as often as is allowed and did not finish."""
+
+
+class ProtocolError(DisaggError):
+    """A message that the protocol forbids."""

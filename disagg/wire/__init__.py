@@ -1,0 +1,1 @@
+"""Protobuf between pods: conversion, stubs, servicers' bases, reflection, statuses. The only user of generated code."""

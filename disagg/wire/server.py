@@ -1,0 +1,328 @@
+"""Router streams (`disagg.v1.Server`): legs' messages and hellos to protobuf and back. Pure; knows nothing of streams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from disagg.messages.channel import Frame
+from disagg.messages.legs import (
+    AbortLeg,
+    LegEnd,
+    LegTokens,
+    LoadReport,
+    Outcome,
+    PeerRef,
+    RouterMessage,
+    ServerHello,
+    ServerMessage,
+    ServerState,
+    StartLeg,
+)
+from disagg.types.ids import Role
+from disagg.wire import pb
+from disagg.wire.fields import (
+    FINISH_TO_PROTO,
+    Fill,
+    Read,
+    fill_frame,
+    fill_key,
+    fill_logprobs,
+    fill_timeline,
+    read_enum,
+    read_finish,
+    read_frame,
+    read_key,
+    read_logprobs,
+    read_seconds,
+    read_timeline,
+    refuse,
+    require,
+)
+from disagg.wire.inference import fill_sampling, read_sampling
+
+OUTCOME_TO_PROTO = {
+    Outcome.DONE: pb.server.OUTCOME_DONE,
+    Outcome.ABORTED: pb.server.OUTCOME_ABORTED,
+    Outcome.REFUSED: pb.server.OUTCOME_REFUSED,
+    Outcome.PEER_LOST: pb.server.OUTCOME_PEER_LOST,
+    Outcome.WORKER_LOST: pb.server.OUTCOME_WORKER_LOST,
+    Outcome.BAD_TRANSFER: pb.server.OUTCOME_BAD_TRANSFER,
+    Outcome.DRAINED: pb.server.OUTCOME_DRAINED,
+    Outcome.GIVEN_BACK: pb.server.OUTCOME_GIVEN_BACK,
+}
+OUTCOME_FROM_PROTO = {int(v): k for k, v in OUTCOME_TO_PROTO.items()}
+
+ROLE_TO_PROTO = {Role.PREFILL: pb.server.ROLE_PREFILL, Role.DECODE: pb.server.ROLE_DECODE}
+ROLE_FROM_PROTO = {int(v): k for k, v in ROLE_TO_PROTO.items()}
+
+# ServerState.DEAD has no row: a server never says it of itself.
+STATE_TO_PROTO = {
+    ServerState.LOADING: pb.server.SERVER_STATE_LOADING,
+    ServerState.READY: pb.server.SERVER_STATE_READY,
+    ServerState.NO_PEER: pb.server.SERVER_STATE_NO_PEER,
+    ServerState.DRAINING: pb.server.SERVER_STATE_DRAINING,
+}
+STATE_FROM_PROTO = {int(v): k for k, v in STATE_TO_PROTO.items()}
+
+
+class RouterHello(Struct, frozen=True):
+    """First message of a router on a stream.
+
+    router_incarnation: new for every router process. stream_id: names the ReliableChannel, new for each; the server
+    resumes the channel of this id only. last_received: of that channel, 0 on a new one. expected_server_incarnation:
+    empty when the router knows none.
+    """
+
+    router_name: str
+    router_incarnation: str
+    stream_id: str
+    last_received: int
+    expected_server_incarnation: str = ""
+
+
+class AttachReply(Struct, frozen=True):
+    """The server's answer to RouterHello. resumed: the channel goes on; else a new one begins and knows no legs."""
+
+    last_received: int
+    resumed: bool
+
+
+class ServerSays(Struct, frozen=True):
+    """One message of a server on a stream.
+
+    attached: in the first message only. hello: in the first, and again when a new incarnation of the workers is up.
+    """
+
+    frame: Frame[ServerMessage]
+    load: LoadReport | None = None
+    hello: ServerHello | None = None
+    attached: AttachReply | None = None
+
+
+# ---- router -> server
+
+
+def router_hello_to_proto(hello: RouterHello) -> pb.server.RouterFrame:
+    out = pb.server.RouterFrame()
+    out.hello.router_name = hello.router_name
+    out.hello.router_incarnation = hello.router_incarnation
+    out.hello.stream_id = hello.stream_id
+    out.hello.last_received = hello.last_received
+    out.hello.expected_server_incarnation = hello.expected_server_incarnation
+    return out
+
+
+def router_frame_to_proto(frame: Frame[RouterMessage]) -> pb.server.RouterFrame:
+    out = pb.server.RouterFrame()
+    fill_frame(out, frame, _ROUTER_FILL)
+    return out
+
+
+def router_frame_from_proto(message: pb.server.RouterFrame) -> RouterHello | Frame[RouterMessage]:
+    """Raises ProtocolError."""
+    if not message.HasField("hello"):
+        return read_frame(message, _ROUTER_READ)
+    hello = message.hello
+    for field in ("router_name", "router_incarnation", "stream_id"):
+        if not getattr(hello, field):
+            refuse(hello, field, "is empty")
+    if message.number or message.messages:
+        refuse(message, "hello", "comes with a frame; it must come alone")
+    return RouterHello(
+        router_name=hello.router_name,
+        router_incarnation=hello.router_incarnation,
+        stream_id=hello.stream_id,
+        last_received=hello.last_received,
+        expected_server_incarnation=hello.expected_server_incarnation,
+    )
+
+
+def _fill_start_leg(out: pb.server.StartLeg, leg: StartLeg) -> None:
+    fill_key(out.key, leg.key)
+    out.token_ids.extend(leg.token_ids)
+    out.num_prompt = leg.num_prompt
+    fill_sampling(out.params, leg.params)
+    out.choices.extend(leg.choices)
+    out.peer.SetInParent()
+    out.peer.name = leg.peer.name
+    out.peer.address = leg.peer.address
+    out.peer.incarnation = leg.peer.incarnation
+    out.deadline_s = leg.deadline_s
+    out.cache_salt = leg.cache_salt
+
+
+def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
+    key = read_key(message)
+    require(message, "params")
+    require(message, "peer")
+    if not message.params.HasField("max_tokens"):
+        refuse(message, "params.max_tokens", "is missing; a router sets it")
+    if message.num_prompt > len(message.token_ids):
+        refuse(message, "num_prompt", f"is {message.num_prompt}, but there are {len(message.token_ids)} tokens")
+    return StartLeg(
+        key=key,
+        token_ids=tuple(message.token_ids),
+        num_prompt=message.num_prompt,
+        params=read_sampling(message.params),
+        choices=tuple(message.choices),
+        peer=PeerRef(name=message.peer.name, address=message.peer.address, incarnation=message.peer.incarnation),
+        deadline_s=read_seconds(message, "deadline_s"),
+        cache_salt=message.cache_salt,
+    )
+
+
+def _fill_abort_leg(out: pb.server.AbortLeg, leg: AbortLeg) -> None:
+    fill_key(out.key, leg.key)
+    if leg.choice is not None:
+        out.choice = leg.choice
+
+
+def _read_abort_leg(message: pb.server.AbortLeg) -> AbortLeg:
+    return AbortLeg(key=read_key(message), choice=message.choice if message.HasField("choice") else None)
+
+
+_ROUTER_FILL: Mapping[type, tuple[str, Fill]] = {
+    StartLeg: ("start_leg", _fill_start_leg),
+    AbortLeg: ("abort_leg", _fill_abort_leg),
+}
+_ROUTER_READ: Mapping[str, Read[RouterMessage]] = {"start_leg": _read_start_leg, "abort_leg": _read_abort_leg}
+
+
+# ---- server -> router
+
+
+def server_says_to_proto(says: ServerSays) -> pb.server.ServerFrame:
+    out = pb.server.ServerFrame()
+    fill_frame(out, says.frame, _SERVER_FILL)
+    if says.load is not None:
+        _fill_load(out.load, says.load)
+    if says.hello is not None:
+        _fill_server_hello(out.hello, says.hello)
+    if says.attached is not None:
+        out.attached.last_received = says.attached.last_received
+        out.attached.resumed = says.attached.resumed
+        out.attached.SetInParent()
+    return out
+
+
+def server_says_from_proto(message: pb.server.ServerFrame) -> ServerSays:
+    """Raises ProtocolError."""
+    attached = None
+    if message.HasField("attached"):
+        require(message, "hello")
+        attached = AttachReply(last_received=message.attached.last_received, resumed=message.attached.resumed)
+    return ServerSays(
+        frame=read_frame(message, _SERVER_READ),
+        load=_read_load(message.load) if message.HasField("load") else None,
+        hello=_read_server_hello(message.hello) if message.HasField("hello") else None,
+        attached=attached,
+    )
+
+
+def _fill_load(out: pb.server.LoadReport, load: LoadReport) -> None:
+    out.state = STATE_TO_PROTO[load.state]
+    out.running = load.running
+    out.waiting = load.waiting
+    out.pages_used = load.pages_used
+    out.pages_free = load.pages_free
+    out.pages_evictable = load.pages_evictable
+    out.pages_total = load.pages_total
+
+
+def _read_load(message: pb.server.LoadReport) -> LoadReport:
+    return LoadReport(
+        state=read_enum(message, "state", STATE_FROM_PROTO),
+        running=message.running,
+        waiting=message.waiting,
+        pages_used=message.pages_used,
+        pages_free=message.pages_free,
+        pages_evictable=message.pages_evictable,
+        pages_total=message.pages_total,
+    )
+
+
+def _fill_server_hello(out: pb.server.ServerHello, hello: ServerHello) -> None:
+    out.name = hello.name
+    out.role = ROLE_TO_PROTO[hello.role]
+    out.tp = hello.tp
+    out.pid = hello.pid
+    out.worker_pids.extend(hello.worker_pids)
+    out.incarnation = hello.incarnation
+    out.fingerprint = hello.fingerprint
+    out.model = hello.model
+    out.max_model_len = hello.max_model_len
+    out.max_tokens_in_pool = hello.max_tokens_in_pool
+    out.link_address = hello.link_address
+    _fill_load(out.load, hello.load)
+
+
+def _read_server_hello(message: pb.server.ServerHello) -> ServerHello:
+    # incarnation, fingerprint and the like are empty while the server loads its model.
+    if not message.name:
+        refuse(message, "name", "is empty")
+    require(message, "load")
+    return ServerHello(
+        name=message.name,
+        role=read_enum(message, "role", ROLE_FROM_PROTO),
+        tp=message.tp,
+        pid=message.pid,
+        worker_pids=tuple(message.worker_pids),
+        incarnation=message.incarnation,
+        fingerprint=message.fingerprint,
+        model=message.model,
+        max_model_len=message.max_model_len,
+        max_tokens_in_pool=message.max_tokens_in_pool,
+        link_address=message.link_address,
+        load=_read_load(message.load),
+    )
+
+
+def _fill_leg_tokens(out: pb.server.LegTokens, tokens: LegTokens) -> None:
+    fill_key(out.key, tokens.key)
+    out.choice = tokens.choice
+    out.first_index = tokens.first_index
+    out.token_ids.extend(tokens.token_ids)
+    if tokens.logprobs:
+        fill_logprobs(out.logprobs, tokens.logprobs)
+    if tokens.finish is not None:
+        out.finish = FINISH_TO_PROTO[tokens.finish]
+
+
+def _read_leg_tokens(message: Any) -> LegTokens:
+    token_ids = tuple(message.token_ids)
+    return LegTokens(
+        key=read_key(message),
+        choice=message.choice,
+        first_index=message.first_index,
+        token_ids=token_ids,
+        logprobs=read_logprobs(message.logprobs, len(token_ids)) if message.HasField("logprobs") else (),
+        finish=read_finish(message),
+    )
+
+
+def _fill_leg_end(out: pb.server.LegEnd, end: LegEnd) -> None:
+    fill_key(out.key, end.key)
+    out.outcome = OUTCOME_TO_PROTO[end.outcome]
+    out.reason = end.reason
+    fill_timeline(out.timeline, end.timeline)
+    out.cached_tokens = end.cached_tokens
+
+
+def _read_leg_end(message: pb.server.LegEnd) -> LegEnd:
+    return LegEnd(
+        key=read_key(message),
+        outcome=read_enum(message, "outcome", OUTCOME_FROM_PROTO),
+        reason=message.reason,
+        timeline=read_timeline(message.timeline),
+        cached_tokens=message.cached_tokens,
+    )
+
+
+_SERVER_FILL: Mapping[type, tuple[str, Fill]] = {
+    LegTokens: ("leg_tokens", _fill_leg_tokens),
+    LegEnd: ("leg_end", _fill_leg_end),
+}
+_SERVER_READ: Mapping[str, Read[ServerMessage]] = {"leg_tokens": _read_leg_tokens, "leg_end": _read_leg_end}

@@ -1,0 +1,298 @@
+"""Stubs, servicers' base classes and handlers of our three services on grpc.aio, and the options of every channel.
+
+Written by hand, because the generated ones are untyped and add nothing. A servicer's methods take and give protobuf
+messages; `wire.inference`, `wire.server` and `wire.peer` turn those into values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from disagg.wire import pb
+
+INFERENCE = "disagg.v1.Inference"
+SERVER = "disagg.v1.Server"
+PEER = "disagg.v1.Peer"
+HEALTH = health.SERVICE_NAME
+
+MAX_MESSAGE_BYTES = 64 << 20
+KEEPALIVE_MS = 5000
+
+_COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A host that dies without closing its connections is noticed within twice this time. ping_timeout_ms is the one
+    # that counts (seen with gRPC 1.85); it is a minute by default, whatever keepalive_timeout_ms says.
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),  # no limit
+)
+CHANNEL_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.enable_http_proxy", 0),  # peers are dialled as they say, whatever the environment
+    # A restarted server is found again in about a second, not in gRPC's two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+SERVER_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, not load balancing
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),  # or the keepalive above is taken for an attack
+)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """address: host:port. Connects lazily."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def make_server(*handlers: grpc.GenericRpcHandler) -> grpc.aio.Server:
+    """A server that is not listening yet."""
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server.add_generic_rpc_handlers(handlers)
+    return server
+
+
+# ---- Inference: clients to routers
+
+
+class InferenceServicer(ABC):
+    """disagg.v1.Inference, to be implemented by the router's gRPC face."""
+
+    @abstractmethod
+    def generate(
+        self, request: pb.inference.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.inference.GenerateResponse]:
+        """An async generator."""
+
+    @abstractmethod
+    async def tokenize(
+        self, request: pb.inference.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.inference.TokenizeResponse: ...
+
+    @abstractmethod
+    async def detokenize(
+        self, request: pb.inference.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.inference.DetokenizeResponse: ...
+
+    @abstractmethod
+    async def list_models(
+        self, request: pb.inference.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.inference.ListModelsResponse: ...
+
+    @abstractmethod
+    async def abort(
+        self, request: pb.inference.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.inference.AbortResponse: ...
+
+
+def inference_handler(servicer: InferenceServicer) -> grpc.GenericRpcHandler:
+    messages = pb.inference
+    return grpc.method_handlers_generic_handler(
+        INFERENCE,
+        {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                servicer.generate,
+                messages.GenerateRequest.FromString,
+                messages.GenerateResponse.SerializeToString,
+            ),
+            "Tokenize": grpc.unary_unary_rpc_method_handler(
+                servicer.tokenize,
+                messages.TokenizeRequest.FromString,
+                messages.TokenizeResponse.SerializeToString,
+            ),
+            "Detokenize": grpc.unary_unary_rpc_method_handler(
+                servicer.detokenize,
+                messages.DetokenizeRequest.FromString,
+                messages.DetokenizeResponse.SerializeToString,
+            ),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                servicer.list_models,
+                messages.ListModelsRequest.FromString,
+                messages.ListModelsResponse.SerializeToString,
+            ),
+            "Abort": grpc.unary_unary_rpc_method_handler(
+                servicer.abort,
+                messages.AbortRequest.FromString,
+                messages.AbortResponse.SerializeToString,
+            ),
+        },
+    )
+
+
+class InferenceStub:
+    """Calls disagg.v1.Inference. Each attribute is a multi-callable of grpc.aio."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        messages = pb.inference
+        self.generate = channel.unary_stream(
+            f"/{INFERENCE}/Generate",
+            messages.GenerateRequest.SerializeToString,
+            messages.GenerateResponse.FromString,
+        )
+        self.tokenize = channel.unary_unary(
+            f"/{INFERENCE}/Tokenize",
+            messages.TokenizeRequest.SerializeToString,
+            messages.TokenizeResponse.FromString,
+        )
+        self.detokenize = channel.unary_unary(
+            f"/{INFERENCE}/Detokenize",
+            messages.DetokenizeRequest.SerializeToString,
+            messages.DetokenizeResponse.FromString,
+        )
+        self.list_models = channel.unary_unary(
+            f"/{INFERENCE}/ListModels",
+            messages.ListModelsRequest.SerializeToString,
+            messages.ListModelsResponse.FromString,
+        )
+        self.abort = channel.unary_unary(
+            f"/{INFERENCE}/Abort",
+            messages.AbortRequest.SerializeToString,
+            messages.AbortResponse.FromString,
+        )
+
+
+# ---- Server: routers to servers
+
+
+class ServerServicer(ABC):
+    """disagg.v1.Server, to be implemented by prefill and decode servers."""
+
+    @abstractmethod
+    def attach(
+        self, requests: AsyncIterator[pb.server.RouterFrame], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.server.ServerFrame]:
+        """An async generator; `requests` may be read by another task meanwhile."""
+
+    @abstractmethod
+    async def dump(
+        self, request: pb.server.DumpRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.server.DumpResponse: ...
+
+
+def server_handler(servicer: ServerServicer) -> grpc.GenericRpcHandler:
+    return grpc.method_handlers_generic_handler(
+        SERVER,
+        {
+            "Attach": grpc.stream_stream_rpc_method_handler(
+                servicer.attach, pb.server.RouterFrame.FromString, pb.server.ServerFrame.SerializeToString
+            ),
+            "Dump": grpc.unary_unary_rpc_method_handler(
+                servicer.dump, pb.server.DumpRequest.FromString, pb.server.DumpResponse.SerializeToString
+            ),
+        },
+    )
+
+
+class ServerStub:
+    """Calls disagg.v1.Server."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.attach = channel.stream_stream(
+            f"/{SERVER}/Attach", pb.server.RouterFrame.SerializeToString, pb.server.ServerFrame.FromString
+        )
+        self.dump = channel.unary_unary(
+            f"/{SERVER}/Dump", pb.server.DumpRequest.SerializeToString, pb.server.DumpResponse.FromString
+        )
+
+
+# ---- Peer: decode servers to prefill servers
+
+
+class PeerServicer(ABC):
+    """disagg.v1.Peer, to be implemented by prefill servers."""
+
+    @abstractmethod
+    def link(
+        self, requests: AsyncIterator[pb.peer.LinkFrame], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.peer.LinkFrame]:
+        """An async generator; `requests` may be read by another task meanwhile."""
+
+
+def peer_handler(servicer: PeerServicer) -> grpc.GenericRpcHandler:
+    return grpc.method_handlers_generic_handler(
+        PEER,
+        {
+            "Link": grpc.stream_stream_rpc_method_handler(
+                servicer.link, pb.peer.LinkFrame.FromString, pb.peer.LinkFrame.SerializeToString
+            )
+        },
+    )
+
+
+class PeerStub:
+    """Calls disagg.v1.Peer."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.link = channel.stream_stream(
+            f"/{PEER}/Link", pb.peer.LinkFrame.SerializeToString, pb.peer.LinkFrame.FromString
+        )
+
+
+# ---- health and reflection
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
+    """grpc.health.v1 of a server that has not started: of each of `services`, and of the whole ("").
+
+    All of them serve, or none does; at first none. (The servicer that comes with grpc_health begins as serving.)
+    """
+
+    def __init__(self, server: grpc.aio.Server, services: Iterable[str]) -> None:
+        self._names = frozenset(("", *services))
+        self._serving = False
+        self._changed = asyncio.Condition()
+        health_pb2_grpc.add_HealthServicer_to_server(self, server)
+
+    async def set_serving(self, serving: bool) -> None:
+        async with self._changed:
+            self._serving = serving
+            self._changed.notify_all()
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._names:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r} here")
+        return self._status(request.service)
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        last = None
+        while True:
+            now = self._status(request.service)
+            if now != last:
+                yield now
+                last = now
+            async with self._changed:
+                if self._status(request.service) == last:
+                    await self._changed.wait()
+
+    def _status(self, service: str) -> health_pb2.HealthCheckResponse:
+        reply = health_pb2.HealthCheckResponse
+        if service not in self._names:
+            return reply(status=reply.SERVICE_UNKNOWN)
+        return reply(status=reply.SERVING if self._serving else reply.NOT_SERVING)
+
+
+def enable_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
+    """Lets a client that has no protos list and call `services`, health and reflection itself."""
+    reflection.enable_server_reflection((*services, HEALTH, reflection.SERVICE_NAME), server)
+
+
+async def is_serving(channel: grpc.aio.Channel, service: str = "", timeout_s: float = 5.0) -> bool:
+    """Asks a server's health. Raises grpc.aio.AioRpcError when it cannot be reached or does not know the service."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

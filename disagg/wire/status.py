@@ -1,0 +1,81 @@
+"""Errors to gRPC statuses, at the router's face, and back, in a client of ours."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import grpc
+
+from disagg.types.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DisaggError,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    RequestFailed,
+    Unavailable,
+    UnknownModel,
+)
+
+RETRY_AFTER_KEY = "retry-after-ms"  # trailing metadata of RESOURCE_EXHAUSTED: when to try again
+PARAM_KEY = "error-param"  # trailing metadata of INVALID_ARGUMENT and NOT_FOUND: the field at fault
+
+# First match by class wins. What has no row (ConfigError, ProtocolError) is no fault of a client's: INTERNAL.
+_CODES: tuple[tuple[type[DisaggError], grpc.StatusCode], ...] = (
+    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (UnknownModel, grpc.StatusCode.NOT_FOUND),
+    (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (Cancelled, grpc.StatusCode.CANCELLED),
+    (RequestFailed, grpc.StatusCode.INTERNAL),
+)
+
+
+def status_of(error: DisaggError) -> grpc.StatusCode:
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return code
+    return grpc.StatusCode.INTERNAL
+
+
+def trailers_of(error: DisaggError) -> tuple[tuple[str, str], ...]:
+    """Trailing metadata that a client may act on."""
+    if isinstance(error, Overloaded):
+        return ((RETRY_AFTER_KEY, str(math.ceil(error.retry_after_s * 1000))),)
+    if isinstance(error, RequestError) and error.param is not None:
+        return ((PARAM_KEY, error.param),)
+    return ()
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: DisaggError) -> NoReturn:
+    """Ends the call with the error's status. Never returns."""
+    await context.abort(status_of(error), str(error), trailers_of(error))
+    raise AssertionError("ServicerContext.abort raises")
+
+
+def error_of(call_error: grpc.aio.AioRpcError) -> DisaggError:
+    """The error that a failed call means to a client of ours."""
+    code = call_error.code()
+    text = call_error.details() or code.name
+    trailers = {key: value for key, value in call_error.trailing_metadata() or () if isinstance(value, str)}
+    match code:
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidRequest(text, trailers.get(PARAM_KEY))
+        case grpc.StatusCode.NOT_FOUND:
+            return UnknownModel(text, trailers.get(PARAM_KEY))
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if trailers.get(RETRY_AFTER_KEY, "").isdecimal():
+            return Overloaded(text, int(trailers[RETRY_AFTER_KEY]) / 1000)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own: the message is larger than is allowed
+            return InvalidRequest(text)
+        case grpc.StatusCode.UNAVAILABLE:
+            return Unavailable(text)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(text)
+        case grpc.StatusCode.CANCELLED:
+            return Cancelled(text)
+        case _:
+            return RequestFailed(text)

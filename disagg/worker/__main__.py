@@ -1,0 +1,28 @@
+"""`python -m disagg.worker`: one rank. Started by a server, never by hand; it ends with its server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from disagg.telemetry.process import die_with_parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m disagg.worker", description=__doc__)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--sockets", required=True, help="directory of the server's ZeroMQ sockets")
+    parser.add_argument("--incarnation", required=True)
+    parser.add_argument("--parent", type=int, required=True, help="pid of the server")
+    parser.add_argument("--name", required=True, help="of the server, for logs")
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", default="json")
+    args = parser.parse_args()
+    die_with_parent(args.parent)
+    from disagg.worker.process import WorkerProcess
+
+    return WorkerProcess(args.rank, args.sockets, args.incarnation, args.name, args.log_level, args.log_format).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""One rank's process: the compute thread runs plans, the transfer thread serves the lane, beats, and answers dumps.
+
+    engine ── PUB plans ──────> SUB   compute thread (main)  ── PUSH results ──> engine
+           ── ROUTER control ─> DEALER ┐ transfer thread: hands loading on to the compute thread
+           ── ROUTER lane ────> DEALER ┘                  heartbeat every second, also while a step computes
+
+The two threads share the pool, the number of the last plan computed, and two queues with an eventfd each.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
+
+from disagg.messages.control import (
+    ControlFailed,
+    ControlReply,
+    ControlRequest,
+    Dump,
+    Dumped,
+    Load,
+    Loaded,
+    MakePool,
+    OpenTransfer,
+    PoolMade,
+    Shutdown,
+    decode_request,
+    encode_reply,
+)
+from disagg.messages.lane import Beat, LaneReport, LaneReportFrame, decode_lane, encode_report
+from disagg.messages.plan import Hello, Ready, WorkerFailed, WorkerPlan, decode_to_worker, encode_from_worker
+from disagg.telemetry.logs import Format, Level, configure_logging
+from disagg.telemetry.stacks import dump_stacks_on_signal, format_stacks
+from disagg.types.errors import ConfigError, DisaggError, ProtocolError
+
+if TYPE_CHECKING:
+    from disagg.worker.executor import Executor
+    from disagg.worker.transfer_driver import TransferDriver
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+BUSY_POLL_MS = 1  # while something is under way; a shorter nap would take the core from the model
+IDLE_POLL_MS = 100
+CLOSE_S = 3.0
+
+
+class WorkerProcess:
+    """`run` returns the exit status: 0 after Shutdown, 1 after a failure that was reported."""
+
+    def __init__(
+        self, rank: int, sockets: str, incarnation: str, name: str, log_level: Level, log_format: Format
+    ) -> None:
+        configure_logging(f"{name}/rank{rank}", log_level, log_format)
+        dump_stacks_on_signal()
+        self._rank = rank
+        self._incarnation = incarnation
+        self._sockets = Path(sockets)
+        self._context = zmq.Context()
+        self._executor: Executor | None = None
+        self._driver: TransferDriver | None = None
+        self._jobs: queue.SimpleQueue[ControlRequest] = queue.SimpleQueue()  # transfer thread -> compute thread
+        self._replies: queue.SimpleQueue[ControlReply] = queue.SimpleQueue()  # compute thread -> transfer thread
+        self._job_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lane_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._computed_plan = -1
+        self._busy_since_s = 0.0
+        self._failure = ""
+        self._stopping = False
+
+    def run(self) -> int:
+        lane = threading.Thread(target=self._serve_lane, name="transfer", daemon=True)
+        lane.start()
+        try:
+            self._compute()
+            self._stopping = True
+            os.eventfd_write(self._lane_fd, 1)
+            lane.join(CLOSE_S)
+        except (DisaggError, RuntimeError, ValueError, AssertionError, MemoryError, KeyError) as error:
+            logger.exception("the worker cannot go on")
+            self._send_result(WorkerFailed(self._rank, f"{type(error).__name__}: {error}"))
+            time.sleep(0.1)  # let ZeroMQ deliver it; the engine would learn of our exit anyway
+            return 1
+        return 0
+
+    # ---- compute thread
+
+    def _compute(self) -> None:
+        plans = self._context.socket(zmq.SUB)
+        plans.rcvhwm = 0
+        plans.subscribe(b"")
+        plans.connect(f"ipc://{self._sockets}/plans")
+        self._results = self._context.socket(zmq.PUSH)
+        self._results.sndhwm = 0
+        self._results.connect(f"ipc://{self._sockets}/results")
+        poller = zmq.Poller()
+        poller.register(plans, zmq.POLLIN)
+        poller.register(self._job_fd, zmq.POLLIN)
+        while not self._failure:
+            events = dict(poller.poll(1000))
+            if self._job_fd in events:
+                os.eventfd_read(self._job_fd)
+                while not self._jobs.empty():
+                    job = self._jobs.get()
+                    if isinstance(job, Shutdown):
+                        return
+                    self._replies.put(self._do(job))
+                    os.eventfd_write(self._lane_fd, 1)
+            if plans in events:
+                message = decode_to_worker(plans.recv())
+                if isinstance(message, Hello):
+                    self._send_result(Ready(self._rank, message.incarnation))
+                else:
+                    self._run_plan(message)
+        raise ProtocolError(self._failure)
+
+    def _run_plan(self, plan: WorkerPlan) -> None:
+        assert self._executor is not None
+        self._busy_since_s = time.monotonic()
+        result = self._executor.run(plan)
+        self._busy_since_s = 0.0
+        self._computed_plan = plan.plan_no
+        driver = self._driver
+        if driver is not None:
+            driver.computed_plan = plan.plan_no
+            if driver.waits_for_plans:
+                os.eventfd_write(self._lane_fd, 1)
+        self._send_result(result)
+
+    def _send_result(self, message: object) -> None:
+        self._results.send(encode_from_worker(message))
+
+    def _do(self, job: ControlRequest) -> ControlReply:
+        try:
+            return self._try(job)
+        except ConfigError as error:
+            return ControlFailed(self._rank, str(error), config=True)
+        except (DisaggError, OSError, RuntimeError, ValueError, ImportError, MemoryError) as error:
+            logger.exception("%s failed", type(job).__name__)
+            return ControlFailed(self._rank, f"{type(error).__name__}: {error}", config=False)
+
+    def _try(self, job: ControlRequest) -> ControlReply:
+        match job:
+            case Load():
+                from disagg.worker.executor import Executor
+
+                started = time.perf_counter()
+                self._executor = Executor(self._rank)
+                self._executor.load(Path(job.model_dir), job.dtype, job.device, job.threads, job.gemv_copies)
+                model = self._executor.model
+                return Loaded(
+                    rank=self._rank,
+                    groups=model.groups,
+                    vocab_size=model.vocab_size,
+                    max_model_len=model.max_model_len,
+                    eos_token_ids=model.eos_token_ids,
+                    load_s=time.perf_counter() - started,
+                )
+            case MakePool():
+                assert self._executor is not None
+                return PoolMade(self._rank, self._executor.make_pool(job.num_pages, job.page_tokens, job.max_slots))
+            case _:
+                raise ProtocolError(f"{type(job).__name__} is no job of the compute thread")
+
+    # ---- transfer thread
+
+    def _serve_lane(self) -> None:
+        try:
+            self._lane_loop()
+        except (DisaggError, RuntimeError, ValueError, AssertionError, KeyError) as error:
+            logger.exception("the transfer thread cannot go on")
+            self._failure = f"transfer thread: {type(error).__name__}: {error}"
+            os.eventfd_write(self._job_fd, 1)
+
+    def _lane_loop(self) -> None:
+        identity = str(self._rank).encode()
+        control = self._dealer("control", identity)
+        lane = self._dealer("lane", identity)
+        poller = zmq.Poller()
+        for source in (control, lane, self._lane_fd):
+            poller.register(source, zmq.POLLIN)
+        next_beat_s = 0.0
+        received = sent = 0
+        while not self._stopping:
+            driver = self._driver
+            busy = driver is not None and driver.busy
+            events = dict(poller.poll(BUSY_POLL_MS if busy else IDLE_POLL_MS))
+            if self._lane_fd in events:
+                os.eventfd_read(self._lane_fd)
+                while not self._replies.empty():
+                    control.send(encode_reply(self._replies.get()))
+            if control in events:
+                self._control(control)
+            if lane in events:
+                while lane.poll(0):
+                    frame = decode_lane(lane.recv())
+                    if frame.number != received:
+                        raise ProtocolError(f"lane frame {frame.number} arrived where {received} was due")
+                    received += 1
+                    assert self._driver is not None, "the lane was used before OpenTransfer"
+                    for request in frame.messages:
+                        self._driver.handle(request)
+            reports: list[LaneReport] = []
+            if self._driver is not None:
+                if self._driver.busy or (not events and self._driver.has_peers):
+                    self._driver.turn()
+                reports += self._driver.take_reports()
+            now = time.monotonic()
+            if now >= next_beat_s:
+                next_beat_s = now + BEAT_S
+                reports.append(self._beat(now))
+            if reports:
+                lane.send(encode_report(LaneReportFrame(self._rank, sent, tuple(reports))))
+                sent += 1
+        if self._driver is not None:
+            self._driver.close()  # by the thread that made it, before the interpreter takes its modules apart
+
+    def _dealer(self, name: str, identity: bytes) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, identity)
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.connect(f"ipc://{self._sockets}/{name}")
+        return socket
+
+    def _beat(self, now: float) -> Beat:
+        busy_since = self._busy_since_s
+        driver = self._driver
+        return Beat(
+            plan_no=self._computed_plan,
+            busy_s=now - busy_since if busy_since else 0.0,
+            arena_free=0,
+            bound=driver.bound if driver else 0,
+            writes_in_flight=driver.writes_in_flight if driver else 0,
+        )
+
+    def _control(self, control: zmq.Socket[bytes]) -> None:
+        request = decode_request(control.recv())
+        if isinstance(request, Dump):
+            text = f"rank {self._rank}, incarnation {self._incarnation}, plan {self._computed_plan} computed\n"
+            if self._driver is not None:
+                text += f"transfer: {self._driver.describe()}\n"
+            control.send(encode_reply(Dumped(self._rank, text + format_stacks())))
+        elif isinstance(request, OpenTransfer):
+            control.send(encode_reply(self._open_transfer(request)))
+        else:
+            self._jobs.put(request)
+            os.eventfd_write(self._job_fd, 1)
+
+    def _open_transfer(self, request: OpenTransfer) -> ControlReply:
+        """The agent belongs to this thread, so it is made here."""
+        from disagg.transfer.backends.base import BackendError
+        from disagg.worker.transfer_driver import TransferDriver
+
+        assert self._executor is not None
+        try:
+            driver = TransferDriver(self._rank, request, self._executor.pool, self._executor.group)
+        except BackendError as error:
+            return ControlFailed(self._rank, str(error), config=True)
+        opened = driver.opened(os.getpid())
+        self._driver = driver
+        return opened

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Counter
+
+from disagg.api.app import HttpServer, create_app, serve
+from tests.api.fakes import FakeChatTemplate, FakeRouter
+
+
+@pytest.fixture
+def router() -> FakeRouter:
+    return FakeRouter()
+
+
+@pytest.fixture
+def app(router: FakeRouter) -> FastAPI:
+    registry = CollectorRegistry()
+    Counter("tests_run", "Tests run", registry=registry).inc()
+    return create_app(router, FakeChatTemplate(), registry, version="1.2.3", max_prompts=8, max_body_bytes=100_000)
+
+
+@pytest.fixture
+async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """Talks to the app in memory. Replies come whole: what needs real streams uses `server`."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://face") as client:
+        yield client
+
+
+@pytest.fixture
+async def server(app: FastAPI) -> AsyncIterator[HttpServer]:
+    running = await serve(app, "127.0.0.1", 0)
+    yield running
+    await running.shutdown(grace_s=1.0)

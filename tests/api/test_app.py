@@ -1,0 +1,381 @@
+"""The HTTP face over a scripted router: shapes of replies, streams and errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from disagg.api.app import create_app
+from disagg.types.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DisaggError,
+    InvalidRequest,
+    NoCompatiblePeer,
+    Overloaded,
+    ProtocolError,
+    RequestFailed,
+    Unavailable,
+)
+from tests.api.fakes import MAX_MODEL_LEN, MODEL, FakeRouter
+
+BODY = {"model": MODEL, "prompt": "to be or not", "temperature": 0}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello you"}], "temperature": 0}
+
+
+def events(reply: httpx.Response) -> list[Any]:
+    """The data of a stream's events; [DONE] as it is."""
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in reply.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
+
+
+# ---- completions
+
+
+async def test_a_completion_has_the_shape_of_openai(http: httpx.AsyncClient) -> None:
+    reply = await http.post("/v1/completions", json={**BODY, "max_tokens": 3})
+    assert reply.status_code == 200
+    assert reply.headers["x-request-id"] == "r0"
+    assert reply.json() == {
+        "id": "cmpl-r0",
+        "object": "text_completion",
+        "created": 1_700_000_000,
+        "model": MODEL,
+        "system_fingerprint": "disagg-1.2.3",
+        "choices": [
+            {"index": 0, "text": " one two three", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        ],
+        "usage": {
+            "prompt_tokens": 4,
+            "completion_tokens": 3,
+            "total_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
+    }
+
+
+async def test_a_stop_string_ends_the_text_before_it(http: httpx.AsyncClient) -> None:
+    choice = (await http.post("/v1/completions", json={**BODY, "stop": "ee"})).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (" one two thr", "stop", "ee")
+
+
+async def test_choice_c_of_prompt_p_has_index_p_times_n_plus_c(http: httpx.AsyncClient, router: FakeRouter) -> None:
+    prompts = ["a", "a b", "a b c"]
+    reply = (await http.post("/v1/completions", json={**BODY, "prompt": prompts, "n": 2, "max_tokens": 1})).json()
+    assert [choice["index"] for choice in reply["choices"]] == list(range(6))
+    assert reply["usage"]["prompt_tokens"] == 1 + 2 + 3
+    assert reply["usage"]["completion_tokens"] == 6
+    assert reply["id"] == "cmpl-r0"
+    assert [request.prompt for request in router.requests] == prompts
+
+
+async def test_token_ids_are_returned_on_request(http: httpx.AsyncClient) -> None:
+    body = {**BODY, "prompt": [[7, 8], [9]], "max_tokens": 2, "return_token_ids": True}
+    choices = (await http.post("/v1/completions", json=body)).json()["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == [[7, 8], [9]]
+    assert [choice["token_ids"] for choice in choices] == [[0, 1], [0, 1]]
+    streamed = events(await http.post("/v1/completions", json={**body, "stream": True}))[:-1]
+    of_second = [chunk["choices"][0] for chunk in streamed if chunk["choices"][0]["index"] == 1]
+    assert [choice["token_ids"] for choice in of_second] == [[0], [1]]
+    assert of_second[0]["prompt_token_ids"] == [9]
+    assert "prompt_token_ids" not in of_second[1]
+
+
+async def test_completion_logprobs_are_parallel_lists(http: httpx.AsyncClient) -> None:
+    reply = (await http.post("/v1/completions", json={**BODY, "max_tokens": 2, "logprobs": 2})).json()
+    assert reply["choices"][0]["logprobs"] == {
+        "text_offset": [0, 4],
+        "token_logprobs": [-0.5, -0.5],
+        "tokens": [" one", " two"],
+        "top_logprobs": [{" one": -0.5, " two": -1.5}, {" two": -0.5, " one": -1.5}],
+    }
+
+
+async def test_the_chosen_token_is_among_the_top_ones_even_when_none_are_asked_for(http: httpx.AsyncClient) -> None:
+    reply = (await http.post("/v1/completions", json={**BODY, "max_tokens": 1, "logprobs": 0})).json()
+    assert reply["choices"][0]["logprobs"]["top_logprobs"] == [{" one": -0.5}]
+
+
+async def test_a_token_that_is_part_of_a_character_is_named_by_its_bytes(
+    http: httpx.AsyncClient, router: FakeRouter
+) -> None:
+    router.raw = {" one": b"\xe2\x82"}
+    reply = (await http.post("/v1/completions", json={**BODY, "max_tokens": 1, "logprobs": 1})).json()
+    assert reply["choices"][0]["logprobs"]["tokens"] == ["bytes:\\xe2\\x82"]
+    chat = (await http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 1, "logprobs": True})).json()
+    assert chat["choices"][0]["logprobs"]["content"][0]["bytes"] == [0xE2, 0x82]
+
+
+async def test_a_completion_stream_ends_with_the_finish_the_usage_and_done(http: httpx.AsyncClient) -> None:
+    body = {**BODY, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
+    reply = await http.post("/v1/completions", json=body)
+    *chunks, last, done = events(reply)
+    assert done == "[DONE]"
+    assert reply.headers["x-request-id"] == "r0"
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == [" one", " two"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, "length"]
+    assert all(chunk["usage"] is None and chunk["id"] == "cmpl-r0" for chunk in chunks)
+    assert last["choices"] == []
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (4, 2)
+
+
+async def test_a_stream_says_nothing_of_usage_unless_asked(http: httpx.AsyncClient) -> None:
+    *chunks, _ = events(await http.post("/v1/completions", json={**BODY, "stream": True}))
+    assert chunks
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+async def test_continuous_usage_counts_up(http: httpx.AsyncClient) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**CHAT, "max_tokens": 3, "stream": True, "stream_options": options}
+    *chunks, _ = events(await http.post("/v1/chat/completions", json=body))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, 3)
+
+
+async def test_a_stream_of_several_prompts_carries_what_each_alone_would(http: httpx.AsyncClient) -> None:
+    body = {**BODY, "prompt": ["a", "b", "c"], "n": 2, "temperature": 1, "seed": 5}
+    whole = (await http.post("/v1/completions", json=body)).json()["choices"]
+    *chunks, _ = events(await http.post("/v1/completions", json={**body, "stream": True}))
+    texts = {choice["index"]: "" for choice in whole}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == {choice["index"]: choice["text"] for choice in whole}
+
+
+# ---- chats
+
+
+async def test_a_chat_has_the_shape_of_openai(http: httpx.AsyncClient, router: FakeRouter) -> None:
+    body = {**CHAT, "max_completion_tokens": 2, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    reply = (await http.post("/v1/chat/completions", json=body)).json()
+    one = {"token": " one", "logprob": -0.5, "bytes": list(b" one")}
+    two = {"token": " two", "logprob": -0.5, "bytes": list(b" two")}
+    assert reply == {
+        "id": "chatcmpl-r0",
+        "object": "chat.completion",
+        "created": 1_700_000_000,
+        "model": MODEL,
+        "system_fingerprint": "disagg-1.2.3",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"content": " one two", "role": "assistant", "refusal": None},
+                "logprobs": {
+                    "content": [{**one, "top_logprobs": [one]}, {**two, "top_logprobs": [two]}],
+                    "refusal": None,
+                },
+                "finish_reason": "length",
+                "stop_reason": None,
+                "token_ids": [0, 1],
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 2,
+            "total_tokens": 4,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        },
+        "prompt_token_ids": [0, 1],
+    }
+    assert router.requests[0].prompt == "<user>hello you<assistant>"
+
+
+async def test_a_chat_stream_begins_with_roles_and_ends_each_choice_once(http: httpx.AsyncClient) -> None:
+    body = {**CHAT, "n": 2, "max_tokens": 2, "stream": True, "return_token_ids": True}
+    *chunks, done = events(await http.post("/v1/chat/completions", json=body))
+    assert done == "[DONE]"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    deltas = [(chunk["choices"][0]["index"], chunk["choices"][0]["delta"]) for chunk in chunks]
+    assert deltas[:2] == [(0, {"role": "assistant", "content": ""}), (1, {"role": "assistant", "content": ""})]
+    assert [delta["content"] for index, delta in deltas[2:] if index == 1 and delta] == [" one", " two"]
+    ends = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["finish_reason"]]
+    assert [(end["index"], end["delta"], end["finish_reason"]) for end in ends] == [
+        (0, {}, "length"),
+        (1, {}, "length"),
+    ]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[0, 1]] + [None] * (len(chunks) - 1)
+
+
+async def test_a_model_without_a_template_cannot_chat_but_completes(router: FakeRouter) -> None:
+    app = create_app(router, None, CollectorRegistry(), version="1")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://face") as http:
+        reply = await http.post("/v1/chat/completions", json=CHAT)
+        assert reply.status_code == 400
+        assert "/v1/completions works" in reply.json()["error"]["message"]
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code", "retry_after"),
+    [
+        (InvalidRequest("no", "top_k"), 400, "invalid_request_error", None, None),
+        (Overloaded("full", retry_after_s=2.3), 429, "rate_limit_error", "rate_limit_exceeded", "3"),
+        (Overloaded("full", retry_after_s=0.0), 429, "rate_limit_error", "rate_limit_exceeded", "1"),
+        (Unavailable("empty"), 503, "service_unavailable_error", "service_unavailable", "1"),
+        (NoCompatiblePeer("odd"), 503, "service_unavailable_error", "no_compatible_peer", "1"),
+        (DeadlineExceeded("late"), 504, "timeout_error", "deadline_exceeded", None),
+        (Cancelled("gone"), 499, "cancelled_error", "request_cancelled", None),
+        (RequestFailed("poison"), 500, "server_error", "request_failed", None),
+        (ProtocolError("odd"), 500, "server_error", "request_failed", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("when", ["refusal", "early_failure"])
+async def test_an_error_before_the_first_token_is_an_http_status(
+    http: httpx.AsyncClient,
+    router: FakeRouter,
+    error: DisaggError,
+    status: int,
+    kind: str,
+    code: str | None,
+    retry_after: str | None,
+    stream: bool,
+    when: str,
+) -> None:
+    setattr(router, when, error)
+    reply = await http.post("/v1/completions", json={**BODY, "stream": stream})
+    assert reply.status_code == status
+    param = error.param if isinstance(error, InvalidRequest) else None
+    assert reply.json() == {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+    assert reply.headers.get("retry-after") == retry_after
+    assert not router.running
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_an_error_in_mid_stream_is_the_last_event(http: httpx.AsyncClient, router: FakeRouter, path: str) -> None:
+    router.failure = DeadlineExceeded("late")
+    *chunks, last = events(
+        await http.post(path, json={**(BODY if path == "/v1/completions" else CHAT), "stream": True})
+    )
+    assert len(chunks) >= 2
+    assert last["error"]["code"] == "deadline_exceeded"
+
+
+async def test_a_bug_in_mid_stream_is_an_event_too(http: httpx.AsyncClient, router: FakeRouter) -> None:
+    router.failure = AssertionError("a secret of ours")
+    reply = await http.post("/v1/completions", json={**BODY, "stream": True})
+    assert events(reply)[-1]["error"]["code"] == "internal_error"
+    assert "secret" not in reply.text
+
+
+async def test_a_bug_is_a_500_that_tells_no_secrets(http: httpx.AsyncClient, router: FakeRouter) -> None:
+    router.failure = AssertionError("a secret of ours")
+    reply = await http.post("/v1/completions", json=BODY)
+    assert reply.status_code == 500
+    assert reply.json()["error"]["code"] == "internal_error"
+    assert "secret" not in reply.text
+
+
+async def test_one_refused_prompt_refuses_the_call_and_ends_the_others(
+    http: httpx.AsyncClient, router: FakeRouter
+) -> None:
+    prompts = [[1], [1] * (MAX_MODEL_LEN + 1), [2]]
+    for stream in (False, True):
+        reply = await http.post("/v1/completions", json={**BODY, "prompt": prompts, "stream": stream})
+        assert reply.status_code == 400
+        assert not router.running
+
+
+async def test_too_many_prompts_are_refused_before_any_runs(http: httpx.AsyncClient, router: FakeRouter) -> None:
+    reply = await http.post("/v1/completions", json={**BODY, "prompt": ["a"] * 9})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+    assert router.requests == []
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_over_the_limit_is_refused(http: httpx.AsyncClient, chunked: bool) -> None:
+    body = json.dumps({**BODY, "prompt": "x" * 200_000}).encode()
+
+    async def pieces() -> Any:
+        for at in range(0, len(body), 10_000):
+            yield body[at : at + 10_000]
+
+    reply = await http.post("/v1/completions", content=pieces() if chunked else body)
+    assert reply.status_code == 413
+    assert reply.json()["error"]["code"] == "request_too_large"
+
+
+async def test_unreadable_json_is_a_400(http: httpx.AsyncClient) -> None:
+    reply = await http.post("/v1/completions", content=b'{"model": ')
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nothing", 404, "unknown_url"),
+        ("GET", "/", 404, "unknown_url"),
+        ("POST", "/v1/completions/", 404, "unknown_url"),
+        ("GET", "/v1/completions", 405, "method_not_supported"),
+        ("DELETE", "/v1/models", 405, "method_not_supported"),
+        ("GET", "/v1/models/other", 404, "model_not_found"),
+        ("GET", "/debug/timeline", 400, "missing_required_parameter"),
+        ("GET", "/debug/timeline?request_id=x", 404, "unknown_url"),
+    ],
+)
+async def test_wrong_urls_are_said_in_the_same_shape(
+    http: httpx.AsyncClient, method: str, path: str, status: int, code: str
+) -> None:
+    reply = await http.request(method, path)
+    assert reply.status_code == status
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+    assert reply.json()["error"]["code"] == code
+    assert ("allow" in reply.headers) == (status == 405)
+
+
+async def test_an_unknown_model_is_a_404(http: httpx.AsyncClient) -> None:
+    reply = await http.post("/v1/chat/completions", json={**CHAT, "model": "gpt-9"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
+    assert reply.json()["error"]["param"] == "model"
+
+
+# ---- everything else
+
+
+async def test_models_are_listed_and_found_by_names_with_slashes(http: httpx.AsyncClient) -> None:
+    listed = (await http.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    assert [card["id"] for card in listed["data"]] == [MODEL]
+    assert listed["data"][0]["max_model_len"] == MAX_MODEL_LEN
+    assert (await http.get(f"/v1/models/{MODEL}")).json() == listed["data"][0]
+
+
+async def test_health_says_which_state(http: httpx.AsyncClient, router: FakeRouter) -> None:
+    reply = await http.get("/health")
+    assert (reply.status_code, reply.json()) == (200, {"healthy": True, "state": "ready"})
+    router.state = "no-peer"
+    reply = await http.get("/health")
+    assert (reply.status_code, reply.json()) == (503, {"healthy": False, "state": "no-peer"})
+
+
+async def test_operators_can_look_inside(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/status")).json()["servers"][0]["name"] == "p0"
+    assert (await http.get("/version")).json() == {"version": "1.2.3"}
+    assert (await http.get("/debug/dump")).json() == {"running": []}
+    metrics = await http.get("/metrics")
+    assert "tests_run_total 1.0" in metrics.text
+    assert metrics.headers["content-type"].startswith("text/plain")
+
+
+async def test_a_timeline_is_found_by_the_id_of_the_reply(http: httpx.AsyncClient) -> None:
+    reply = (await http.post("/v1/chat/completions", json=CHAT)).json()
+    found = (await http.get("/debug/timeline", params={"request_id": reply["id"]})).json()
+    assert found["request_id"] == "r0"
+    assert [event["name"] for event in found["events"]] == ["prefill", "decode"]
+
+
+async def test_the_clients_own_id_is_passed_on_for_the_logs(http: httpx.AsyncClient, router: FakeRouter) -> None:
+    await http.post("/v1/completions", json=BODY, headers={"x-request-id": "mine" * 100})
+    assert router.requests[0].client_request_id == ("mine" * 100)[:128]

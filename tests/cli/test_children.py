@@ -1,0 +1,165 @@
+"""The supervisor with real processes: small dummies in the place of router and servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from disagg.cli.children import describe_status
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 30.0
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+class Supervised:
+    """A supervisor process with dummy children, and what they wrote down."""
+
+    def __init__(self, directory: Path, silent_s: float, *names: str) -> None:
+        self.directory = directory
+        self.names = names
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                str(Path(__file__).with_name("supervise_dummies.py")),
+                str(directory),
+                str(silent_s),
+                *names,
+            ],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def pids(self) -> dict[str, list[tuple[int, int]]]:
+        """(pid, pid of its worker or 0) of every life so far, by name."""
+        lives: dict[str, list[tuple[int, int]]] = {name: [] for name in self.names}
+        file = self.directory / "pids"
+        for line in file.read_text().splitlines() if file.exists() else ():
+            name, pid, worker = line.split()
+            lives[name].append((int(pid), int(worker)))
+        return lives
+
+    def wait_for_lives(self, **counts: int) -> dict[str, list[tuple[int, int]]]:
+        until = time.monotonic() + DEADLINE_S
+        while time.monotonic() < until:
+            lives = self.pids()
+            if all(len(lives[name]) >= count for name, count in counts.items()):
+                return lives
+            time.sleep(0.02)
+        raise AssertionError(f"never came to {counts}: {self.pids()}")
+
+    def wait_until_gone(self, pids: list[int]) -> None:
+        until = time.monotonic() + DEADLINE_S
+        while any(alive(pid) for pid in pids):
+            assert time.monotonic() < until, f"still alive: {[pid for pid in pids if alive(pid)]}"
+            time.sleep(0.02)
+
+    def finish(self) -> tuple[int, str]:
+        out, _ = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, out
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Iterator[list[Supervised]]:
+    """Append what you start; it is killed at the end."""
+    started: list[Supervised] = []
+    yield started
+    for each in started:
+        each.close()
+
+
+def test_a_killed_child_comes_back_in_its_slot_and_sigterm_ends_all_with_0(
+    tmp_path: Path, supervised: list[Supervised]
+) -> None:
+    up = Supervised(tmp_path, 20.0, "router", "server")
+    supervised.append(up)
+    lives = up.wait_for_lives(router=1, server=1)
+    os.kill(lives["server"][0][0], signal.SIGKILL)
+    lives = up.wait_for_lives(router=1, server=2)
+    assert len(lives["router"]) == 1
+    assert lives["server"][0] != lives["server"][1]
+    up.process.send_signal(signal.SIGTERM)
+    code, out = up.finish()
+    assert (code, out) == (0, "server was killed by SIGKILL\ndraining\n")
+    assert not any(alive(pid) for pid in (lives["router"][0][0], lives["server"][1][0]))
+
+
+def test_a_stopped_child_is_killed_with_its_group_and_comes_back(tmp_path: Path, supervised: list[Supervised]) -> None:
+    names = ("router", "with-worker")
+    up = Supervised(tmp_path, 1.5, *names)
+    supervised.append(up)
+    ((pid, worker),) = up.wait_for_lives(**dict.fromkeys(names, 1))["with-worker"]
+    os.kill(worker, signal.SIGSTOP)
+    os.kill(pid, signal.SIGSTOP)
+    up.wait_for_lives(**{"with-worker": 2})
+    up.wait_until_gone([pid, worker])
+    up.process.send_signal(signal.SIGTERM)
+    code, out = up.finish()
+    assert code == 0
+    assert out.splitlines()[:2] == ["with-worker killed: no heartbeat", "with-worker was killed by SIGKILL"]
+
+
+def test_a_killed_supervisor_leaves_nobody_behind(tmp_path: Path, supervised: list[Supervised]) -> None:
+    names = ("router", "with-worker")
+    up = Supervised(tmp_path, 20.0, *names)
+    supervised.append(up)
+    lives = up.wait_for_lives(**dict.fromkeys(names, 1))
+    pids = [pid for life in lives.values() for pids in life for pid in pids if pid]
+    assert len(pids) == 3
+    up.process.kill()
+    up.wait_until_gone(pids)
+
+
+def test_a_child_with_a_configuration_error_ends_all_with_1(tmp_path: Path, supervised: list[Supervised]) -> None:
+    up = Supervised(tmp_path, 20.0, "router", "misconfigured")
+    supervised.append(up)
+    code, out = up.finish()
+    assert code == 1
+    assert out == "misconfigured gave up: error: engine.page_tokens = 0\n"
+
+
+def test_a_second_ctrl_c_kills_what_does_not_drain_but_a_second_sigterm_does_not(
+    tmp_path: Path, supervised: list[Supervised]
+) -> None:
+    up = Supervised(tmp_path, 20.0, "stubborn", "server")
+    supervised.append(up)
+    lives = up.wait_for_lives(stubborn=1, server=1)
+    pids = [life[0][0] for life in lives.values()]
+    for _ in range(2):
+        up.process.send_signal(signal.SIGTERM)
+        time.sleep(0.6)
+    assert all(alive(pid) for pid in pids)
+    up.process.send_signal(signal.SIGINT)
+    code, out = up.finish()
+    assert (code, out) == (
+        0,
+        "draining\nstubborn killed: asked to end now\nserver killed: asked to end now\n",
+    )
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [(0, "exited with status 0"), (3, "exited with status 3"), (-11, "was killed by SIGSEGV"), (-77, "by signal 77")],
+)
+def test_a_status_is_said_in_words(status: int, says: str) -> None:
+    assert says in describe_status(status)

@@ -1,0 +1,126 @@
+"""The command line: names and flags that operators' scripts depend on, errors, and exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from disagg.cli.main import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*args: str, env: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(cli, args, env=env, prog_name="disagg")
+
+
+@pytest.mark.parametrize(
+    ("command", "mentions"),
+    [
+        ([], ["up", "generate", "status", "debug", "model", "config", "demo", "router", "prefill", "decode"]),
+        (
+            ["up"],
+            [
+                *("--model", "--dtype", "--prefill", "--decode", "--prefill-tp", "--decode-tp", "--page-tokens"),
+                *("--chunk-tokens", "--kv-memory", "--max-model-len", "--prefix-cache", "--host", "--http-port"),
+                *("--grpc-port", "--run-dir", "auto|float32|bfloat16|float16", "on|off"),
+            ],
+        ),
+        (
+            ["generate"],
+            ["PROMPT", "--grpc", "--max-tokens", "--temperature", "--stop", "--chat", "--raw", "--timeline", "--json"],
+        ),
+        (["status"], ["--json", "--http"]),
+        (["debug"], ["dump"]),
+        (["debug", "dump"], ["--http"]),
+        (["model"], ["path", "convert", "inspect", "list"]),
+        (["model", "path"], ["[NAME]"]),
+        (["config"], ["show"]),
+        (["router"], ["--config", "--set"]),
+        (["prefill"], ["--config", "--set"]),
+        (["decode"], ["--config", "--set"]),
+        (["demo"], ["--model"]),
+    ],
+)
+def test_help_names_what_scripts_depend_on(command: list[str], mentions: list[str]) -> None:
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    words = result.output.replace(",", " ").split()
+    for each in mentions:
+        assert any(each in word for word in words), f"{each} is not in the help of disagg {' '.join(command)}"
+
+
+def test_what_a_supervisor_passes_is_not_for_people() -> None:
+    assert "heartbeat-fd" not in run("prefill", "--help").output
+
+
+def test_help_is_there_at_once_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from disagg.cli.main import cli; cli(['--help'], standalone_mode=False); "
+        "heavy = {'torch', 'transformers', 'grpc', 'httpx', 'fastapi', 'rich', 'numpy', 'msgspec'} & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    begin_s = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - begin_s < 5.0  # 0.1 s alone; the machine that tests may be busy
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["config", "show", "--set", "engine.page_tokens=0"], 3, "error: engine.page_tokens"),
+        (["config", "show", "--set", "engine.page_tokens"], 3, "error: --set engine.page_tokens: it must be"),
+        (["config", "show", "--config", "/does/not/exist.toml"], 3, "error: configuration file"),
+        (["up", "--prefill-tp", "2"], 3, "error: --prefill-tp = 2: tensor parallelism arrives with a later version"),
+        (["up", "--decode-tp", "2"], 3, "error: --decode-tp = 2: tensor parallelism arrives with a later version"),
+        (["up", "--prefix-cache", "on"], 3, "error: engine.prefix_cache = on: the prefix cache arrives with a later"),
+        (["up", "--kv-memory", "plenty"], 3, 'error: engine.kv_memory_bytes = "plenty"'),
+        (["up", "--model", "/does/not/exist", "--http-port", "0", "--grpc-port", "0"], 3, "error: model"),
+        (["prefill", "--set", "server.tp=4"], 3, "error: server.tp = 4"),
+        (["model", "path", "gpt-17"], 3, "error: model 'gpt-17'"),
+        (["status", "--http", "http://127.0.0.1:1"], 1, "error: no router answers at http://127.0.0.1:1"),
+        (["up", "--prefill", "none"], 2, "--prefill"),
+        (["up", "--dtype", "int4"], 2, "--dtype"),
+        (["launch"], 2, "No such command"),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(args: list[str], code: int, says: str) -> None:
+    result = run(*args)
+    assert (result.exit_code, says in result.output) == (code, True), result.output
+    if code != 2:
+        assert result.stdout == ""
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_config_show_says_what_file_environment_and_flags_come_to(tmp_path: Path) -> None:
+    file = tmp_path / "disagg.toml"
+    file.write_text("[engine]\npage_tokens = 8\nchunk_tokens = 64\n")
+    env = {"DISAGG__ENGINE__CHUNK_TOKENS": "128"}
+    result = run("config", "show", "--config", str(file), "--set", "engine.max_running=3", env=env)
+    assert result.exit_code == 0
+    for line in ("page_tokens = 8", "chunk_tokens = 128", "max_running = 3", 'kv_memory_bytes = "512MiB"'):
+        assert line in result.output.splitlines()
+
+
+def test_model_list_names_the_known_models() -> None:
+    result = run("model", "list")
+    assert result.exit_code == 0
+    assert "smollm2-135m" in result.output
+
+
+def test_version_is_one_line() -> None:
+    result = run("--version")
+    assert (result.exit_code, len(result.output.splitlines())) == (0, 1)
+    assert result.output.startswith("disagg ")
+
+
+def test_the_package_runs_as_a_module() -> None:
+    for module in ("disagg", "disagg.cli"):
+        done = subprocess.run([sys.executable, "-m", module, "--version"], cwd=ROOT, capture_output=True, timeout=30)
+        assert done.returncode == 0

@@ -1,0 +1,126 @@
+"""The router's process, started as `disagg up` starts it, with servers that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import tokenizers
+from safetensors.numpy import save_file
+
+from disagg.cli.rundir import pick_ports
+from disagg.cli.status import show_dump
+from disagg.config.load import dump_config
+from disagg.config.tree import Config, ModelConfig, RouterConfig, ServerRef
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 60.0
+
+
+def make_model(directory: Path) -> Path:
+    """A model directory that a router can read: no more than a configuration, a tokenizer and a weights' header."""
+    directory.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "hidden_size": 4,
+        "head_dim": 4,
+        "vocab_size": 3,
+        "max_position_embeddings": 64,
+        "eos_token_id": 2,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    words = tokenizers.models.WordLevel({"<unk>": 0, "hello": 1, "<eos>": 2}, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    save_file({"model.embed_tokens.weight": np.zeros((3, 4), np.float32)}, str(directory / "model.safetensors"))
+    return directory
+
+
+class Running:
+    """A router process and the reading end of its heartbeats."""
+
+    def __init__(self, config: Config, directory: Path) -> None:
+        file = directory / "router.toml"
+        file.write_text(dump_config(config))
+        self.beats, child_end = os.pipe()
+        self.url = f"http://127.0.0.1:{config.router.http_port}"
+        self.log = directory / "router.log"
+        argv = [sys.executable, "-m", "disagg.cli", "router", "--config", str(file)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*argv, "--heartbeat-fd", str(child_end), "--parent-pid", str(os.getpid())],
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                pass_fds=(child_end,),
+            )
+        os.close(child_end)
+
+    def wait_until_it_answers(self) -> None:
+        until = time.monotonic() + DEADLINE_S
+        while time.monotonic() < until and self.process.poll() is None:
+            try:
+                httpx.get(f"{self.url}/version", trust_env=False)
+                return
+            except httpx.TransportError:
+                time.sleep(0.05)
+        raise AssertionError(f"the router never answered: {self.log.read_text()}")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.beats)
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[Running]:
+    ports = pick_ports("127.0.0.1", 4)
+    servers = (
+        ServerRef(name="prefill-0", role="prefill", address=f"127.0.0.1:{ports[2]}"),
+        ServerRef(name="decode-0", role="decode", address=f"127.0.0.1:{ports[3]}"),
+    )
+    config = Config(
+        model=ModelConfig(name=str(make_model(tmp_path / "tiny"))),
+        router=RouterConfig(http_port=ports[0], grpc_port=ports[1], servers=servers),
+    )
+    running = Running(config, tmp_path)
+    yield running
+    running.close()
+
+
+def test_a_router_without_servers_beats_answers_dumps_and_drains(
+    router: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router.wait_until_it_answers()
+    assert httpx.get(f"{router.url}/health", trust_env=False).status_code == 503
+    status = httpx.get(f"{router.url}/status", trust_env=False).json()
+    assert {server["name"] for server in status["servers"]} == {"prefill-0", "decode-0"}
+    assert "disagg_router_" in httpx.get(f"{router.url}/metrics", trust_env=False).text
+    show_dump(router.url)
+    dump = capsys.readouterr().out
+    assert "no dump: UNAVAILABLE" in dump
+    assert "=== router_stacks" in dump
+    os.read(router.beats, 65536)
+    os.set_blocking(router.beats, True)
+    assert os.read(router.beats, 1) == b"."  # another one comes
+    router.process.send_signal(signal.SIGTERM)
+    assert router.process.wait(DEADLINE_S) == 0
+    records = [json.loads(line) for line in router.log.read_text().splitlines()]
+    assert {record["process"] for record in records} == {"router-0"}
+    assert {"router is listening", "draining"} <= {record["message"] for record in records}
+    assert not [record for record in records if record["level"] in ("error", "critical")]

@@ -1,0 +1,66 @@
+"""What `disagg up` plans before it starts anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from disagg.cli.rundir import PORTS
+from disagg.cli.up import plan_cluster, reachable, server_states
+from disagg.config.load import dump_config, load_config
+from disagg.config.tree import Config, EngineConfig, RouterConfig, ServerConfig
+
+
+def test_every_process_has_its_name_role_and_ports_of_its_own() -> None:
+    base = Config(router=RouterConfig(http_port=0, grpc_port=0), engine=EngineConfig(page_tokens=8))
+    router, *servers = plan_cluster(base, num_prefill=2, num_decode=3)
+    assert (router.name, router.role) == ("router", "router")
+    assert [server.name for server in servers] == ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    assert [server.role for server in servers] == ["prefill"] * 2 + ["decode"] * 3
+    ports = [router.config.router.http_port, router.config.router.grpc_port]
+    for server in servers:
+        ports += [server.config.server.port, server.config.server.metrics_port]
+    assert len(set(ports)) == 12
+    assert all(port in PORTS for port in ports)
+    assert all(server.config.engine.page_tokens == 8 for server in servers)
+
+
+def test_the_router_is_told_where_each_server_will_be() -> None:
+    router, *servers = plan_cluster(Config(), num_prefill=1, num_decode=1)
+    assert {(ref.name, ref.role, ref.address) for ref in router.config.router.servers} == {
+        (server.name, server.role, f"127.0.0.1:{server.config.server.port}") for server in servers
+    }
+
+
+def test_ports_that_were_asked_for_are_kept() -> None:
+    router, *_ = plan_cluster(Config(router=RouterConfig(http_port=20_123, grpc_port=0)), 1, 1)
+    assert router.config.router.http_port == 20_123
+    assert router.config.router.grpc_port not in (0, 20_123)
+
+
+def test_servers_stay_on_loopback_whoever_the_router_listens_to() -> None:
+    base = Config(router=RouterConfig(host="0.0.0.0"), server=ServerConfig(host="0.0.0.0", advertise_host="elsewhere"))
+    router, *servers = plan_cluster(base, 1, 1)
+    assert router.config.router.host == "0.0.0.0"
+    assert all((plan.config.server.host, plan.config.server.advertise_host) == ("127.0.0.1", "") for plan in servers)
+
+
+def test_every_plan_survives_its_file(tmp_path: Path) -> None:
+    for plan in plan_cluster(Config(), 1, 2):
+        file = tmp_path / f"{plan.name}.toml"
+        file.write_text(dump_config(plan.config))
+        assert load_config(file, {}, {}) == plan.config
+
+
+@pytest.mark.parametrize(
+    ("host", "dialled"),
+    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]")],
+)
+def test_a_host_that_is_listened_on_is_dialled_as_one_that_can_be(host: str, dialled: str) -> None:
+    assert reachable(host) == dialled
+
+
+def test_states_are_read_from_the_routers_status() -> None:
+    assert server_states({"servers": [{"name": "p", "state": "ready"}]}) == {"p": "ready"}
+    assert server_states("nonsense") == {}

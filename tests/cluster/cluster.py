@@ -1,0 +1,205 @@
+"""A real cluster for tests: `disagg up` as a child process, and what an operator or client would look at.
+
+Nothing here reaches into processes: it reads status, metrics and logs, calls gRPC and HTTP, and sends signals.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_S = 120.0
+STOP_S = 60.0
+CLI = (sys.executable, "-m", "disagg.cli")
+
+
+@dataclass
+class Answer:
+    """What one request got. token_ids by choice."""
+
+    token_ids: list[list[int]]
+    text: list[str]
+    finish: list[str | None]
+    usage: dict[str, Any]
+
+
+class Cluster:
+    """`with Cluster(...) as cluster:`; flags as for `disagg up`."""
+
+    def __init__(self, run_dir: Path, *flags: str, sets: Sequence[str] = (), env: dict[str, str] | None = None) -> None:
+        self._parent = run_dir
+        self.run_dir = run_dir  # the directory of this run, once `up` has said it
+        self._flags = flags
+        self._env = {**os.environ, **(env or {})}
+        for each in sets:
+            path, _, value = each.partition("=")
+            self._env["DISAGG__" + path.upper().replace(".", "__")] = value
+        self.process: subprocess.Popen[str] | None = None
+        self.http = ""
+        self.grpc = ""
+        self.lines: list[str] = []
+
+    def __enter__(self) -> Cluster:
+        command = (*CLI, "up", "--http-port", "0", "--grpc-port", "0", "--run-dir", str(self._parent), *self._flags)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self._env
+        )
+        os.set_blocking(self.process.stdout.fileno(), False)
+        try:
+            self.wait(lambda: self._ready(), START_S, "the ready line")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        process = self.process
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._read()
+
+    def _read(self) -> None:
+        while line := self.process.stdout.readline():
+            self.lines.append(line.rstrip("\n"))
+
+    def _ready(self) -> bool:
+        self._read()
+        if self.process.poll() is not None:
+            raise AssertionError(f"up exited with {self.process.returncode}:\n" + "\n".join(self.lines))
+        for line in self.lines:
+            if line.startswith("run directory: "):
+                self.run_dir = Path(line.removeprefix("run directory: "))
+            if line.startswith("ready"):
+                self.http = re.search(r"http=(\S+)", line)[1]
+                self.grpc = re.search(r"grpc=(\S+)", line)[1]
+                return True
+        return False
+
+    def output(self) -> str:
+        self._read()
+        return "\n".join(self.lines)
+
+    def wait(self, done: Callable[[], Any], timeout_s: float, what: str) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while not (value := done()):
+            if time.monotonic() > deadline:
+                logs = "\n".join(f"== {log}\n{log.read_text()[-3000:]}" for log in self.run_dir.glob("*.log"))
+                raise AssertionError(f"{what} did not come within {timeout_s:g} s; up said:\n{self.output()}\n{logs}")
+            time.sleep(0.05)
+        return value
+
+    # ---- what an operator sees
+
+    def status(self) -> dict[str, Any]:
+        return httpx.get(f"{self.http}/status", timeout=10).json()
+
+    def server(self, name: str) -> dict[str, Any]:
+        return next(s for s in self.status()["servers"] if s["name"] == name)
+
+    def servers(self, role: str) -> list[str]:
+        return [s["name"] for s in self.status()["servers"] if s["role"] == role]
+
+    def healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.http}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def metrics(self, server: str) -> dict[str, float]:
+        """Samples by `name` or `name{label="x"}`."""
+        port = tomllib.loads((self.run_dir / f"{server}.toml").read_text())["server"]["metrics_port"]
+        return parse_metrics(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text)
+
+    def router_metrics(self) -> dict[str, float]:
+        return parse_metrics(httpx.get(f"{self.http}/metrics", timeout=10).text)
+
+    def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
+        os.kill(pid, number)
+
+    def wait_healthy(self, timeout_s: float = 90.0) -> None:
+        """Every server ready again."""
+        self.wait(
+            lambda: self.healthy() and all(s["state"] == "ready" for s in self.status()["servers"]),
+            timeout_s,
+            "a cluster with every server ready",
+        )
+
+    def check_adds_up(self, timeout_s: float = 30.0) -> None:
+        """The two sums of the design, on every rank, with nothing used, leased or quarantined."""
+
+        def quiet() -> bool:
+            return all(not self._debts(server["name"]) for server in self.status()["servers"])
+
+        try:
+            self.wait(quiet, timeout_s, "an idle cluster that adds up")
+        except AssertionError as error:
+            debts = {s["name"]: self._debts(s["name"]) for s in self.status()["servers"]}
+            raise AssertionError(f"{debts}\n{error}") from None
+
+    def _debts(self, name: str) -> dict[str, float]:
+        m = self.metrics(name)
+        pages = {state: m[f'disagg_kv_pages{{state="{state}"}}'] for state in ("free", "used", "evictable")}
+        arena = {state: m[f'disagg_arena_bytes{{state="{state}"}}'] for state in ("free", "leased", "quarantined")}
+        status = self.server(name)
+        debts = {
+            "pages used": pages["used"],
+            "pages missing": status["pages_total"] - sum(pages.values()),
+            "arena leased": arena["leased"],
+            "arena quarantined": arena["quarantined"],
+            "running": m["disagg_requests_running"],
+            "waiting": m["disagg_requests_waiting"],
+        }
+        return {what: amount for what, amount in debts.items() if amount}
+
+    # ---- what a client does
+
+    def complete(self, prompt: str | list[int], timeout_s: float = 300.0, **fields: Any) -> Answer:
+        body = {"model": self.model, "prompt": prompt, "return_token_ids": True, "temperature": 0, **fields}
+        reply = httpx.post(f"{self.http}/v1/completions", json=body, timeout=timeout_s)
+        assert reply.status_code == 200, f"{reply.status_code}: {reply.text}"
+        data = reply.json()
+        choices = sorted(data["choices"], key=lambda c: c["index"])
+        return Answer(
+            [c["token_ids"] for c in choices],
+            [c["text"] for c in choices],
+            [c["finish_reason"] for c in choices],
+            data["usage"],
+        )
+
+    @property
+    def model(self) -> str:
+        if not hasattr(self, "_model"):
+            self._model = httpx.get(f"{self.http}/v1/models", timeout=10).json()["data"][0]["id"]
+        return self._model
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    samples = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            samples[name] = float(value)
+    return samples
+
+
+def pretty(value: object) -> str:
+    return json.dumps(value, indent=1, default=str)

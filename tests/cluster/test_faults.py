@@ -1,0 +1,116 @@
+"""Sixteen requests in flight and something dies or freezes: every one finishes, token-identical, and nothing leaks."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import Answer, Cluster
+
+PROMPTS = [list(range(500 + 37 * i, 500 + 37 * i + 40 + 11 * i)) for i in range(16)]
+OUTPUTS = 40
+
+FAULTS: dict[str, Callable[[Cluster], tuple[int, signal.Signals]]] = {
+    "decode server killed": lambda c: (c.server("decode-0")["pid"], signal.SIGKILL),
+    "prefill server killed": lambda c: (c.server("prefill-0")["pid"], signal.SIGKILL),
+    "decode worker killed": lambda c: (c.server("decode-0")["worker_pids"][0], signal.SIGKILL),
+    "prefill worker killed": lambda c: (c.server("prefill-0")["worker_pids"][0], signal.SIGKILL),
+    "decode worker frozen": lambda c: (c.server("decode-0")["worker_pids"][0], signal.SIGSTOP),
+    "prefill worker frozen": lambda c: (c.server("prefill-0")["worker_pids"][0], signal.SIGSTOP),
+    "decode server frozen": lambda c: (c.server("decode-0")["pid"], signal.SIGSTOP),
+    "prefill server frozen": lambda c: (c.server("prefill-0")["pid"], signal.SIGSTOP),
+}
+
+
+@pytest.fixture(scope="module")
+def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("fragile"), "--chunk-tokens", "64") as cluster:
+        yield cluster
+
+
+def ask_all(cluster: Cluster, during: Callable[[], None] | None = None) -> list[Answer]:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        futures = [pool.submit(cluster.complete, p, max_tokens=OUTPUTS, ignore_eos=True) for p in PROMPTS]
+        if during is not None:
+            during()
+        return [future.result() for future in futures]
+
+
+@pytest.fixture(scope="module")
+def expected(fragile: Cluster) -> list[list[int]]:
+    """What the same cluster answers undisturbed; test_exactness shows that such answers are right."""
+    return [answer.token_ids[0] for answer in ask_all(fragile)]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_sixteen_requests_survive(fragile: Cluster, expected: list[list[int]], fault: str) -> None:
+    fragile.wait_healthy()
+
+    def strike() -> None:
+        # Half way: some requests decode, some are in transfer, some are in prefill.
+        fragile.wait(lambda: fragile.server("decode-0")["running"] >= 4, 60, "four running requests")
+        pid, number = FAULTS[fault](fragile)
+        fragile.kill(pid, number)
+
+    started = time.monotonic()
+    answers = ask_all(fragile, strike)
+    print(f"{fault}: all {len(answers)} finished {time.monotonic() - started:.1f} s after they were asked")
+    assert [answer.token_ids[0] for answer in answers] == expected
+    fragile.wait_healthy()
+    fragile.check_adds_up()
+
+
+@pytest.mark.timeout(600)
+def test_a_seeded_sampled_request_says_the_same_alone_in_a_batch_and_replayed(fragile: Cluster) -> None:
+    fragile.wait_healthy()
+    fields = {"temperature": 0.9, "top_p": 0.95, "seed": 1234, "max_tokens": 48, "ignore_eos": True}
+    prompt = "Once upon a time, in a town by the sea,"
+    alone = fragile.complete(prompt, **fields)
+    others = [{"temperature": 1.0, "seed": i, "max_tokens": 48, "ignore_eos": True} for i in range(15)]
+
+    def in_a_batch(during: Callable[[], None] | None = None) -> Answer:
+        with ThreadPoolExecutor(16) as pool:
+            futures = [pool.submit(fragile.complete, PROMPTS[i], **other) for i, other in enumerate(others)]
+            ours = pool.submit(fragile.complete, prompt, **fields)
+            if during is not None:
+                during()
+            for future in futures:
+                future.result()
+            return ours.result()
+
+    assert in_a_batch().token_ids == alone.token_ids
+
+    def kill_decode_half_way() -> None:
+        before = fragile.metrics("decode-0")["disagg_decode_tokens_total"]
+        fragile.wait(
+            lambda: fragile.metrics("decode-0")["disagg_decode_tokens_total"] - before > 16 * 20, 120, "half the tokens"
+        )
+        fragile.kill(fragile.server("decode-0")["pid"])
+
+    assert in_a_batch(kill_decode_half_way).token_ids == alone.token_ids
+    fragile.wait_healthy()
+    fragile.check_adds_up()
+
+
+@pytest.mark.timeout(300)
+def test_kill_9_of_up_leaves_no_process_behind(tmp_path: Path) -> None:
+    with Cluster(tmp_path, "--chunk-tokens", "64") as cluster:
+        status = cluster.status()
+        pids = [s["pid"] for s in status["servers"]] + [p for s in status["servers"] for p in s["worker_pids"]]
+        pids += [router["pid"] for router in status["routers"]]
+        cluster.process.kill()
+        cluster.process.wait()
+        cluster.wait(lambda: not any(alive(pid) for pid in pids), 10, "the end of every process")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

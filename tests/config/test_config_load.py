@@ -1,0 +1,189 @@
+"""Where settings come from, which wins, and what a wrong one says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from disagg.config.load import child_environ, dump_config, load_config
+from disagg.config.tree import Config, LogConfig, ModelConfig, RouterConfig, ServerRef, TransferConfig, WorkerConfig
+from disagg.types.errors import ConfigError
+
+MIB = 1 << 20
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "disagg.toml"
+    file.write_text(text)
+    return file
+
+
+def test_nothing_given_is_the_default_tree() -> None:
+    assert load_config(None, {}, {}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("in_file", "in_env", "in_flag", "wins"),
+    [
+        (None, None, None, 16),
+        (32, None, None, 32),
+        (32, "64", None, 64),
+        (32, "64", 128, 128),
+        (None, "64", None, 64),
+        (None, None, "128", 128),
+        (32, None, 128, 128),
+    ],
+)
+def test_flags_beat_the_environment_which_beats_the_file(
+    tmp_path: Path, in_file: int | None, in_env: str | None, in_flag: object, wins: int
+) -> None:
+    file = written(tmp_path, f"[engine]\npage_tokens = {in_file}\n") if in_file else None
+    environ = {"DISAGG__ENGINE__PAGE_TOKENS": in_env} if in_env else {}
+    assert load_config(file, {"engine.page_tokens": in_flag}, environ).engine.page_tokens == wins
+
+
+def test_values_are_read_by_the_kind_of_their_field(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        """
+        [engine]
+        kv_memory_bytes = "1GiB"
+        prefix_cache = "off"
+        ungranted_share = 1
+        [worker]
+        command = ["python", "-m", "disagg.worker"]
+        load_timeout_s = "2m"
+        [router]
+        drain_s = "500ms"
+        servers = [{ name = "p", role = "prefill", address = "127.0.0.1:5000" }]
+        """,
+    )
+    environ = {"DISAGG__WORKER__THREADS": "2", "DISAGG__LOG__FORMAT": "text", "HOME": "/", "DISAGG_SERVICE_PORT": "1"}
+    config = load_config(file, {"transfer.arena_bytes": "64 MiB", "server.drain_s": "1.5"}, environ)
+    assert config.engine.kv_memory_bytes == 1 << 30
+    assert config.engine.prefix_cache is False
+    assert config.engine.ungranted_share == 1.0
+    assert config.worker.command == ("python", "-m", "disagg.worker")
+    assert config.worker.load_timeout_s == 120.0
+    assert config.worker.threads == 2
+    assert config.router.drain_s == 0.5
+    assert config.router.servers == (ServerRef(name="p", role="prefill", address="127.0.0.1:5000"),)
+    assert config.transfer.arena_bytes == 64 * MIB
+    assert config.server.drain_s == 1.5
+    assert config.log.format == "text"
+
+
+def test_lists_in_the_environment_are_json_or_words() -> None:
+    words = {"DISAGG__WORKER__COMMAND": "strace -f python -m disagg.worker"}
+    assert load_config(None, {}, words).worker.command == ("strace", "-f", "python", "-m", "disagg.worker")
+    listed = {"DISAGG__ROUTER__SERVERS": '[{"name": "d", "role": "decode", "address": "h:1"}]'}
+    assert load_config(None, {}, listed).router.servers == (ServerRef(name="d", role="decode", address="h:1"),)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("engine.page_tokens", 0, ["engine.page_tokens = 0", "at least 1", "at most 1024"]),
+        ("engine.page_tokens", "many", ['engine.page_tokens = "many"', "a whole number"]),
+        ("engine.page_tokens", 1.5, ["engine.page_tokens = 1.5", "a whole number"]),
+        ("engine.kv_memory_bytes", "5 apples", ['engine.kv_memory_bytes = "5 apples"', "MiB", "at least 64KiB"]),
+        ("engine.prefix_cache", "maybe", ['engine.prefix_cache = "maybe"', "on, off"]),
+        ("engine.ungranted_share", 2, ["engine.ungranted_share", "a number", "at most 1"]),
+        ("model.dtype", "int8", ['model.dtype = "int8"', "auto, bfloat16, float16, float32"]),
+        ("model.name", 7, ["model.name = 7", "a string"]),
+        ("router.http_port", 70000, ["router.http_port = 70000", "at most 65535"]),
+        ("router.lease_s", -1, ["router.lease_s = -1", "a number of seconds", "above 0"]),
+        ("router.servers", [{"name": "p"}], ["router.servers", "name, role, address", "address"]),
+        ("router.servers", "nonsense", ["router.servers", "a list of tables"]),
+        ("worker.command", [1], ["worker.command", "a list of strings"]),
+        ("engine.page_token", 1, ["engine.page_token", "nearest: engine.page_tokens"]),
+        ("page_tokens", 1, ["page_tokens", "nearest: engine.page_tokens"]),
+        ("router.tp", 1, ["nearest: server.tp"]),
+        ("engine.qqqqqqqq", 1, ["engine has page_tokens"]),
+        ("zzz.qqqqqqqq", 1, ["the sections are model, engine"]),
+        ("server.tp", 2, ["server.tp = 2", "later version"]),
+        ("engine.prefix_cache", "on", ["engine.prefix_cache", "later version"]),
+    ],
+)
+def test_a_wrong_setting_says_its_path_its_value_and_what_is_allowed(path: str, value: object, says: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, {path: value}, {})
+    for each in says:
+        assert each in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_wrong_setting_says_where_it_was_given(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="environment variable DISAGG__ENGINE__PAGE_TOKENS"):
+        load_config(None, {}, {"DISAGG__ENGINE__PAGE_TOKENS": "x"})
+    file = written(tmp_path, "[engine]\npage_tokens = 0\n")
+    with pytest.raises(ConfigError, match=re.escape(str(file))):
+        load_config(file, {}, {})
+    with pytest.raises(ConfigError, match=r"nearest: engine\.page_tokens"):
+        load_config(None, {}, {"DISAGG__ENGINE__PAGETOKENS": "16"})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[engine", "is not TOML"),
+        ("page_tokens = 16", "settings live in sections"),
+        ("[motor]", "is not a section"),
+        ("[motor]\nx = 1", "is not a setting"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config(written(tmp_path, text), {}, {})
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "none.toml", {}, {})
+
+
+def test_children_do_not_inherit_settings_that_their_file_already_holds() -> None:
+    environ = {"PATH": "/bin", "DISAGG__SERVER__PORT": "1", "disagg__log__level": "debug", "DISAGG_OTHER": "x"}
+    assert child_environ(environ) == {"PATH": "/bin", "DISAGG_OTHER": "x"}
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=20)
+trees = st.builds(
+    Config,
+    model=st.builds(ModelConfig, name=texts, served_name=texts),
+    worker=st.builds(WorkerConfig, command=st.lists(texts, max_size=3).map(tuple)),
+    transfer=st.builds(
+        TransferConfig,
+        arena_bytes=st.just(256 * MIB),
+        progress_s=st.floats(min_value=0.001, max_value=1e6),
+    ),
+    router=st.builds(
+        RouterConfig,
+        http_port=st.integers(min_value=1, max_value=49999),
+        servers=st.lists(st.sampled_from(["a", "b", "c"]), unique=True).map(
+            lambda names: tuple(
+                ServerRef(name=name, role="prefill", address=f"h:{index + 1}") for index, name in enumerate(names)
+            )
+        ),
+    ),
+    log=st.builds(LogConfig, format=st.sampled_from(["json", "text"])),
+)
+
+
+@settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tree=trees)
+def test_a_dumped_tree_reads_back_equal(tmp_path: Path, tree: Config) -> None:
+    file = tmp_path / "dumped.toml"
+    file.write_text(dump_config(tree), newline="")
+    assert load_config(file, {}, {}) == tree
+
+
+def test_a_dumped_tree_is_fit_for_people() -> None:
+    text = dump_config(Config())
+    assert 'kv_memory_bytes = "512MiB"' in text
+    assert "[router]" in text
+    assert "prefix_cache = false" in text

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from disagg.convert.gguf_file import GgufFile
+from disagg.convert.model_dir import resolve
+from disagg.convert.safetensors_file import write_weights
+from disagg.types.errors import ConfigError
+from tests.convert.conftest import llama_weights, write_llama
+
+
+def test_a_float32_gguf_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    converted = load_file(resolve(str(write_llama(tmp_path / "tiny.gguf")), tmp_path) / "model.safetensors")
+    expected = llama_weights()
+    assert converted.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(converted[name], values)
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.F16, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_1])
+def test_quantized_tensors_read_as_the_reference_dequantizes_them(tmp_path: Path, kind: GGMLQuantizationType) -> None:
+    with GgufFile(write_llama(tmp_path / "tiny.gguf", kind)) as file:
+        values = llama_weights()["model.layers.1.mlp.up_proj.weight"]
+        np.testing.assert_array_equal(file.tensor("blk.1.ffn_up.weight"), dequantize(quantize(values, kind), kind))
+
+
+def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file as load_torch
+
+    path = write_llama(tmp_path / "tiny.gguf", GGMLQuantizationType.BF16)
+    stored = load_torch(resolve(str(path), tmp_path) / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    expected = torch.from_numpy(llama_weights()["model.layers.0.mlp.up_proj.weight"]).bfloat16()
+    assert torch.equal(stored, expected)
+
+
+@given(values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
+@settings(derandomize=True, deadline=None)
+def test_bfloat16_rounds_as_torch_does(tmp_path_factory: pytest.TempPathFactory, values: list[float]) -> None:
+    import torch
+    from safetensors.torch import load_file as load_torch
+
+    array = np.array(values, dtype=np.float32)
+    path = tmp_path_factory.getbasetemp() / "rounded.safetensors"
+    write_weights(path, {"x": array.shape}, "BF16", load=lambda _: array, report=lambda _: None)
+    assert torch.equal(load_torch(path)["x"], torch.from_numpy(array).bfloat16())
+
+
+def test_a_sentencepiece_vocabulary_becomes_a_tokenizer(tmp_path: Path) -> None:
+    model_dir = resolve(str(write_llama(tmp_path / "tiny.gguf")), tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    # "▁a" scores better than "▁ab", but "ab" best of all: its letters join first, then the space.
+    assert tokenizer.encode("ab é").tokens == ["<s>", "▁ab", "▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode("ab é").ids) == "ab é"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architecture": "mamba"}, "'mamba'.*llama, gemma3"),
+        ({"extra_tensor": "rope_freqs.weight"}, r"rope_freqs\.weight"),
+        ({"extra_tensor": "blk.0.attn_q.bias"}, r"blk\.0\.attn_q\.bias"),
+        ({"rope_scaling": "yarn"}, "rope scaling"),
+        ({"tokenizer": "bert"}, "'bert'"),
+    ],
+)
+def test_what_cannot_be_converted_faithfully_is_refused(tmp_path: Path, change: dict[str, str], message: str) -> None:
+    path = write_llama(tmp_path / "tiny.gguf", **change)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        resolve(str(path), tmp_path / "cache")
+    assert [entry.name for entry in (tmp_path / "cache").iterdir() if entry.suffix != ".lock"] == []
+
+
+@given(keep=st.floats(0, 0.999))
+@settings(derandomize=True, deadline=None, max_examples=40)
+def test_a_gguf_cut_short_anywhere_is_refused(tmp_path_factory: pytest.TempPathFactory, keep: float) -> None:
+    folder = tmp_path_factory.mktemp("cut")
+    path = write_llama(folder / "tiny.gguf")
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
+    with pytest.raises(ConfigError, match=r"tiny\.gguf"):
+        GgufFile(path)

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from transformers import AutoConfig
+
+from disagg.convert.inspect import inspect_model
+from disagg.types.errors import ConfigError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+}
+
+
+def model(folder: Path, **changes: Any) -> Path:
+    """A directory whose config.json is BASE with `changes`; None removes a key."""
+    config = {key: value for key, value in {**BASE, **changes}.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"w": np.ones((3, 5), np.float16), "b": np.ones(2, np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def test_what_is_left_out_follows_from_the_rest(tmp_path: Path) -> None:
+    facts = inspect_model(model(tmp_path))
+    assert (facts.num_kv_heads, facts.head_dim) == (4, 16)
+    assert (facts.num_parameters, facts.weight_bytes, facts.torch_dtype) == (17, 38, "float16")
+    assert facts.layer_types == (FULL,) * 6
+    assert facts.bos_token_id is None
+
+
+@pytest.mark.parametrize("missing", ["num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_size"])
+def test_what_cannot_be_left_out_is_named(tmp_path: Path, missing: str) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.json lacks {missing}"):
+        inspect_model(model(tmp_path, **{missing: None}))
+
+
+def test_a_nested_text_config_counts(tmp_path: Path) -> None:
+    text = {**BASE, "model_type": "gemma3_text", "head_dim": 32, "sliding_window": 128, "vocab_size": 77}
+    folder = model(tmp_path, model_type="gemma3", text_config=text, num_hidden_layers=None, vocab_size=None)
+    facts = inspect_model(folder)
+    assert (facts.model_type, facts.head_dim, facts.vocab_size, facts.sliding_window) == ("gemma3", 32, 77, 128)
+    assert facts.layer_types == (SLIDING,) * 5 + (FULL,)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "mistral", "sliding_window": 64},
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "gemma2", "sliding_window": 64, "head_dim": 16},
+        {"model_type": "gemma3_text", "sliding_window": 64, "head_dim": 16},
+        {"model_type": "gemma3_text", "sliding_window": 64, "head_dim": 16, "sliding_window_pattern": 3},
+        {"model_type": "cohere2", "sliding_window": 64},
+        {"model_type": "qwen2", "sliding_window": 64},
+        {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2},
+        {"model_type": "qwen3", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 4},
+    ],
+    ids=str,
+)
+def test_layer_kinds_agree_with_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Mistral's configuration has no layer_types: there a window holds for all layers."""
+    folder = model(tmp_path, **{"num_key_value_heads": 2, **changes})
+    theirs = AutoConfig.from_pretrained(folder)
+    expected = getattr(theirs, "layer_types", None) or [SLIDING if changes.get("sliding_window") else FULL] * 6
+    facts = inspect_model(folder)
+    assert list(facts.layer_types) == list(expected)
+    assert facts.sliding_window == (64 if SLIDING in expected else None)
+
+
+def test_all_ends_of_text_are_found_once(tmp_path: Path) -> None:
+    folder = model(tmp_path, eos_token_id=[2, 7])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 2]}))
+    assert inspect_model(folder).eos_token_ids == (9, 2, 7)
+
+
+def test_shards_add_up(tmp_path: Path) -> None:
+    folder = model(tmp_path)
+    (folder / "model.safetensors").unlink()
+    for number in (1, 2):
+        save_file({f"w{number}": np.ones((4, number), np.float32)}, folder / f"model-{number}.safetensors")
+    save_file({"other": np.ones(1000, np.float32)}, folder / "consolidated.safetensors")
+    index = {"weight_map": {f"w{number}": f"model-{number}.safetensors" for number in (1, 2)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    facts = inspect_model(folder)
+    assert (facts.num_parameters, facts.weight_bytes) == (12, 48)
+    (folder / "model-2.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"lacks model-2\.safetensors"):
+        inspect_model(folder)
+
+
+def test_the_hash_sees_weights_names_and_configuration(tmp_path: Path) -> None:
+    folder = model(tmp_path)
+    weights, bias = folder / "model.safetensors", np.ones(2, np.float32)
+    seen = [inspect_model(folder).weights_hash, inspect_model(folder).weights_hash]
+    save_file({"w": np.zeros((3, 5), np.float16), "b": bias}, weights)
+    seen.append(inspect_model(folder).weights_hash)
+    save_file({"v": np.zeros((3, 5), np.float16), "b": bias}, weights)
+    seen.append(inspect_model(folder).weights_hash)
+    model(folder, rope_theta=5.0)
+    seen.append(inspect_model(folder).weights_hash)
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 4
+
+
+def test_a_truncated_weight_file_is_refused(tmp_path: Path) -> None:
+    folder = model(tmp_path)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="cut short"):
+        inspect_model(folder)
+    weights.write_bytes(b"\xff" * 20)
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        inspect_model(folder)

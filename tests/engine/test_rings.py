@@ -1,0 +1,113 @@
+"""The decode side's rings: every link gets its turn, and none keeps the others waiting for what it no longer wants."""
+
+from __future__ import annotations
+
+from disagg.engine.rings import TURN_S, RingState, RingTable
+from disagg.types.ids import LegKey
+
+SEGMENT = 64
+KEY = LegKey("r", 0, 0)
+
+
+def table(segments: int = 1, links: int = 2, link_segments: int = 1) -> RingTable:
+    rings = RingTable(segments * SEGMENT, SEGMENT, link_segments, ranks=1, idle_s=1.0)
+    for link in range(links):
+        rings.add(link)
+    return rings
+
+
+def test_a_link_that_waits_makes_an_idle_one_give_its_ring_back() -> None:
+    rings = table()
+    assert rings.open(0, "a", 0.0)
+    assert not rings.open(1, "b", 0.0)
+    assert rings.closable(0.1, busy=set()) == [0]
+    assert not rings.open(0, "a", 0.2), "it is closing"
+    rings.closed(0)
+    assert not rings.open(0, "a", 0.3), "the other one was first"
+    assert rings.open(1, "b", 0.3)
+
+
+def test_a_ring_that_nobody_else_wants_is_kept_until_it_has_been_idle_for_long() -> None:
+    rings = table()
+    assert rings.open(0, "a", 5.0)
+    assert rings.closable(5.9, busy=set()) == []
+    assert rings.closable(6.0, busy={0}) == []
+    assert rings.closable(6.9, busy=set()) == []
+    assert rings.closable(7.0, busy=set()) == [0]
+
+
+def test_a_link_whose_legs_have_gone_does_not_keep_the_others_waiting() -> None:
+    rings = table()
+    assert rings.open(0, "a", 0.0)
+    assert not rings.open(1, "b", 0.0)
+    assert rings.closable(0.1, busy=set()) == [0]
+    rings.closed(0)
+    rings.keep_wishes({0})  # what link 1 waited for was aborted
+    assert rings.open(0, "a", 0.2)
+
+
+def test_a_busy_ring_takes_nothing_new_once_another_link_has_waited_for_its_turn() -> None:
+    rings = table()
+    assert rings.open(0, "a", 0.0)
+    assert not rings.open(1, "b", 0.0)
+    assert rings.open(0, "a", TURN_S / 2), "its turn has just begun"
+    assert not rings.open(0, "a", TURN_S), "a steady stream of legs would keep it for ever"
+    assert rings.closable(TURN_S, busy={0}) == [], "those that were granted finish first"
+    assert rings.closable(TURN_S, busy=set()) == [0]
+    rings.closed(0)
+    assert not rings.open(0, "a", TURN_S)
+    assert rings.open(1, "b", TURN_S)
+
+
+def test_only_the_ring_that_was_held_longest_is_drained_for_another() -> None:
+    rings = table(segments=2, links=3)
+    assert rings.open(0, "a", 0.0)
+    assert rings.open(1, "b", 0.1)
+    assert not rings.open(2, "c", 0.2)
+    assert rings.open(1, "b", 9.0)
+    assert not rings.open(0, "a", 9.0)
+
+
+def test_a_link_whose_share_is_quarantined_is_shut_out_and_does_not_keep_the_others_waiting() -> None:
+    rings = table(segments=4, links=1)
+    assert rings.open(0, "a", 0.0)
+    assert rings.remove(0, gone=False)
+    rings.add(1)  # to the same peer again
+    rings.add(2)
+    assert rings.shut_out(1, "a")
+    assert not rings.open(1, "a", 0.0)
+    assert rings.open(2, "b", 0.0)
+    rings.gone(0)
+    assert not rings.shut_out(1, "a")
+    assert rings.open(1, "a", 0.0)
+
+
+def test_an_arena_that_is_quarantined_shuts_everybody_out_until_a_peer_is_gone() -> None:
+    rings = table()
+    assert rings.open(0, "a", 0.0)
+    assert rings.remove(0, gone=False)
+    assert rings.shut_out(1, "b")
+    rings.gone(0)
+    assert rings.open(1, "b", 0.0)
+
+
+def test_segments_of_a_lost_link_are_reused_only_if_its_writers_are_gone() -> None:
+    for gone in (False, True):
+        rings = table()
+        assert rings.open(0, "a", 0.0)
+        assert rings.remove(0, gone) == (not gone)
+        assert rings.arena.quarantined_bytes == (0 if gone else SEGMENT)
+        assert rings.open(1, "b", 0.0) == gone
+
+
+def test_an_entry_is_freed_once_and_an_id_means_one_entry_ever() -> None:
+    rings = table(segments=8, links=2)
+    assert rings.open(0, "a", 0.0)
+    assert rings.open(1, "b", 0.0)
+    first, _ = rings.links[0].assign(KEY, 0, 0, 16)
+    second, _ = rings.links[1].assign(KEY, 0, 0, 16)
+    assert first != second
+    assert rings.links[0].free(second) is None
+    assert rings.links[0].free(first) is not None
+    assert rings.links[0].free(first) is None
+    assert rings.links[1].state is RingState.OPEN

@@ -1,0 +1,68 @@
+"""Every served family answers as transformers' own `generate` does, whatever the batching, chunking and page size."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from disagg.models.families import FAMILIES
+from disagg.models.model import PagedModel
+from tests.models.driver import Driver
+from tests.models.reference import Answer, generate
+from tests.models.tiny import FAMILY_CONFIGS, VOCAB_SIZE, make_tiny
+
+OUTPUTS = 10
+# (prompt tokens, chunk): short ones decode while long ones still prefill, and all lengths differ
+SHAPES = ((9, 1), (40, 7), (70, 16), (90, 64), (3, 64), (33, 16))
+
+
+def prompts_of(shapes: tuple[tuple[int, int], ...], seed: int = 1) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length, _ in shapes]
+
+
+def assert_same(name: str, outputs: list[int], logits: list[torch.Tensor], answer: Answer) -> int:
+    """Returns how many logit ties were met; what follows one may rightly differ."""
+    for index, (token, row) in enumerate(zip(outputs, logits, strict=True)):
+        error = ((row - answer.logits[index]).norm() / answer.logits[index].norm()).item()
+        assert error < 1e-3, f"{name}: logits of output {index} are off by {error:.1e}"
+        if token != answer.outputs[index]:
+            assert answer.tied(index), f"{name}: output {index} is {token}, not {answer.outputs[index]}"
+            return 1
+    return 0
+
+
+def ties_against_generate(model_dir: Path, page_sizes: tuple[int, ...] = (1, 4, 16)) -> int:
+    prompts = prompts_of(SHAPES)
+    answers = generate(model_dir, prompts, OUTPUTS)
+    model = PagedModel.load(model_dir, "float32", "cpu")
+    ties = 0
+    for page_tokens in page_sizes:
+        driver = Driver(model, num_pages=400 // page_tokens + len(SHAPES), page_tokens=page_tokens, seed=page_tokens)
+        sequences = [driver.sequence(p, chunk) for p, (_, chunk) in zip(prompts, SHAPES, strict=True)]
+        driver.run(sequences, OUTPUTS)
+        for sequence, answer in zip(sequences, answers, strict=True):
+            name = f"prompt of {sequence.prompt_tokens}, page_tokens {page_tokens}"
+            ties += assert_same(name, sequence.outputs, sequence.logits, answer)
+    return ties
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_family_is_token_identical_to_generate(family: str, tmp_path: Path) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not know the family")
+    assert ties_against_generate(make_tiny(family, tmp_path)) <= 1
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    assert set(FAMILY_CONFIGS) == FAMILIES
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_multi_query_and_multi_head_models_are_token_identical(kv_heads: int, tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path, num_attention_heads=8, num_key_value_heads=kv_heads)
+    assert ties_against_generate(tmp_path, page_sizes=(4,)) <= 1

@@ -1,0 +1,77 @@
+"""What people and scripts rely on from outside: flags of `disagg up`, targets of make, what CI runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+import pytest
+from click.testing import CliRunner
+
+from disagg.cli.main import cli
+from tests.repository.source import ROOT
+
+UP_CONTRACT = {
+    "--model",
+    "--dtype",
+    "--prefill",
+    "--decode",
+    "--prefill-tp",
+    "--decode-tp",
+    "--page-tokens",
+    "--chunk-tokens",
+    "--kv-memory",
+    "--max-model-len",
+    "--prefix-cache",
+    "--host",
+    "--http-port",
+    "--grpc-port",
+}
+UP_BESIDES = {"--config", "--set", "--run-dir", "--help"}
+TARGETS = {"help", "demo", "serve", "test", "check", "test-slow", "setup", "clean"}
+FLAG = re.compile(r"^ +(?:-\w, )?(--[a-z-]+)", re.MULTILINE)
+
+
+def make(*arguments: str) -> str:
+    """What make prints. Not through a make that runs these tests: its own flags would be handed down."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    done = subprocess.run(
+        ["make", *arguments], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=30, check=True
+    )
+    return done.stdout
+
+
+def test_up_has_the_flags_of_the_contract_and_no_unknown_ones() -> None:
+    shown = CliRunner().invoke(cli, ["up", "--help"])
+    assert shown.exit_code == 0
+    assert set(FLAG.findall(shown.output)) == UP_CONTRACT | UP_BESIDES
+
+
+def test_make_alone_lists_every_target() -> None:
+    listed = set(re.findall(r"^ +make ([a-z-]+)", make(), re.MULTILINE))
+    assert listed >= TARGETS
+
+
+@pytest.mark.parametrize(
+    ("target", "selection"), [("test", 'pytest -m "not slow"'), ("check", 'pytest -m "not slow and not cluster"')]
+)
+def test_tests_are_run_after_lint_types_and_contracts(target: str, selection: str) -> None:
+    commands = make("--dry-run", target).splitlines()
+    wanted = ["ruff check", "ruff format --check", "mypy", "lint-imports", selection]
+    at = [next(i for i, command in enumerate(commands) if command.endswith(each)) for each in wanted]
+    assert at == sorted(at)
+    assert at[-1] == len(commands) - 1, "pytest's closing line must come last"
+
+
+@pytest.mark.parametrize(
+    ("target", "command"), [("demo", "disagg demo"), ("serve", "disagg up"), ("test-slow", "python -m tests.slow")]
+)
+def test_a_target_runs_its_command(target: str, command: str) -> None:
+    assert make("--dry-run", target).splitlines()[-1].endswith(command)
+
+
+def test_ci_runs_make_test() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text().rstrip().endswith("make test")

@@ -1,0 +1,75 @@
+"""What the documents list is what there is: settings, metrics, model families, modules and tests they point to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from disagg.config.load import dump_config
+from disagg.config.tree import Config
+from disagg.models.families import FAMILIES
+from disagg.router.metrics import RouterMetrics
+from disagg.server.exporter import Exporter
+from disagg.telemetry.metrics import EngineMetrics
+from tests.repository.source import PACKAGE, ROOT
+
+README = (ROOT / "README.md").read_text()
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+PAGES = ("README.md", "docs/architecture.md", "docs/operations.md", "docs/benchmarks.md")
+
+
+def settings() -> Iterator[tuple[str, str]]:
+    """(section.field, default as TOML)."""
+    section = ""
+    for line in dump_config(Config()).splitlines():
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif line:
+            name, _, default = line.partition(" = ")
+            yield f"{section}.{name}", default
+
+
+def metrics() -> set[tuple[str, str]]:
+    """(name as it is scraped, type)."""
+    registry = CollectorRegistry()
+    Exporter(EngineMetrics(registry), registry)
+    RouterMetrics(registry)
+    return {(f"{m.name}_total" if m.type == "counter" else m.name, m.type) for m in registry.collect()}
+
+
+def test_the_readme_has_every_setting_with_its_default_and_no_other() -> None:
+    listed = re.findall(r"^\| `([a-z]+\.[a-z_]+)` \| `(.*?)` \|", README, re.MULTILINE)
+    assert listed == list(settings())
+
+
+def test_operations_lists_every_metric_with_its_type_and_no_other() -> None:
+    listed = re.findall(r"^\| `(disagg_\w+)` \| (\w+) \|", OPERATIONS, re.MULTILINE)
+    assert sorted(listed) == sorted(metrics())
+
+
+def test_the_readme_lists_the_families_that_are_served() -> None:
+    paragraph = README.partition("(`model_type` in `config.json`):")[2].split("\n\n")[1]
+    assert set(re.findall(r"`(\w+)`", paragraph)) == FAMILIES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_links_to_is_there(page: str) -> None:
+    here = ROOT / page
+    targets = re.findall(r"\]\(([^)#]+)\)", here.read_text())
+    missing = [target for target in targets if not target.startswith("http") and not (here.parent / target).exists()]
+    assert missing == []
+
+
+def test_the_modules_and_tests_that_the_architecture_names_are_there() -> None:
+    named = set(re.findall(r"`((?:tests/)?[a-z_]+(?:/[a-z_]+)+)(?:\.py|/|\.[A-Za-z_]+)?`", ARCHITECTURE))
+    missing = []
+    for name in sorted(named):
+        base = ROOT / name if name.startswith("tests/") else PACKAGE / name
+        if not (base.is_dir() or base.with_suffix(".py").is_file()):
+            missing.append(name)
+    assert len(named) > 40
+    assert missing == []

@@ -1,0 +1,116 @@
+"""A router on fake servers. Every test must leave it empty: no request, no task, nothing outstanding."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
+
+from disagg.config.tree import Config, RouterConfig, ServerRef
+from disagg.router.requests import ChoiceDelta, Finished, GenerateRequest, Started, Update
+from disagg.router.service import Router
+from disagg.types.ids import Role
+from disagg.types.sampling import SamplingParams
+from tests.router.fake_server import MODEL, TOKENIZER, FakeServer, Script, decode, prefill
+
+CONFIG = RouterConfig(lease_s=0.5, heartbeat_s=0.05, request_deadline_s=8.0)
+
+
+class Answer:
+    """A whole answer, put together from its updates."""
+
+    def __init__(self, updates: list[Update]) -> None:
+        assert isinstance(updates[0], Started)
+        assert isinstance(updates[-1], Finished)
+        self.started = updates[0]
+        self.finished = updates[-1]
+        self.deltas = [update for update in updates if isinstance(update, ChoiceDelta)]
+        self.text: dict[int, str] = {}
+        self.token_ids: dict[int, tuple[int, ...]] = {}
+        self.last: dict[int, ChoiceDelta] = {}
+        for delta in self.deltas:
+            assert delta.choice not in self.last, "a delta after the choice's last one"
+            self.text[delta.choice] = self.text.get(delta.choice, "") + delta.text
+            self.token_ids[delta.choice] = self.token_ids.get(delta.choice, ()) + delta.token_ids
+            if delta.finish is not None:
+                self.last[delta.choice] = delta
+
+
+class Cluster:
+    """Fake servers, and one router over them."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, FakeServer] = {}
+        self.router: Router
+        self.registry = CollectorRegistry()
+
+    async def up(
+        self,
+        scripts: dict[str, Script],
+        hello: dict[str, dict[str, Any]] | None = None,
+        ready: bool = True,
+        **config: Any,
+    ) -> Router:
+        """Names begin with p or d, which says the role."""
+        refs = []
+        for name, script in scripts.items():
+            role = Role.PREFILL if name.startswith("p") else Role.DECODE
+            server = FakeServer(name, role, script, **(hello or {}).get(name, {}))
+            await server.start()
+            self.servers[name] = server
+            refs.append(ServerRef(name=name, role=role.value, address=f"127.0.0.1:{server.port}"))
+        tree = Config(router=replace(CONFIG, servers=tuple(refs), **config))
+        self.router = Router(tree, TOKENIZER, model_name=MODEL, max_model_len=512, registry=self.registry, linger_s=0.1)
+        await self.router.start()
+        if ready:
+            await self.until(self.router.healthy)
+        return self.router
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def ask(self, prompt: str | tuple[int, ...] = "hi", timeout_s: float = 15.0, **params: Any) -> Answer:
+        async with asyncio.timeout(timeout_s):
+            return Answer([update async for update in self.router.generate(request(prompt, **params))])
+
+    def state(self, name: str) -> str:
+        return next(s["state"] for s in self.router.status()["servers"] if s["name"] == name)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+
+def request(prompt: str | tuple[int, ...] = "hi", **params: Any) -> GenerateRequest:
+    outer = {name: params.pop(name) for name in ("model", "deadline_s", "seed") if name in params}
+    return GenerateRequest(
+        prompt=prompt, params=SamplingParams(**{"max_tokens": 8, **params}), **{"model": MODEL, **outer}
+    )
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    before = asyncio.all_tasks()
+    made = Cluster()
+    yield made
+    dump = await made.router.dump()
+    assert dump["requests"] == []
+    assert dump["waiting"] == dump["replaying"] == []
+    assert set(dump["prompt_tokens_outstanding"].values()) <= {0}
+    assert set(dump["choices_outstanding"].values()) <= {0}
+    await made.router.close(0.0)
+    for server in made.servers.values():
+        await server.kill()
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + 3.0
+    while leaked := asyncio.all_tasks() - before - {asyncio.current_task()}:
+        assert loop.time() < until_s, leaked
+        await asyncio.wait(leaked, timeout=0.05)
+
+
+NORMAL: dict[str, Script] = {"p0": prefill, "d0": decode}

@@ -1,0 +1,191 @@
+"""The public gRPC API on a router with fake servers: answers, statuses, cancellation, health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from msgspec import json
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
+from safetensors.numpy import save_file
+
+from disagg.config.tree import Config, ModelConfig, ServerRef
+from disagg.router.main import RunningRouter, max_model_len, run_router
+from disagg.types.errors import ConfigError
+from disagg.types.ids import FinishReason, Role
+from disagg.types.sampling import SamplingParams
+from disagg.wire import pb
+from disagg.wire.inference import (
+    ChoiceDeltaView,
+    FinishedView,
+    StartedView,
+    detokenize_request_to_proto,
+    generate_request_to_proto,
+    tokenize_request_to_proto,
+    update_from_proto,
+)
+from disagg.wire.services import InferenceStub, is_serving, open_channel
+from disagg.wire.status import PARAM_KEY
+from tests.router.conftest import CONFIG
+from tests.router.fake_server import TOKENIZER, FakeServer, answer, decode, prefill, silent
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    TOKENIZER._inner.save(str(tmp_path / "tokenizer.json"))
+    facts = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 256}
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 4, "vocab_size": 257}
+    (tmp_path / "config.json").write_bytes(json.encode({**facts, **sizes}))
+    save_file({"model.embed_tokens.weight": np.zeros((257, 4), np.float32)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+class Face:
+    def __init__(self, running: RunningRouter, servers: dict[str, FakeServer], channel: grpc.aio.Channel) -> None:
+        self.running = running
+        self.servers = servers
+        self.channel = channel
+        self.stub = InferenceStub(channel)
+
+    def generate(self, timeout: float | None = None, **params: int) -> grpc.aio.UnaryStreamCall:
+        sampling = SamplingParams(**{"max_tokens": 4, **params})
+        return self.stub.generate(
+            generate_request_to_proto(model="tiny", prompt="hi", params=sampling), timeout=timeout
+        )
+
+    async def until(self, serving: bool) -> None:
+        async with asyncio.timeout(5.0):
+            while await is_serving(self.channel, "disagg.v1.Inference") is not serving:
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def face(model_dir: Path) -> AsyncIterator[Face]:
+    servers = {"p0": FakeServer("p0", Role.PREFILL, prefill), "d0": FakeServer("d0", Role.DECODE, decode)}
+    refs = []
+    for name, server in servers.items():
+        await server.start()
+        refs.append(ServerRef(name=name, role=server.hello.role.value, address=f"127.0.0.1:{server.port}"))
+    config = Config(model=ModelConfig(name="tiny"), router=replace(CONFIG, servers=tuple(refs), grpc_port=0))
+    running = await run_router(config, model_dir, registry=CollectorRegistry())
+    channel = open_channel(f"127.0.0.1:{running.grpc_port}")
+    made = Face(running, servers, channel)
+    await made.until(serving=True)
+    yield made
+    assert (await running.router.dump())["requests"] == []
+    await channel.close()
+    await running.close(0.0)
+    for server in servers.values():
+        await server.kill()
+
+
+async def test_generate_streams_started_deltas_and_finished(face: Face) -> None:
+    updates = [update_from_proto(message) async for message in face.generate()]
+    assert isinstance(updates[0], StartedView)
+    assert isinstance(updates[-1], FinishedView)
+    deltas = [update for update in updates if isinstance(update, ChoiceDeltaView)]
+    assert "".join(delta.text for delta in deltas) == answer(0, 4)
+    assert deltas[-1].finish is FinishReason.LENGTH
+    assert updates[-1].usage.completion_tokens == 4
+
+
+async def test_max_tokens_left_out_means_as_many_as_fit(face: Face) -> None:
+    updates = [update_from_proto(message) async for message in face.generate(max_tokens=0)]
+    assert isinstance(updates[-1], FinishedView)
+    assert updates[-1].usage.completion_tokens + updates[-1].usage.prompt_tokens == 256
+
+
+async def test_a_wrong_field_is_named_in_the_status(face: Face) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await face.generate(n=1000).read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(caught.value.trailing_metadata() or ())[PARAM_KEY] == "n"
+
+
+async def test_the_deadline_of_the_call_is_the_requests(face: Face) -> None:
+    face.servers["d0"].script = silent
+    call = face.generate(timeout=0.3)  # travels rounded up, and is otherwise the 8 s of the configuration
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    [leg] = face.servers["d0"].started
+    assert leg.deadline_s < 1.0
+    await freed(face)
+
+
+async def test_a_cancelled_call_frees_the_request(face: Face) -> None:
+    face.servers["d0"].script = silent
+    call = face.generate()
+    await call.read()
+    call.cancel()
+    await freed(face)
+
+
+async def read_to_end(call: grpc.aio.UnaryStreamCall) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def freed(face: Face) -> None:
+    async with asyncio.timeout(5.0):
+        while (await face.running.router.dump())["requests"] or not face.servers["d0"].aborted:
+            await asyncio.sleep(0.01)
+
+
+async def test_abort_names_a_running_request(face: Face) -> None:
+    face.servers["d0"].script = silent
+    call = face.generate()
+    started = update_from_proto(await call.read())
+    assert isinstance(started, StartedView)
+    abort = pb.inference.AbortRequest
+    assert not (await face.stub.abort(abort(request_id="other"))).found
+    assert (await face.stub.abort(abort(request_id=started.request_id))).found
+    with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+        await read_to_end(call)
+    assert await call.code() is grpc.StatusCode.CANCELLED
+
+
+async def test_tokens_text_and_models(face: Face) -> None:
+    tokenized = await face.stub.tokenize(tokenize_request_to_proto(model="tiny", text="hi"))
+    back = await face.stub.detokenize(detokenize_request_to_proto(model="tiny", token_ids=tokenized.token_ids))
+    assert back.text == "hi"
+    models = await face.stub.list_models(pb.inference.ListModelsRequest())
+    assert [model.name for model in models.models] == ["tiny"]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await face.stub.tokenize(tokenize_request_to_proto(model="other", text="hi"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_health_follows_the_pools(face: Face) -> None:
+    await face.servers["d0"].kill()
+    await face.until(serving=False)
+    await face.servers["d0"].restart()
+    await face.until(serving=True)
+
+
+async def test_reflection_lists_the_service(face: Face) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(face.channel)
+    call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+    reply = await call.read()
+    assert "disagg.v1.Inference" in {service.name for service in reply.list_services_response.service}
+
+
+async def test_a_port_that_is_taken_is_a_configuration_error(face: Face, model_dir: Path) -> None:
+    taken = Config(model=ModelConfig(name="tiny"), router=replace(CONFIG, grpc_port=face.running.grpc_port))
+    with pytest.raises(ConfigError, match=r"router\.grpc_port"):
+        await run_router(taken, model_dir, registry=CollectorRegistry())
+
+
+def test_names_and_lengths_come_from_the_configuration_or_the_model(model_dir: Path) -> None:
+    assert ModelConfig(name="/models/llama/").public_name == "llama"
+    assert ModelConfig(name="/models/llama", served_name="chat").public_name == "chat"
+    assert max_model_len(ModelConfig(), model_dir) == 256
+    assert max_model_len(ModelConfig(max_model_len=100), model_dir) == 100
+    assert max_model_len(ModelConfig(max_model_len=1000), model_dir) == 256

@@ -1,0 +1,114 @@
+"""Server states and pairs, on views made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from disagg.messages.legs import LoadReport, ServerHello, ServerState
+from disagg.router.policies import LeastLoaded, RequestFacts, RoundRobin, pick_pair
+from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView
+from disagg.types.ids import Role, ServerName
+
+FACTS = RequestFacts(prefill_tokens=10, total_tokens=20)
+
+
+def server(name: str, role: Role, state: ServerState = ServerState.READY, **changes: Any) -> ServerView:
+    load = LoadReport(state, changes.pop("running", 0), changes.pop("waiting", 0), 0, 100, 0, 100)
+    hello = ServerHello(
+        name=name,
+        role=role,
+        tp=1,
+        pid=1,
+        worker_pids=(2,),
+        incarnation=f"{name}-i",
+        fingerprint=changes.pop("fingerprint", "f"),
+        model="m",
+        max_model_len=changes.pop("max_model_len", 1000),
+        max_tokens_in_pool=changes.pop("pool", 1000),
+        link_address=f"{name}:1",
+        load=load,
+    )
+    made = ServerView(name=ServerName(name), role=role, address=f"{name}:1", hello=hello, load=load, connected=True)
+    return replace(made, **changes)
+
+
+def p(name: str, state: ServerState = ServerState.READY, **changes: Any) -> ServerView:
+    return server(name, Role.PREFILL, state, **changes)
+
+
+def d(name: str, state: ServerState = ServerState.READY, **changes: Any) -> ServerView:
+    return server(name, Role.DECODE, state, **changes)
+
+
+def pick(*servers: ServerView, facts: RequestFacts = FACTS, **wishes: Any) -> tuple[str, str] | NoPair:
+    found = pick_pair(ClusterView(servers), facts, LeastLoaded(), **wishes)
+    return (found.prefill.name, found.decode.name) if isinstance(found, Pair) else found
+
+
+def test_a_ready_server_without_a_fitting_ready_counterpart_has_no_peer() -> None:
+    view = ClusterView((p("p"), d("d", fingerprint="g"), d("e", ServerState.LOADING)))
+    assert [view.state(s) for s in view.servers] == [ServerState.NO_PEER, ServerState.NO_PEER, ServerState.LOADING]
+    assert not view.has_pair
+    view = ClusterView((p("p"), d("d")))
+    assert [view.state(s) for s in view.servers] == [ServerState.READY, ServerState.READY]
+    assert view.has_pair
+
+
+def test_a_server_never_heard_is_loading_and_a_lost_one_is_dead() -> None:
+    view = ClusterView((replace(p("p"), hello=None, load=None), replace(d("d"), lost=True)))
+    assert [view.state(s) for s in view.servers] == [ServerState.LOADING, ServerState.DEAD]
+
+
+def test_the_less_loaded_servers_are_taken() -> None:
+    servers = (p("p0", outstanding_prompt_tokens=50), p("p1"), d("d0", running=3), d("d1", outstanding_choices=2))
+    assert pick(*servers) == ("p1", "d1")
+
+
+def test_equally_loaded_servers_take_turns() -> None:
+    servers = (p("p0"), p("p1"), d("d0"), d("d1"))
+    chosen = [pick(*servers, facts=replace(FACTS, serial=serial)) for serial in range(4)]
+    assert chosen == [("p0", "d0"), ("p1", "d1")] * 2
+
+
+def test_only_equal_layouts_are_paired() -> None:
+    servers = (p("p0"), p("p1", fingerprint="g", outstanding_prompt_tokens=99), d("d1", fingerprint="g"))
+    assert pick(*servers) == ("p1", "d1")
+
+
+def test_the_wishes_of_a_replay_count_before_load_but_never_leave_it_without_servers() -> None:
+    servers = (p("p0"), p("p1", outstanding_prompt_tokens=99), d("d0", running=50), d("d1"))
+    assert pick(*servers, prefer_decode="d0", avoid={"p0"}) == ("p1", "d0")
+    assert pick(p("p0"), d("d0"), prefer_decode="gone", avoid={"p0", "d0"}) == ("p0", "d0")
+
+
+def test_a_server_that_fell_silent_is_taken_last() -> None:
+    assert pick(p("p0", fresh=False), p("p1", outstanding_prompt_tokens=99), d("d0")) == ("p1", "d0")
+    assert pick(p("p0", fresh=False), d("d0")) == ("p0", "d0")
+
+
+def test_a_request_goes_where_it_fits_or_hears_what_would() -> None:
+    large = RequestFacts(prefill_tokens=10, total_tokens=500)
+    assert pick(p("p0"), d("d0", pool=100), d("d1", running=9), facts=large) == ("p0", "d1")
+    assert pick(p("p0"), d("d0", pool=100), d("d1", pool=300), facts=large) == NoPair(NoPairReason.TOO_LARGE, 300)
+
+
+def test_why_there_is_no_pair() -> None:
+    assert pick(p("p"), d("d", ServerState.LOADING)) == NoPair(NoPairReason.LOADING)
+    assert pick(p("p"), d("d", lost=True)) == NoPair(NoPairReason.EMPTY_POOL)
+    assert pick(p("p"), d("d", ServerState.DRAINING)) == NoPair(NoPairReason.EMPTY_POOL)
+    assert pick(p("p"), d("d", connected=False)) == NoPair(NoPairReason.EMPTY_POOL)
+    assert pick(p("p")) == NoPair(NoPairReason.EMPTY_POOL)
+    assert pick(p("p"), d("d", fingerprint="g")) == NoPair(NoPairReason.NO_COMPATIBLE)
+    assert pick(p("p"), d("d", fingerprint="g"), d("e", ServerState.LOADING)) == NoPair(NoPairReason.LOADING)
+
+
+def test_round_robin_ignores_load() -> None:
+    view = ClusterView((p("p0", outstanding_prompt_tokens=99), p("p1"), d("d0")))
+    names = []
+    for serial in range(4):
+        found = pick_pair(view, replace(FACTS, serial=serial), RoundRobin())
+        assert isinstance(found, Pair)
+        names.append(found.prefill.name)
+    assert names == ["p0", "p1", "p0", "p1"]

@@ -1,0 +1,554 @@
+"""The router end to end: real gRPC, scripted servers. Every request ends in its tokens or in one clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from disagg.messages.legs import LegTokens, Outcome, ServerState, StartLeg
+from disagg.router.requests import ChoiceDelta, Started
+from disagg.types.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    NoCompatiblePeer,
+    Overloaded,
+    RequestFailed,
+    Unavailable,
+    UnknownModel,
+)
+from disagg.types.ids import FinishReason
+from tests.router.conftest import NORMAL, Cluster, request
+from tests.router.fake_server import (
+    EOS,
+    TOKENIZER,
+    FakeServer,
+    answer,
+    decode,
+    decode_until,
+    ending,
+    first_index,
+    prefill,
+    silent,
+    token,
+    verdict,
+)
+
+
+async def test_a_request_is_answered_with_its_tokens_usage_and_timeline(cluster: Cluster) -> None:
+    router = await cluster.up(NORMAL)
+    got = await cluster.ask("hi there", n=2, logprobs=1)
+    assert got.text == {0: answer(0, 8), 1: answer(1, 8)}
+    assert {choice: delta.finish for choice, delta in got.last.items()} == dict.fromkeys((0, 1), FinishReason.LENGTH)
+    assert got.started.prompt_token_ids == tuple(TOKENIZER.encode("hi there"))
+    usage = got.finished.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (8, 16, 1)
+    assert got.finished.attempts == 1
+    infos = [info for delta in got.deltas if delta.choice == 0 for info in delta.logprobs]
+    assert [info.chosen.text for info in infos] == list(answer(0, 8))
+    assert [info.text_offset for info in infos] == list(range(8))
+    assert [[entry.logprob for entry in info.top] for info in infos] == [[-0.5]] * 8
+    names = {event.name for event in got.finished.timeline}
+    assert {"queued", "attempt 1", "p0/work", "d0/work"} <= names
+    assert router.timeline(got.started.request_id) == got.finished.timeline
+    assert cluster.metric("disagg_router_requests_total", outcome="ok") == 1
+    assert cluster.metric("disagg_router_duplicate_tokens_total") == 2
+
+
+async def test_the_first_token_does_not_wait_for_decode(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "d0": silent})
+    updates = cluster.router.generate(request())
+    assert isinstance(await anext(updates), Started)
+    delta = await anext(updates)
+    assert isinstance(delta, ChoiceDelta)
+    assert delta.text == "a"
+    await updates.aclose()
+    await cluster.until(lambda: bool(cluster.servers["d0"].aborted))
+
+
+async def test_many_requests_at_once_get_their_own_answers(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "p1": prefill, "d0": decode, "d1": decode}, max_inflight=7)
+    lengths = list(range(1, 31))
+    answers = await asyncio.gather(*(cluster.ask("x" * length, max_tokens=length) for length in lengths))
+    assert [a.text[0] for a in answers] == [answer(0, length) for length in lengths]
+    assert all(cluster.servers[name].started for name in cluster.servers)
+
+
+# ---- what a client may get wrong
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "says"),
+    [
+        ("hi", {"model": "other"}, UnknownModel, "'tiny' is"),
+        ("", {}, InvalidRequest, "empty"),
+        ((), {}, InvalidRequest, "empty"),
+        ((1, 257), {}, InvalidRequest, "257"),
+        ("\ud800", {}, InvalidRequest, "surrogate"),
+        ("x" * 512, {}, InvalidRequest, "512"),
+        ("x" * 500, {"max_tokens": 13}, InvalidRequest, "513 in all; the model's context holds 512"),
+        ("hi", {"max_tokens": -1}, InvalidRequest, "max_tokens"),
+        ("hi", {"temperature": -1.0}, InvalidRequest, "temperature"),
+        ("hi", {"deadline_s": 0.0}, InvalidRequest, "deadline_s"),
+        ("hi", {"deadline_s": float("nan")}, InvalidRequest, "deadline_s"),
+        ("hi", {"seed": -1}, InvalidRequest, "seed"),
+    ],
+)
+async def test_a_wrong_request_is_refused_by_name(
+    cluster: Cluster, prompt: str, params: dict[str, object], error: type[Exception], says: str
+) -> None:
+    await cluster.up(NORMAL)
+    with pytest.raises(error, match=says):
+        await cluster.ask(prompt, **params)
+    assert not cluster.servers["p0"].started
+
+
+async def test_what_no_pool_can_hold_is_refused_with_both_numbers(cluster: Cluster) -> None:
+    await cluster.up(NORMAL, hello={"d0": {"max_tokens_in_pool": 20}})
+    with pytest.raises(InvalidRequest, match=r"21 in all; the servers can hold 20"):
+        await cluster.ask("hi", max_tokens=19)
+    got = await cluster.ask("hi", max_tokens=0)
+    assert got.text[0] == answer(0, 18)
+
+
+async def test_a_seed_is_drawn_unless_it_is_given(cluster: Cluster) -> None:
+    await cluster.up(NORMAL)
+    await asyncio.gather(cluster.ask(), cluster.ask(), cluster.ask(seed=7))
+    seeds = [leg.params.seed for leg in cluster.servers["d0"].started]
+    assert len(set(seeds)) == 3
+    assert 7 in seeds
+
+
+# ---- stops
+
+
+async def test_a_stop_string_ends_the_text_and_aborts_decode(cluster: Cluster) -> None:
+    await cluster.up(NORMAL)
+    got = await cluster.ask(max_tokens=400, stop=("fgh", "zzz"), logprobs=0)
+    assert got.text[0] == "abcde"
+    assert got.token_ids[0] == tuple(token(0, i) for i in range(5))
+    assert sum(len(delta.logprobs) for delta in got.deltas) == 5
+    assert (got.last[0].finish, got.last[0].stop_reason) == (FinishReason.STOP, "fgh")
+    assert got.finished.usage.completion_tokens == 5
+    assert cluster.servers["d0"].aborted
+
+
+async def test_one_choice_may_stop_while_the_others_go_on(cluster: Cluster) -> None:
+    await cluster.up(NORMAL)
+    got = await cluster.ask(max_tokens=12, stop=("bc",), n=2)
+    assert got.text == {0: "a", 1: answer(1, 12)}
+    assert [abort.choice for abort in cluster.servers["d0"].aborted] == [0]
+
+
+async def test_no_stop_string_is_sought_before_min_tokens(cluster: Cluster) -> None:
+    await cluster.up(NORMAL)
+    got = await cluster.ask(max_tokens=60, min_tokens=10, stop=("fgh",))
+    assert got.text[0] == answer(0, 31)
+
+
+async def test_a_stop_token_is_counted_but_not_shown(cluster: Cluster) -> None:
+    async def stops(server: FakeServer, leg: StartLeg) -> None:
+        tail = LegTokens(leg.key, 0, 1, (token(0, 1), token(0, 2)), (), FinishReason.STOP)
+        server.say(server.tokens(leg, 0, 0, 1), tail, server.end(leg))
+
+    await cluster.up({"p0": prefill, "d0": stops})
+    got = await cluster.ask(stop_token_ids=(token(0, 2),))
+    assert (got.text[0], got.last[0].stop_reason, got.finished.usage.completion_tokens) == ("ab", token(0, 2), 3)
+    got = await cluster.ask()
+    assert (got.text[0], got.last[0].stop_reason) == ("ab", None)
+
+
+async def test_the_first_token_may_be_the_last(cluster: Cluster) -> None:
+    async def eos(server: FakeServer, leg: StartLeg) -> None:
+        server.say(LegTokens(leg.key, 0, 0, (EOS,), (), FinishReason.STOP), server.end(leg))
+
+    await cluster.up({"p0": eos, "d0": eos})
+    got = await cluster.ask()
+    assert (got.text[0], got.token_ids[0], got.finished.attempts) == ("", (EOS,), 1)
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("outcome", [Outcome.PEER_LOST, Outcome.BAD_TRANSFER, Outcome.DRAINED, Outcome.WORKER_LOST])
+@pytest.mark.parametrize("after", [0, 3])
+async def test_decodes_verdict_leads_to_the_same_answer_on_another_attempt(
+    cluster: Cluster, outcome: Outcome, after: int
+) -> None:
+    bad = verdict(outcome, times=1, after=after)
+    await cluster.up({"p0": prefill, "p1": prefill, "d0": bad, "d1": bad})
+    got = await cluster.ask(n=2)
+    assert got.text == {0: answer(0, 8), 1: answer(1, 8)}
+    assert got.finished.attempts == 2
+    used = {name for name in ("d0", "d1") if cluster.servers[name].started}
+    assert len(used) == (1 if outcome in (Outcome.PEER_LOST, Outcome.BAD_TRANSFER) else 2)
+    assert cluster.metric("disagg_router_attempts_total", cause=outcome.value) == 1
+
+
+async def test_after_three_attempts_the_request_fails(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "d0": verdict(Outcome.PEER_LOST, times=9)})
+    with pytest.raises(RequestFailed, match="3 times"):
+        await cluster.ask()
+    assert len(cluster.servers["d0"].started) == 3
+
+
+async def test_what_prefill_gives_back_is_not_counted(cluster: Cluster) -> None:
+    left = [4]
+
+    async def gives_back(server: FakeServer, leg: StartLeg) -> None:
+        left[0] -= 1
+        await (ending(Outcome.GIVEN_BACK)(server, leg) if left[0] >= 0 else prefill(server, leg))
+
+    await cluster.up({"p0": gives_back, "d0": verdict(Outcome.GIVEN_BACK, times=4)})
+    got = await cluster.ask()
+    assert (got.text[0], got.finished.attempts) == (answer(0, 8), 1)
+
+
+@pytest.mark.parametrize("who", ["p0", "d0"])
+async def test_refused_is_an_invalid_request(cluster: Cluster, who: str) -> None:
+    await cluster.up({**NORMAL, who: ending(Outcome.REFUSED)})
+    with pytest.raises(InvalidRequest, match="scripted refused"):
+        await cluster.ask()
+
+
+async def test_a_request_that_is_there_when_two_worker_groups_die_is_poison(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "d0": ending(Outcome.WORKER_LOST), "d1": ending(Outcome.WORKER_LOST)})
+    with pytest.raises(RequestFailed, match="d0, d1"):
+        await cluster.ask()
+
+
+async def test_a_killed_decode_server_is_replaced_at_once(cluster: Cluster) -> None:
+    async def dies(server: FakeServer, leg: StartLeg) -> None:
+        await decode_until(server, leg, first_index(leg) + 3)
+        await asyncio.sleep(0.02)
+        asyncio.get_running_loop().create_task(server.kill())
+
+    await cluster.up({"p0": prefill, "d0": dies, "d1": decode}, lease_s=5.0)
+    began_s = asyncio.get_running_loop().time()
+    got, _ = await asyncio.gather(cluster.ask(), cluster.ask())
+    assert got.text[0] == answer(0, 8)
+    assert asyncio.get_running_loop().time() - began_s < 2.0
+    assert cluster.state("d0") == "dead"
+    await cluster.servers["d0"].restart()
+    await cluster.until(lambda: cluster.state("d0") == "ready")
+
+
+async def test_choices_that_went_apart_are_replayed_as_trunks_of_their_own(cluster: Cluster) -> None:
+    async def apart(server: FakeServer, leg: StartLeg) -> None:
+        for choice in leg.choices:
+            server.say(server.tokens(leg, choice, 0, 2 + choice))
+        server.say(server.end(leg, Outcome.WORKER_LOST))
+
+    await cluster.up({"p0": prefill, "d0": apart, "d1": decode})
+    got, _ = await asyncio.gather(cluster.ask(n=3), cluster.ask(n=3))
+    assert got.text == {choice: answer(choice, 8) for choice in range(3)}
+    replayed = [leg for leg in cluster.servers["d1"].started if leg.key.attempt == 2]
+    assert [(leg.key.trunk, leg.choices, first_index(leg)) for leg in replayed] == [
+        (0, (0,), 2),
+        (1, (1,), 3),
+        (2, (2,), 4),
+    ]
+
+
+async def test_a_killed_prefill_server_is_replaced_after_decodes_verdict(cluster: Cluster) -> None:
+    async def dies(server: FakeServer, leg: StartLeg) -> None:
+        asyncio.get_running_loop().create_task(server.kill())
+
+    await cluster.up({"p0": dies, "p1": prefill, "d0": verdict(Outcome.PEER_LOST)})
+    got = await cluster.ask()
+    assert (got.text[0], got.finished.attempts) == (answer(0, 8), 2)
+
+
+async def test_a_decode_server_without_a_verdict_is_given_up_after_the_lease(cluster: Cluster) -> None:
+    async def dies(server: FakeServer, leg: StartLeg) -> None:
+        asyncio.get_running_loop().create_task(server.kill())
+
+    await cluster.up({"p0": dies, "d0": silent, "p1": prefill, "d1": decode})
+    got = await cluster.ask()
+    assert got.text[0] == answer(0, 8)
+    assert cluster.metric("disagg_router_attempts_total", cause="no_verdict") == 1
+
+
+async def test_a_silent_server_is_given_up_when_its_lease_ends(cluster: Cluster) -> None:
+    async def freezes(server: FakeServer, leg: StartLeg) -> None:
+        server.frozen = True
+
+    await cluster.up({"p0": prefill, "d0": freezes, "d1": decode})
+    got, _ = await asyncio.gather(cluster.ask(), cluster.ask())
+    assert got.text[0] == answer(0, 8)
+    assert cluster.state("d0") == "dead"
+    cluster.servers["d0"].frozen = False
+    await cluster.until(lambda: cluster.state("d0") == "ready")
+
+
+async def test_workers_that_come_back_as_a_new_incarnation_lost_their_requests(cluster: Cluster) -> None:
+    async def crashes_once(server: FakeServer, leg: StartLeg) -> None:
+        if len(server.started) > 1:
+            await decode(server, leg)
+            return
+        await decode_until(server, leg, 3)
+        asyncio.get_running_loop().call_soon(server.new_incarnation)
+
+    await cluster.up({"p0": prefill, "d0": crashes_once})
+    got = await cluster.ask()
+    assert (got.text[0], got.finished.attempts) == (answer(0, 8), 2)
+    first, second = cluster.servers["d0"].started
+    assert len(second.token_ids) - second.num_prompt == 3
+    assert cluster.servers["p0"].started[1].peer.incarnation == cluster.servers["d0"].hello.incarnation
+    assert first.key.attempt == 1
+
+
+async def test_a_broken_stream_is_resumed_without_a_new_attempt(cluster: Cluster) -> None:
+    async def hiccups(server: FakeServer, leg: StartLeg) -> None:
+        await decode_until(server, leg, 3)
+        server.break_streams()
+        await decode_until(server, replace_start(leg, 3), leg.params.max_tokens)
+        server.say(server.end(leg))
+
+    await cluster.up({"p0": prefill, "d0": hiccups})
+    got = await cluster.ask(max_tokens=40)
+    assert (got.text[0], got.finished.attempts) == (answer(0, 40), 1)
+    assert len(cluster.servers["d0"].greetings) == 2
+
+
+def replace_start(leg: StartLeg, count: int) -> StartLeg:
+    """The same leg, as if `count` more of its tokens were known."""
+    return replace(leg, token_ids=leg.token_ids + tuple(token(0, i) for i in range(count)))
+
+
+async def test_a_server_that_keeps_ending_the_stream_is_not_dialled_without_a_pause(cluster: Cluster) -> None:
+    await cluster.up(NORMAL)
+    server = cluster.servers["d0"]
+    deadline_s = asyncio.get_running_loop().time() + 0.6
+    while asyncio.get_running_loop().time() < deadline_s:
+        server.break_streams()
+        await asyncio.sleep(0.001)
+    assert 2 <= len(server.greetings) <= 8
+
+
+async def test_a_server_that_forgot_the_stream_lost_its_requests(cluster: Cluster) -> None:
+    async def forgets_once(server: FakeServer, leg: StartLeg) -> None:
+        if len(server.started) > 1:
+            await decode(server, leg)
+            return
+        asyncio.get_running_loop().call_soon(server.forget_channels)
+        asyncio.get_running_loop().call_soon(server.break_streams)
+        await asyncio.sleep(0)
+
+    await cluster.up({"p0": prefill, "d0": forgets_once})
+    got = await cluster.ask()
+    assert (got.text[0], got.finished.attempts) == (answer(0, 8), 2)
+
+
+async def test_tokens_said_twice_and_out_of_order_are_told_once(cluster: Cluster) -> None:
+    async def stutters(server: FakeServer, leg: StartLeg) -> None:
+        for index in (2, 0, 1, 1, 0, 4, 5, 3):
+            server.say(server.tokens(leg, 0, index, index + 1), server.tokens(leg, 0, max(0, index - 1), index + 1))
+        server.say(server.tokens(leg, 0, 0, 8, FinishReason.LENGTH), server.end(leg))
+
+    await cluster.up({"p0": prefill, "d0": stutters})
+    got = await cluster.ask()
+    assert got.text[0] == answer(0, 8)
+    assert got.token_ids[0] == tuple(token(0, i) for i in range(8))
+
+
+async def test_a_decode_that_contradicts_the_first_token_is_not_believed(cluster: Cluster) -> None:
+    async def lies_once(server: FakeServer, leg: StartLeg) -> None:
+        if len(server.started) > 1:
+            await decode(server, leg)
+            return
+        await asyncio.sleep(0.05)
+        wrong = LegTokens(leg.key, 0, 0, (token(0, 9), token(0, 10)), (), None)
+        server.say(wrong, server.tokens(leg, 0, 2, 8, FinishReason.LENGTH), server.end(leg))
+
+    await cluster.up({"p0": prefill, "d0": lies_once})
+    got = await cluster.ask()
+    assert (got.text[0], got.finished.attempts) == (answer(0, 8), 2)
+    assert cluster.metric("disagg_router_contradictions_total") == 1
+
+
+async def test_a_storm_of_failures_leaves_right_answers_or_one_clear_error(cluster: Cluster) -> None:
+    """Streams break and are forgotten, workers crash, processes die and come back, while requests keep coming."""
+    chance = random.Random(7)
+    await cluster.up({"p0": prefill, "p1": prefill, "d0": decode, "d1": decode}, max_inflight=20, max_attempts=6)
+
+    async def storm() -> None:
+        while True:
+            await asyncio.sleep(0.06)
+            server = cluster.servers[chance.choice(["p0", "p1", "d0", "d1"])]
+            match chance.choice(["break", "break", "forget", "crash", "kill"]):
+                case "break":
+                    server.break_streams()
+                case "forget":
+                    server.forget_channels()
+                    server.break_streams()
+                case "crash":
+                    server.new_incarnation()
+                case "kill":
+                    await server.kill()
+                    await asyncio.sleep(0.15)
+                    await server.restart()
+
+    async def one(number: int) -> str:
+        await asyncio.sleep(number * 0.02)
+        try:
+            got = await cluster.ask("x" * number, max_tokens=12, n=1 + number % 3)
+        except RequestFailed:
+            return "failed"
+        assert got.text == {choice: answer(choice, 12) for choice in range(1 + number % 3)}
+        return "right"
+
+    weather = asyncio.create_task(storm())
+    ends = await asyncio.gather(*(one(number) for number in range(1, 81)))
+    weather.cancel()
+    await asyncio.gather(weather, return_exceptions=True)
+    assert ends.count("right") >= 60
+    assert cluster.metric("disagg_router_contradictions_total") == 0
+
+
+# ---- waiting, limits, ends
+
+
+async def test_requests_wait_for_a_pool_that_loads_and_are_then_served(cluster: Cluster) -> None:
+    await cluster.up(NORMAL, ready=False)
+    cluster.servers["d0"].set_state(ServerState.LOADING)
+    await cluster.until(lambda: cluster.state("d0") == "loading" and cluster.state("p0") == "no-peer")
+    assert not cluster.router.healthy()
+    waiting = asyncio.create_task(cluster.ask())
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    cluster.servers["d0"].set_state(ServerState.READY)
+    assert (await waiting).text[0] == answer(0, 8)
+
+
+async def test_an_empty_pool_ends_a_request_at_its_deadline_with_the_reason(cluster: Cluster) -> None:
+    await cluster.up(NORMAL)
+    await cluster.servers["d0"].kill()
+    await cluster.until(lambda: cluster.state("d0") == "dead")
+    with pytest.raises(DeadlineExceeded, match="no server of one role is ready"):
+        await cluster.ask(deadline_s=0.2)
+
+
+async def test_servers_that_do_not_fit_are_no_reason_to_wait(cluster: Cluster) -> None:
+    await cluster.up(NORMAL, hello={"d0": {"fingerprint": "other"}}, ready=False)
+    await cluster.until(lambda: cluster.state("d0") == "no-peer" and cluster.state("p0") == "no-peer")
+    with pytest.raises(NoCompatiblePeer):
+        await cluster.ask()
+
+
+async def test_the_deadline_ends_a_running_request_and_frees_the_servers(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "d0": silent})
+    with pytest.raises(DeadlineExceeded, match="running, with 1 tokens"):
+        await cluster.ask(deadline_s=0.2)
+    await cluster.until(lambda: bool(cluster.servers["d0"].aborted))
+
+
+async def test_a_full_queue_refuses_and_says_when_to_try_again(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "d0": silent}, max_inflight=1, max_queued=2)
+    asked = [asyncio.create_task(cluster.ask(deadline_s=deadline_s)) for deadline_s in (0.6, 0.3, 0.3)]
+    await asyncio.sleep(0.05)
+    with pytest.raises(Overloaded) as caught:
+        await cluster.ask()
+    assert caught.value.retry_after_s > 0
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(result, DeadlineExceeded) for result in results)
+    assert ["limit of requests in flight" in str(result) for result in results] == [False, True, True]
+
+
+async def test_requests_wait_for_a_place_in_order(cluster: Cluster) -> None:
+    await cluster.up(NORMAL, max_inflight=1)
+    await asyncio.gather(*(cluster.ask("x" * length, max_tokens=2) for length in range(1, 6)))
+    assert [leg.num_prompt for leg in cluster.servers["d0"].started] == [1, 2, 3, 4, 5]
+
+
+async def test_abort_ends_a_request_with_cancelled(cluster: Cluster) -> None:
+    router = await cluster.up({"p0": prefill, "d0": silent})
+    updates = router.generate(request())
+    started = await anext(updates)
+    assert isinstance(started, Started)
+    assert not router.abort("unknown")
+    assert router.abort(started.request_id)
+    with pytest.raises(Cancelled):
+        async for _ in updates:
+            pass
+
+
+async def test_a_cancelled_client_frees_its_place(cluster: Cluster) -> None:
+    router = await cluster.up({"p0": prefill, "d0": silent})
+    asking = asyncio.create_task(cluster.ask())
+    await cluster.until(lambda: bool(cluster.servers["d0"].started))
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert router.status()["routers"][0]["inflight"] == 0
+    await cluster.until(lambda: bool(cluster.servers["d0"].aborted))
+
+
+async def test_a_slow_client_gets_merged_deltas_and_blocks_nobody(cluster: Cluster) -> None:
+    router = await cluster.up(NORMAL)
+    slow = router.generate(request(max_tokens=60))
+    started = await anext(slow)
+    assert isinstance(started, Started)
+    assert (await cluster.ask(max_tokens=60)).text[0] == answer(0, 60)
+    await asyncio.sleep(0.3)
+    rest = [update async for update in slow]
+    assert len(rest) == 2
+    assert isinstance(rest[0], ChoiceDelta)
+    assert rest[0].text == answer(0, 60)
+
+
+async def test_closing_lets_what_runs_finish_and_takes_nothing_new(cluster: Cluster) -> None:
+    router = await cluster.up(NORMAL)
+    running = asyncio.create_task(cluster.ask(max_tokens=20))
+    await cluster.until(lambda: bool(cluster.servers["d0"].started))
+    closing = asyncio.create_task(router.close(5.0))
+    await asyncio.sleep(0)
+    assert not router.healthy()
+    with pytest.raises(Unavailable, match="shutting down"):
+        await cluster.ask()
+    assert (await running).text[0] == answer(0, 20)
+    await closing
+
+
+async def test_closing_ends_the_rest_when_the_time_is_over(cluster: Cluster) -> None:
+    router = await cluster.up({"p0": prefill, "d0": silent})
+    running = asyncio.create_task(cluster.ask())
+    await cluster.until(lambda: bool(cluster.servers["d0"].started))
+    await router.close(0.1)
+    assert cluster.servers["d0"].aborted
+    with pytest.raises(Unavailable):
+        await running
+
+
+async def test_status_is_what_operators_were_promised(cluster: Cluster) -> None:
+    router = await cluster.up(NORMAL)
+    status = router.status()
+    promised = {"name", "role", "tp", "pid", "worker_pids", "state", "running", "waiting", "pages_used", "pages_total"}
+    assert [promised <= set(server) for server in status["servers"]] == [True, True]
+    assert [(s["name"], s["role"], s["state"], s["pages_total"]) for s in status["servers"]] == [
+        ("p0", "prefill", "ready", 64),
+        ("d0", "decode", "ready", 64),
+    ]
+    [me] = status["routers"]
+    assert (me["name"], me["pid"], me["inflight"]) == ("router-0", os.getpid(), 0)
+
+
+async def test_a_server_with_another_name_or_model_is_not_used(cluster: Cluster) -> None:
+    await cluster.up(NORMAL, hello={"p0": {"name": "p9"}, "d0": {"model": "other"}}, ready=False)
+    servers = {"p0": "p9", "d0": "'other'"}
+    await cluster.until(lambda: all(servers[s["name"]] in s["error"] for s in cluster.router.status()["servers"]))
+    assert {cluster.state(name) for name in servers} == {"loading"}
+
+
+async def test_text_and_tokens_are_turned_into_each_other(cluster: Cluster) -> None:
+    router = await cluster.up(NORMAL)
+    ids = router.tokenize("tiny", "hi")
+    assert router.detokenize("tiny", ids) == "hi"
+    with pytest.raises(UnknownModel):
+        router.tokenize("other", "hi")
+    with pytest.raises(InvalidRequest):
+        router.detokenize("tiny", (999,))
+    assert [(model.name, model.max_model_len) for model in router.models()] == [("tiny", 512)]

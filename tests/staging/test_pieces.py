@@ -1,0 +1,126 @@
+"""Pieces: sizes, splitting, and coverage against a set of cells."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from disagg.staging.pieces import Coverage, Piece, piece_bytes, split_pieces
+
+Cell = tuple[int, int, int]
+
+
+def cells(piece: Piece) -> set[Cell]:
+    return {
+        (piece.group, layer, token)
+        for layer in range(piece.layer_start, piece.layer_stop)
+        for token in range(piece.token_start, piece.token_stop)
+    }
+
+
+@st.composite
+def pieces(draw: st.DrawFn, groups: int = 2, layers: int = 6, tokens: int = 12) -> Piece:
+    layer_start, layer_stop = sorted(draw(st.sets(st.integers(0, layers), min_size=2, max_size=2)))
+    token_start, token_stop = sorted(draw(st.sets(st.integers(0, tokens), min_size=2, max_size=2)))
+    return Piece(draw(st.integers(0, groups - 1)), layer_start, layer_stop, token_start, token_stop)
+
+
+def test_a_piece_takes_its_valid_rows_padding_to_words_and_a_trailer() -> None:
+    piece = Piece(0, 1, 3, 5, 8)
+    assert piece_bytes(piece, heads=2, head_dim=4, dtype_bytes=2) == 2 * 2 * 2 * 3 * 4 * 2 + 8
+    assert piece_bytes(piece, heads=1, head_dim=1, dtype_bytes=1) == 16 + 8  # 12 bytes of rows
+    assert piece_bytes(piece, heads=1, head_dim=1, dtype_bytes=1, planes=1) == 8 + 8
+
+
+@pytest.mark.parametrize(
+    "bad", [(-1, 0, 1, 0, 1), (0, 1, 1, 0, 1), (0, 0, 1, 3, 2), (0, -1, 1, 0, 1), (0, 0, 1, -2, 1)]
+)
+def test_a_piece_without_layers_or_tokens_does_not_exist(bad: tuple[int, int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="is no piece"):
+        Piece(*bad)
+
+
+def test_an_oversized_piece_is_split_not_failed() -> None:
+    whole = Piece(0, 0, 4, 0, 100)
+    parts = split_pieces(whole, bytes_per_token_layer=10, max_bytes=1000, page_tokens=16)
+    assert [(p.token_start, p.token_stop) for p in parts] == [
+        (0, 16),
+        (16, 32),
+        (32, 48),
+        (48, 64),
+        (64, 80),
+        (80, 100),
+    ]
+    assert all(p.layers == 4 for p in parts)
+
+
+def test_cuts_fall_on_absolute_page_boundaries_also_after_a_prefix_hit() -> None:
+    parts = split_pieces(Piece(0, 0, 1, 21, 70), bytes_per_token_layer=8, max_bytes=8 * 20 + 8, page_tokens=16)
+    assert [p.token_stop for p in parts] == [32, 48, 64, 70]
+
+
+def test_a_page_that_does_not_fit_is_cut_inside_and_layers_only_when_a_token_does_not() -> None:
+    parts = split_pieces(Piece(0, 0, 2, 0, 16), bytes_per_token_layer=8, max_bytes=8 * 2 * 5 + 8, page_tokens=16)
+    assert [(p.layers, p.tokens) for p in parts] == [(2, 5), (2, 5), (2, 5), (2, 1)]
+    parts = split_pieces(Piece(0, 0, 5, 0, 2), bytes_per_token_layer=8, max_bytes=8 * 2 + 8, page_tokens=16)
+    assert [(p.layer_start, p.layer_stop, p.tokens) for p in parts] == [
+        (0, 2, 1),
+        (0, 2, 1),
+        (2, 4, 1),
+        (2, 4, 1),
+        (4, 5, 2),
+    ]
+    with pytest.raises(ValueError, match="one token of one layer takes 16 bytes; at most 15 fit"):
+        split_pieces(Piece(0, 0, 1, 0, 1), bytes_per_token_layer=8, max_bytes=15)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(pieces(), st.integers(1, 40), st.integers(48, 800), st.sampled_from([1, 3, 4]))
+def test_the_parts_of_a_split_are_the_whole_without_overlap_and_fit(
+    whole: Piece, bytes_per_token_layer: int, max_bytes: int, page_tokens: int
+) -> None:
+    parts = split_pieces(whole, bytes_per_token_layer, max_bytes, page_tokens)
+    assert sum(len(cells(part)) for part in parts) == len(cells(whole))
+    assert set().union(*map(cells, parts)) == cells(whole)
+    for part in parts:
+        assert piece_bytes(part, 1, bytes_per_token_layer, 1, planes=1) <= max_bytes
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.lists(pieces(), max_size=12), st.lists(pieces(), min_size=1, max_size=3))
+def test_coverage_agrees_with_a_set_of_cells(landed: list[Piece], plan: list[Piece]) -> None:
+    coverage, model = Coverage(), set[Cell]()
+    for piece in landed:
+        assert coverage.add(piece) == bool(cells(piece) - model)
+        model |= cells(piece)
+        coverage.check_integrity()
+        for planned in plan:
+            holes = coverage.missing([planned])
+            assert sum(len(cells(hole)) for hole in holes) == len(cells(planned) - model), "holes overlap"
+            assert set().union(*map(cells, holes)) == cells(planned) - model
+        wanted = set().union(*map(cells, plan))
+        assert coverage.complete(plan) == (wanted <= model)
+
+
+def test_pieces_in_any_order_with_repeats_complete_a_plan_once() -> None:
+    plan = (Piece(0, 0, 80, 0, 4096), Piece(1, 0, 20, 3000, 4096))
+    parts = [p for whole in plan for p in split_pieces(whole, 64, 64 * 80 * 256 + 8, 16)]
+    coverage = Coverage()
+    for piece in reversed(parts):
+        assert not coverage.complete(plan)
+        assert coverage.add(piece)
+        assert not coverage.add(piece)
+    assert coverage.complete(plan)
+    assert coverage.missing(plan) == ()
+
+
+def test_a_huge_plan_costs_corners_not_cells() -> None:
+    coverage = Coverage()
+    for start in range(0, 1_000_000, 4096):
+        coverage.add(Piece(0, 0, 100, start, start + 4096))
+    assert coverage.complete([Piece(0, 0, 100, 0, 1_000_000)])
+    assert coverage.missing([Piece(0, 99, 101, 500_000, 2_000_000)]) == (
+        Piece(0, 99, 100, 1_003_520, 2_000_000),
+        Piece(0, 100, 101, 500_000, 2_000_000),
+    )

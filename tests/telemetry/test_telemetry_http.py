@@ -1,0 +1,100 @@
+"""The probes' and operators' HTTP server, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from disagg.telemetry import http as telemetry_http
+from disagg.telemetry.http import TelemetryServer
+from disagg.telemetry.metrics import EngineMetrics
+
+
+class Probed:
+    """A server whose health and dump a test may change."""
+
+    def __init__(self) -> None:
+        self.health = (200, "ready")
+        self.dump_takes_s = 0.0
+        self.registry = CollectorRegistry()
+        self.metrics = EngineMetrics(self.registry)
+        self.server = TelemetryServer(self.registry, lambda: self.health, self.dump)
+        self.port = 0
+
+    async def dump(self) -> str:
+        await asyncio.sleep(self.dump_takes_s)
+        return "everything"
+
+    async def get(self, path: str, method: str = "GET") -> httpx.Response:
+        async with httpx.AsyncClient() as client:
+            return await client.request(method, f"http://127.0.0.1:{self.port}{path}")
+
+
+@pytest.fixture
+async def probed() -> AsyncIterator[Probed]:
+    probed = Probed()
+    probed.port = await probed.server.start("127.0.0.1", 0)
+    yield probed
+    await probed.server.close()
+
+
+async def test_metrics_are_served_in_prometheus_format(probed: Probed) -> None:
+    probed.metrics.decode_tokens.inc(7)
+    answer = await probed.get("/metrics")
+    assert answer.status_code == 200
+    assert "disagg_decode_tokens_total 7.0" in answer.text
+    assert answer.headers["content-type"].startswith("text/plain")
+
+
+async def test_health_follows_what_the_process_says(probed: Probed) -> None:
+    assert ((await probed.get("/health?verbose=1")).status_code, (await probed.get("/health")).text) == (200, "ready\n")
+    probed.health = (503, "loading")
+    answer = await probed.get("/health")
+    assert (answer.status_code, answer.text) == (503, "loading\n")
+
+
+async def test_the_dump_is_awaited_and_bounded_in_time(probed: Probed, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (await probed.get("/debug/dump")).text == "everything"
+    monkeypatch.setattr(telemetry_http, "DUMP_TIMEOUT_S", 0.05)
+    probed.dump_takes_s = 5.0
+    assert (await probed.get("/debug/dump")).status_code == 504
+
+
+async def test_a_head_request_gets_no_body(probed: Probed) -> None:
+    answer = await probed.get("/health", "HEAD")
+    assert (answer.status_code, answer.text) == (200, "")
+
+
+@pytest.mark.parametrize(("path", "method", "status"), [("/", "GET", 404), ("/metrics", "POST", 405)])
+async def test_anything_else_is_refused(probed: Probed, path: str, method: str, status: int) -> None:
+    assert (await probed.get(path, method)).status_code == status
+
+
+async def test_nonsense_is_answered_or_dropped_and_the_server_lives_on(probed: Probed) -> None:
+    for sent in (b"\x00\x01\x02 nonsense\r\n\r\n", b"A" * 100_000, b""):
+        reader, writer = await asyncio.open_connection("127.0.0.1", probed.port)
+        writer.write(sent)
+        writer.write_eof()
+        try:
+            answer = await reader.read()
+        except ConnectionError:
+            answer = b""
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
+        writer.close()
+    assert (await probed.get("/health")).status_code == 200
+
+
+async def test_a_silent_client_is_dropped(probed: Probed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry_http, "REQUEST_TIMEOUT_S", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", probed.port)
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+
+
+async def test_closing_twice_is_closing_once(probed: Probed) -> None:
+    await probed.server.close()
+    await probed.server.close()

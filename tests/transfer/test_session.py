@@ -1,0 +1,386 @@
+"""One leg's transfer: every row of both tables, and what late, repeated, lost and reordered events may do to it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from disagg.messages.lane import Piece
+from disagg.messages.link import Entry, FirstToken
+from disagg.staging.pieces import Coverage
+from disagg.transfer.session import (
+    RECEIVE_NEXT,
+    SEND_NEXT,
+    Cutter,
+    Offer,
+    ReceiveEvent,
+    ReceiveSession,
+    ReceiveState,
+    SendEvent,
+    SendSession,
+    SendState,
+)
+from disagg.types.errors import ProtocolError
+from disagg.types.ids import FinishReason
+
+TOKENS, LAYERS = 8, 2
+
+
+def halves(piece: Piece) -> tuple[Piece, ...]:
+    """Pieces of at most three tokens."""
+    return tuple(
+        Piece(piece.group, piece.layer_start, piece.layer_stop, start, min(start + 3, piece.token_stop))
+        for start in range(piece.token_start, piece.token_stop, 3)
+    )
+
+
+CUT = Cutter(halves, (LAYERS,))
+
+
+def entry(entry_id: int, piece_no: int) -> Entry:
+    return Entry(entry_id, piece_no, 0, 0, 0, 1, entry_id * 16, 16)
+
+
+# ---- the tables
+
+
+def sender_in(state: SendState) -> SendSession:
+    """A session brought into a state by events alone."""
+    session = SendSession(TOKENS)
+    session.chunk(0, TOKENS, 0, CUT)
+    if state is SendState.WAITING:
+        return session
+    offer = session.grant(0, 1, CUT)
+    assert offer is not None
+    if state in (SendState.SENT, SendState.CLOSED):
+        for write in session.assign(entry(i, i) for i in range(len(offer.pieces))):
+            session.sent(write.entry.entry_id)
+    if state is SendState.CLOSED:
+        session.complete()
+    if state is SendState.DROPPING:
+        session.give_up()
+    assert session.state is state
+    return session
+
+
+SEND_CALLS: dict[SendEvent, Callable[[SendSession], object]] = {
+    SendEvent.GRANT: lambda s: s.grant(0, 1, CUT),
+    SendEvent.WANT: lambda s: s.want([Piece(0, 0, LAYERS, 0, 1)], CUT),
+    SendEvent.COMPLETE: lambda s: s.complete(),
+    SendEvent.GIVE_UP: lambda s: s.give_up(),
+    SendEvent.DROPPED: lambda s: s.dropped(),
+    SendEvent.ALL_SENT: lambda s: s._go(SendEvent.ALL_SENT),
+}
+
+
+@pytest.mark.parametrize("state", SendState)
+@pytest.mark.parametrize("event", SendEvent)
+def test_every_event_of_the_sender_has_a_row_or_an_error_that_names_both(state: SendState, event: SendEvent) -> None:
+    session = sender_in(state)
+    following = SEND_NEXT.get((state, event))
+    if following is None:
+        with pytest.raises(ProtocolError, match=f"'{event.value}'.*{state.value}"):
+            SEND_CALLS[event](session)
+        assert session.state is state, "an error changes nothing"
+    else:
+        SEND_CALLS[event](session)
+        assert session.state is following
+
+
+def receiver_in(state: ReceiveState) -> ReceiveSession:
+    session = ReceiveSession(TOKENS, (LAYERS,), (1,))
+    if state is ReceiveState.WAITING:
+        return session
+    session.announce(TOKENS)
+    if state is ReceiveState.QUEUED:
+        return session
+    session.bind(0)
+    if state is ReceiveState.BINDING:
+        return session
+    session.bound(0)
+    if state is ReceiveState.COMPLETE:
+        session.offer(0, (Piece(0, 0, LAYERS, 0, TOKENS),))
+        session.landed(0, 0)
+        session.first_tokens = (FirstToken(0, 5, None, None),)
+        assert session.try_complete()
+    elif state is not ReceiveState.RECEIVING:
+        session.abandon()
+    if state is ReceiveState.CLOSED:
+        session.quiet()
+    assert session.state is state
+    return session
+
+
+RECEIVE_CALLS: dict[ReceiveEvent, Callable[[ReceiveSession], object]] = {
+    ReceiveEvent.ANNOUNCE: lambda s: s._go(ReceiveEvent.ANNOUNCE),
+    ReceiveEvent.BIND: lambda s: s.bind(0),
+    ReceiveEvent.ALL_BOUND: lambda s: s._go(ReceiveEvent.ALL_BOUND),
+    ReceiveEvent.ALL_HERE: lambda s: s._go(ReceiveEvent.ALL_HERE),
+    ReceiveEvent.ABANDON: lambda s: s.abandon(),
+    ReceiveEvent.QUIET: lambda s: s.quiet(),
+}
+
+
+@pytest.mark.parametrize("state", ReceiveState)
+@pytest.mark.parametrize("event", ReceiveEvent)
+def test_every_event_of_the_receiver_has_a_row_or_an_error_that_names_both(
+    state: ReceiveState, event: ReceiveEvent
+) -> None:
+    session = receiver_in(state)
+    following = RECEIVE_NEXT.get((state, event))
+    if following is None:
+        with pytest.raises(ProtocolError, match=f"'{event.value}'.*{state.value}"):
+            RECEIVE_CALLS[event](session)
+        assert session.state is state
+    else:
+        RECEIVE_CALLS[event](session)
+        assert session.state is following
+
+
+def test_every_state_can_be_reached_and_only_closed_is_an_end() -> None:
+    for table, start, closed in (
+        (SEND_NEXT, SendState.WAITING, SendState.CLOSED),
+        (RECEIVE_NEXT, ReceiveState.WAITING, ReceiveState.CLOSED),
+    ):
+        reached = {start}
+        for _ in range(len(table)):
+            reached |= {after for (before, _), after in table.items() if before in reached}
+        assert reached == set(type(start))
+        for state in type(start):
+            leaves = {after for (before, _), after in table.items() if before is state} - {state}
+            assert bool(leaves) == (state is not closed)
+
+
+# ---- the sender
+
+
+def test_a_grant_offers_what_was_scheduled_before_and_later_chunks_follow() -> None:
+    session = SendSession(TOKENS)
+    assert session.chunk(0, 4, 7, CUT) is None
+    assert session.grant(0, 1, CUT) == Offer(0, (Piece(0, 0, 2, 0, 3), Piece(0, 0, 2, 3, 4)))
+    assert session.chunk(4, TOKENS, 8, CUT) == Offer(2, (Piece(0, 0, 2, 4, 7), Piece(0, 0, 2, 7, 8)))
+    writes = session.assign([entry(9, 2), entry(10, 0)])
+    assert [(w.entry.entry_id, w.after_plan) for w in writes] == [(9, 8), (10, 7)]
+
+
+def test_what_decode_has_already_is_not_offered() -> None:
+    session = SendSession(TOKENS)
+    session.chunk(0, 5, 0, CUT)
+    assert session.grant(4, 1, CUT) == Offer(0, (Piece(0, 0, 2, 4, 5),))
+    everything = SendSession(TOKENS)
+    everything.chunk(0, TOKENS, 0, CUT)
+    assert everything.grant(TOKENS, 1, CUT) is None
+    assert everything.finish_if_sent()
+
+
+def test_a_grant_of_more_than_there_is_is_an_error() -> None:
+    with pytest.raises(ProtocolError, match="9 of 8"):
+        SendSession(TOKENS).grant(9, 1, CUT)
+
+
+def test_an_entry_for_a_piece_that_was_not_offered_is_an_error() -> None:
+    session = sender_in(SendState.SENDING)
+    with pytest.raises(ProtocolError, match="piece 17"):
+        session.assign([entry(0, 17)])
+    session.assign([entry(1, 0)])
+    with pytest.raises(ProtocolError, match="piece 0"):
+        session.assign([entry(2, 0)])
+
+
+def test_tokens_that_were_not_computed_cannot_be_wanted() -> None:
+    session = SendSession(TOKENS)
+    session.chunk(0, 3, 0, CUT)
+    session.grant(0, 1, CUT)
+    with pytest.raises(ProtocolError, match="only 3 tokens"):
+        session.want([Piece(0, 0, 2, 0, 4)], CUT)
+
+
+def test_pieces_wanted_again_are_sent_and_reported_again() -> None:
+    session = sender_in(SendState.SENT)
+    first = session.num_pieces
+    assert session.want([Piece(0, 0, 2, 2, 3)], CUT) == Offer(first, (Piece(0, 0, 2, 2, 3),))
+    (write,) = session.assign([entry(50, first)])
+    assert write.after_plan == -1
+    assert session.sent(50)
+    assert session.state is SendState.SENT
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_all_is_sent_exactly_when_every_slice_of_every_piece_was_written(seed: int) -> None:
+    """Chunks, the grant, entries and completions in any order that is possible."""
+    rng = random.Random(seed)
+    slices = rng.choice((1, 2))
+    session = SendSession(TOKENS)
+    granted = False
+    scheduled = 0
+    unassigned: list[int] = []
+    writing: list[int] = []
+    next_entry = 0
+    covered = Coverage()
+    said = 0
+    for _ in range(500):
+        act = rng.choice(("chunk", "grant", "assign", "sent"))
+        if act == "chunk" and scheduled < TOKENS:
+            stop = rng.randint(scheduled + 1, TOKENS)
+            offer = session.chunk(scheduled, stop, 0, CUT)
+            scheduled = stop
+        elif act == "grant" and not granted:
+            granted = True
+            offer = session.grant(0, slices, CUT)
+        else:
+            offer = None
+        if offer is not None:
+            unassigned += [offer.first_piece_no + i for i in range(len(offer.pieces)) for _ in range(slices)]
+        if act == "assign" and unassigned:
+            piece_no = unassigned.pop(rng.randrange(len(unassigned)))
+            (write,) = session.assign([entry(next_entry, piece_no)])
+            covered.add(write.piece)
+            writing.append(next_entry)
+            next_entry += 1
+        if act == "sent" and writing:
+            last = session.sent(writing.pop(rng.randrange(len(writing))))
+            over = granted and scheduled == TOKENS and not unassigned and not writing
+            assert last == over
+            said += last
+        if said:
+            break
+    assert said == 1
+    assert covered.complete([Piece(0, 0, LAYERS, 0, TOKENS)])
+
+
+# ---- the receiver
+
+
+def test_a_grant_waits_for_every_rank_and_is_said_once() -> None:
+    session = ReceiveSession(TOKENS, (LAYERS,), (1, 1))
+    session.announce(TOKENS)
+    session.bind(0)
+    assert not session.bound(1)
+    assert not session.bound(1), "the same rank again is not another"
+    assert session.bound(0)
+    assert not session.bound(0)
+
+
+def test_an_announcement_of_another_length_is_an_error() -> None:
+    with pytest.raises(ProtocolError, match="7 tokens where the router sent 8"):
+        ReceiveSession(TOKENS, (LAYERS,), (1,)).announce(7)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [Piece(1, 0, 1, 0, 1), Piece(0, 0, 3, 0, 1), Piece(0, 0, 1, 0, 9), Piece(0, 0, 1, 1, 3)],
+    ids=["no such group", "too many layers", "beyond the end", "before the hit"],
+)
+def test_a_piece_outside_of_the_grant_is_an_error(piece: Piece) -> None:
+    session = ReceiveSession(TOKENS, (LAYERS,), (1,))
+    session.announce(TOKENS)
+    session.bind(2)
+    session.bound(0)
+    with pytest.raises(ProtocolError, match="not within what was granted"):
+        session.offer(0, (piece,))
+
+
+@pytest.mark.parametrize("state", [ReceiveState.WAITING, ReceiveState.QUEUED, ReceiveState.BINDING])
+def test_pieces_before_the_grant_are_an_error(state: ReceiveState) -> None:
+    with pytest.raises(ProtocolError, match="nothing was granted"):
+        receiver_in(state).offer(0, (Piece(0, 0, 1, 0, 1),))
+
+
+@pytest.mark.parametrize("state", [ReceiveState.COMPLETE, ReceiveState.LEAVING, ReceiveState.CLOSED])
+def test_pieces_after_the_end_get_no_entry(state: ReceiveState) -> None:
+    assert receiver_in(state).offer(0, (Piece(0, 0, 1, 0, 1),)) == ()
+
+
+def test_a_piece_number_offered_twice_is_an_error() -> None:
+    session = receiver_in(ReceiveState.RECEIVING)
+    session.offer(0, (Piece(0, 0, 1, 0, 1),))
+    with pytest.raises(ProtocolError, match="offered twice"):
+        session.offer(0, (Piece(0, 0, 1, 1, 2),))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_transfer_is_complete_exactly_when_all_landed_on_all_ranks_and_tokens_are_here(seed: int) -> None:
+    """Slices land in any order, some pieces are lost and wanted again, some land although they were thought lost."""
+    rng = random.Random(seed)
+    slices = (rng.choice((1, 2)), rng.choice((1, 2)))
+    session = ReceiveSession(TOKENS, (LAYERS,), slices)
+    session.announce(TOKENS)
+    session.bind(0)
+    session.bound(0)
+    session.bound(1)
+    flying: list[tuple[int, int]] = []  # (piece_no, rank), one for each slice
+    lost: list[tuple[int, int]] = []
+    next_no = 0
+
+    def offer(pieces: tuple[Piece, ...]) -> None:
+        nonlocal next_no
+        for piece_no, _ in session.offer(next_no, pieces):
+            flying.extend((piece_no, rank) for rank in range(2) for _ in range(slices[rank]))
+        next_no += len(pieces)
+
+    offer(CUT(None, 0, 5))
+    offer(CUT(None, 5, TOKENS))
+    token_at = rng.randrange(30)
+    landed: dict[tuple[int, int], int] = {}
+    coverage = (Coverage(), Coverage())
+    for step in range(500):
+        if step == token_at:
+            session.first_tokens = (FirstToken(0, 5, None, None),)
+        elif flying:
+            slice_ = flying.pop(rng.randrange(len(flying)))
+            if rng.random() < 0.2:
+                lost.append(slice_)
+            else:
+                session.landed(*slice_)
+                landed[slice_] = landed.get(slice_, 0) + 1
+                if landed[slice_] == slices[slice_[1]]:
+                    coverage[slice_[1]].add(session._pieces[slice_[0]])
+        elif step > token_at:
+            missing = session.missing()
+            assert missing, "everything landed and it was not noticed"
+            offer(tuple(piece for whole in missing for piece in halves(whole)))
+            flying.extend(lost[:1])  # it comes after all
+            del lost[:1]
+        everything = all(c.complete([Piece(0, 0, LAYERS, 0, TOKENS)]) for c in coverage)
+        assert session.covered == everything
+        if session.try_complete():
+            assert everything
+            assert step >= token_at
+            break
+    assert session.state is ReceiveState.COMPLETE
+    for slice_ in flying:
+        session.landed(*slice_)  # late: nothing
+    assert not session.try_complete()
+
+
+@pytest.mark.parametrize(
+    "state", [ReceiveState.WAITING, ReceiveState.QUEUED, ReceiveState.BINDING, ReceiveState.RECEIVING]
+)
+def test_first_tokens_that_end_every_choice_need_no_kv(state: ReceiveState) -> None:
+    session = receiver_in(state)
+    session.first_tokens = (FirstToken(0, 5, None, FinishReason.STOP), FirstToken(1, 5, None, None))
+    assert not session.try_complete(), "one choice goes on"
+    session.first_tokens = (FirstToken(0, 5, None, FinishReason.STOP), FirstToken(1, 5, None, FinishReason.LENGTH))
+    assert session.try_complete()
+
+
+def test_pages_are_free_only_when_every_rank_has_let_go() -> None:
+    session = ReceiveSession(TOKENS, (LAYERS,), (1, 1))
+    assert session.all_unbound, "no rank ever had them"
+    session.announce(TOKENS)
+    session.bind(0)
+    session.abandon()
+    session.unbound(0)
+    session.unbound(0)
+    assert not session.all_unbound
+    session.unbound(1)
+    assert session.all_unbound
+
+
+def test_a_late_acknowledgement_of_the_binding_grants_nothing() -> None:
+    session = receiver_in(ReceiveState.BINDING)
+    session.abandon()
+    assert not session.bound(0)
+    assert session.state is ReceiveState.LEAVING

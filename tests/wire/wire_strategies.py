@@ -1,0 +1,200 @@
+"""Hypothesis strategies for every value that crosses the wire, over the full range of each field."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from disagg.messages import legs, link
+from disagg.messages.channel import Frame
+from disagg.messages.lane import Piece
+from disagg.messages.plan import TokenLogprobs
+from disagg.types.ids import FinishReason, LegKey, Role
+from disagg.types.sampling import SamplingParams
+from disagg.wire.inference import (
+    ChoiceDeltaView,
+    FinishedView,
+    LogprobEntryView,
+    StartedView,
+    TokenLogprobsView,
+    UsageView,
+)
+from disagg.wire.peer import LinkGreeting
+from disagg.wire.server import AttachReply, RouterHello, ServerSays
+
+settings.register_profile("wire", derandomize=True, deadline=None, max_examples=60, database=None)
+WIRE = settings.get_profile("wire")
+
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+i32 = st.integers(-(2**31), 2**31 - 1)
+text = st.text(max_size=8)
+name = st.text(min_size=1, max_size=8)
+seconds = st.floats(allow_nan=False, allow_infinity=False)
+real = st.floats(allow_nan=False)
+float32 = st.floats(width=32, allow_nan=False)
+
+
+def tuples(of, max_size=3, min_size=0):
+    return st.lists(of, min_size=min_size, max_size=max_size).map(tuple)
+
+
+token_ids = tuples(u32, 5)
+keys = st.builds(LegKey, name, u32, u32)
+finishes = st.none() | st.sampled_from(FinishReason)
+token_logprobs = st.builds(TokenLogprobs, float32, tuples(st.tuples(u32, float32)))
+events = st.builds(legs.TimelineEvent, text, seconds, seconds, text)
+
+sampling = st.builds(
+    SamplingParams,
+    max_tokens=i32,
+    min_tokens=i32,
+    temperature=real,
+    top_k=i32,
+    top_p=real,
+    min_p=real,
+    repetition_penalty=real,
+    presence_penalty=real,
+    frequency_penalty=real,
+    logit_bias=tuples(st.tuples(u32, real)),
+    stop=tuples(text),
+    stop_token_ids=token_ids,
+    ignore_eos=st.booleans(),
+    seed=u64,
+    logprobs=st.none() | i32,
+    n=i32,
+)
+
+
+@st.composite
+def start_legs(draw):
+    ids = draw(token_ids)
+    return legs.StartLeg(
+        key=draw(keys),
+        token_ids=ids,
+        num_prompt=draw(st.integers(0, len(ids))),
+        params=draw(sampling),
+        choices=draw(tuples(u32)),
+        peer=draw(st.builds(legs.PeerRef, text, text, text)),
+        deadline_s=draw(seconds),
+        cache_salt=draw(text),
+    )
+
+
+@st.composite
+def leg_tokens(draw):
+    ids = draw(token_ids)
+    with_logprobs = draw(st.booleans())
+    return legs.LegTokens(
+        key=draw(keys),
+        choice=draw(u32),
+        first_index=draw(u32),
+        token_ids=ids,
+        logprobs=draw(tuples(token_logprobs, len(ids), len(ids))) if with_logprobs else (),
+        finish=draw(finishes),
+    )
+
+
+states = st.sampled_from([state for state in legs.ServerState if state is not legs.ServerState.DEAD])
+loads = st.builds(legs.LoadReport, states, u32, u32, u64, u64, u64, u64)
+server_hellos = st.builds(
+    legs.ServerHello, name, st.sampled_from(Role), u32, u32, tuples(u32), text, text, text, u32, u64, text, loads
+)
+router_hellos = st.builds(RouterHello, name, name, name, u64, text)
+attach_replies = st.builds(AttachReply, u64, st.booleans())
+
+# One strategy per message class: the tests check that none of the unions' members is missing here.
+ROUTER_MESSAGES = {
+    legs.StartLeg: start_legs(),
+    legs.AbortLeg: st.builds(legs.AbortLeg, keys, st.none() | u32),
+}
+SERVER_MESSAGES = {
+    legs.LegTokens: leg_tokens(),
+    legs.LegEnd: st.builds(legs.LegEnd, keys, st.sampled_from(legs.Outcome), text, tuples(events), u32),
+}
+
+
+@st.composite
+def pieces(draw):
+    layer_start, token_start = draw(st.integers(0, 2**31)), draw(st.integers(0, 2**31))
+    layers, tokens = draw(st.integers(1, 2**30)), draw(st.integers(1, 2**30))
+    return Piece(draw(u32), layer_start, layer_start + layers, token_start, token_start + tokens)
+
+
+entries = st.builds(link.Entry, u64, u32, u32, u32, u32, u32, u64, u64)
+first_tokens = st.builds(link.FirstToken, u32, u32, st.none() | token_logprobs, finishes)
+ranks = st.builds(link.RankInfo, u32, u32, u64, st.binary(max_size=8), u64, i32)
+link_greetings = st.builds(
+    LinkGreeting, st.builds(link.LinkHello, name, name, name, text, u32, text, tuples(ranks)), u64
+)
+LINK_MESSAGES = {
+    link.Announce: st.builds(link.Announce, keys, u32),
+    link.OpenRing: st.builds(link.OpenRing, u32, u32, st.integers(1, 2**64 - 1), tuples(u64)),
+    link.CloseRing: st.builds(link.CloseRing, u32),
+    link.RingClosed: st.builds(link.RingClosed, u32),
+    link.Grant: st.builds(link.Grant, keys, u32),
+    link.OfferPieces: st.builds(link.OfferPieces, keys, u32, tuples(pieces())),
+    link.AssignEntries: st.builds(link.AssignEntries, keys, u32, tuples(entries)),
+    link.Watermarks: st.builds(link.Watermarks, u32, tuples(u64)),
+    link.FirstTokens: st.builds(link.FirstTokens, keys, tuples(first_tokens)),
+    link.SentAll: st.builds(link.SentAll, keys, u32),
+    link.Complete: st.builds(link.Complete, keys),
+    link.Revoke: st.builds(link.Revoke, keys, text),
+    link.Withdraw: st.builds(link.Withdraw, keys, text),
+    link.Drained: st.builds(link.Drained, keys),
+    link.WantPieces: st.builds(link.WantPieces, keys, tuples(pieces())),
+}
+
+
+def frames(messages):
+    """Frames of these messages; number 0 only without any."""
+    return st.builds(Frame, st.integers(1, 2**64 - 1), u64, tuples(messages)) | st.builds(
+        Frame, st.just(0), u64, st.just(())
+    )
+
+
+server_says = st.builds(
+    ServerSays, frames(st.one_of(*SERVER_MESSAGES.values())), st.none() | loads, st.none() | server_hellos
+) | st.builds(ServerSays, st.just(Frame(0, 0, ())), st.none(), server_hellos, attach_replies)
+
+
+# ---- public API
+
+logprob_entries = st.builds(LogprobEntryView, u32, text, st.binary(max_size=4), real)
+token_logprob_views = st.builds(TokenLogprobsView, logprob_entries, tuples(logprob_entries), u32)
+
+
+@st.composite
+def choice_deltas(draw):
+    ids = draw(token_ids)
+    with_logprobs = draw(st.booleans())
+    return ChoiceDeltaView(
+        choice=draw(u32),
+        text=draw(text),
+        token_ids=ids,
+        logprobs=draw(tuples(token_logprob_views, len(ids), len(ids))) if with_logprobs else (),
+        finish=draw(finishes),
+        stop_reason=draw(st.none() | text | u32),
+    )
+
+
+started = st.builds(StartedView, text, token_ids, seconds)
+finished = st.builds(FinishedView, st.builds(UsageView, u32, u32, u32), tuples(events), u32)
+
+generate_fields = st.fixed_dictionaries(
+    {
+        "model": name,
+        "prompt": text | token_ids,
+        "params": st.builds(
+            lambda params, max_tokens: structs.replace(params, max_tokens=max_tokens, seed=0),
+            sampling,
+            st.integers(0, 2**31 - 1),
+        ),
+        "seed": st.none() | u64,
+        "deadline_s": st.none() | st.integers(1, 10**9).map(lambda ms: ms / 1000),
+        "cache_salt": text,
+        "client_request_id": text,
+        "add_special_tokens": st.booleans(),
+    }
+)
