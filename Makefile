@@ -6,6 +6,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 BIN := .venv/bin
 STAMP := .venv/.setup-done
+MODELS_STAMP := .venv/.test-models-done
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help demo serve test check lint test-slow setup clean
@@ -19,7 +20,7 @@ demo: setup ## Start a cluster, ask it over gRPC and HTTP, show where the time w
 serve: setup ## Run a cluster on this machine until Ctrl-C (other flags: .venv/bin/disagg up --help).
 	@$(BIN)/disagg up
 
-test: lint ## What CI runs: lint, types, import contracts, and every test that is not slow.
+test: lint $(MODELS_STAMP) ## What CI runs: lint, types, import contracts, and every test that is not slow.
 	$(PYTEST) -m "not slow"
 
 check: lint ## The three-minute part of `test`: without the tests that start real clusters.
@@ -31,7 +32,7 @@ lint: setup ## Ruff, mypy and the import contracts.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test-slow: setup ## The tests that are too slow for CI.
+test-slow: setup $(MODELS_STAMP) ## The tests that are too slow for CI.
 	$(BIN)/python -m tests.slow
 
 setup: $(STAMP) ## Make .venv with everything that is needed (again only if what it is made from has changed).
@@ -42,4 +43,8 @@ clean: ## Remove .venv, generated code and caches.
 
 $(STAMP): pyproject.toml constraints.txt $(shell find protos -type f)
 	@.ci/setup
+	@touch $@
+
+$(MODELS_STAMP): $(STAMP)
+	@.ci/test-models
 	@touch $@

@@ -131,9 +131,9 @@ def _overrides(sets: tuple[str, ...]) -> dict[str, object]:
 @click.option("--decode-tp", default=1, show_default=True, type=click.IntRange(1, 64), help="Ranks per decode server.")
 @click.option("--page-tokens", type=int, metavar="N", help="Tokens per KV page.  [default: 16]")
 @click.option("--chunk-tokens", type=int, metavar="N", help="Token budget of one prefill step.  [default: 256]")
-@click.option("--kv-memory", metavar="SIZE", help="KV pool of each server.  [default: 512MiB]")
+@click.option("--kv-memory", metavar="SIZE", help="KV pool of each server.  [default: 512MiB on CPU]")
 @click.option("--max-model-len", type=int, metavar="N", help="Longest prompt and output.  [default: the model's own]")
-@click.option("--prefix-cache", type=click.Choice(["on", "off"]), help="[default: off]")
+@click.option("--prefix-cache", type=click.Choice(["on", "off"]), help="[default: on]")
 @click.option("--host", metavar="HOST", help="Where the router listens.  [default: 127.0.0.1]")
 @click.option("--http-port", type=int, metavar="PORT", help="OpenAI HTTP; 0 takes a free one.  [default: 8000]")
 @click.option("--grpc-port", type=int, metavar="PORT", help="gRPC; 0 takes a free one.  [default: 50051]")
@@ -222,12 +222,13 @@ def generate(prompt: str, **options: Any) -> None:
 
 @cli.command()
 @_http_option
-@click.option("--json", "as_json", is_flag=True, help="Print the router's answer as it is.")
-def status(base_url: str, as_json: bool) -> None:
+@click.option("--memory", is_flag=True, help="Draw the KV memory of every server instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print the router's answer as it is, which has everything.")
+def status(base_url: str, memory: bool, as_json: bool) -> None:
     """Show both pools, and what they are doing."""
     from disagg.cli.status import show_status
 
-    show_status(base_url, as_json)
+    show_status(base_url, as_json, memory)
 
 
 @cli.command()

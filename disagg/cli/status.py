@@ -11,27 +11,46 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from disagg.cli.memory import legend, memory_lines
 from disagg.cli.terminal import get_http
 
 _STATE_STYLES = {"ready": "green", "loading": "yellow", "draining": "yellow", "no-peer": "yellow", "dead": "red"}
 
 
-def show_status(base_url: str, as_json: bool) -> None:
-    """Prints both pools and the router. Raises DisaggError if no router answers."""
+def show_status(base_url: str, as_json: bool, memory: bool = False) -> None:
+    """Prints both pools and the router, or every server's KV memory. Raises DisaggError if no router answers."""
     status = get_http(base_url, "/status")
     if as_json:
         print(json.dumps(status, ensure_ascii=False))
         return
     # In a pipe there is no width to fit into: whole words, for grep.
-    console = Console() if sys.stdout.isatty() else Console(width=160)
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=160, highlight=False)
+    if memory:
+        print_memory(console, status)
+    else:
+        print_pools(console, status)
+
+
+def print_pools(console: Console, status: Mapping[str, Any]) -> None:
+    """status: of /status."""
     for role in ("prefill", "decode"):
         console.print(pool_table(role, [each for each in status.get("servers", []) if each.get("role") == role]))
+    draining = ", draining" if status.get("state") == "draining" else ""
     for router in status.get("routers", []):
-        draining = ", draining" if router.get("draining") else ""
         console.print(
             f"router {router.get('name')} (pid {router.get('pid')}): {router.get('inflight')} in flight, "
             f"{router.get('queued')} queued{draining}"
         )
+
+
+def print_memory(console: Console, status: Mapping[str, Any]) -> None:
+    """status: of /status."""
+    servers = status.get("servers", [])
+    for server in servers:
+        for line in memory_lines(server, console.width):
+            console.print(line)
+        console.print()
+    console.print(legend() if servers else "no servers")
 
 
 def pool_table(role: str, servers: Sequence[Mapping[str, Any]]) -> Table:

@@ -13,12 +13,14 @@ from disagg.config.tree import Config
 from disagg.types.errors import ConfigError
 
 PAGE_BYTES = 4096  # of the machine: what the transport registers starts and ends on these
+LEAST_KV_BYTES = 1 << 16
 LINKS_PER_ARENA = 4  # no link gets more than its share, a quarter: as the arena itself deals them out
 
 
 def check_config(config: Config) -> None:
     """Raises ConfigError naming the settings that do not fit together, their values, and what is allowed."""
     _check_later_versions(config)
+    _check_engine(config)
     _check_transfer(config)
     _check_server(config)
     _check_router(config)
@@ -54,8 +56,20 @@ def _check_later_versions(config: Config) -> None:
         raise ConfigError(
             f"server.tp = {config.server.tp}: tensor parallelism arrives with a later version; it must be 1"
         )
-    if config.engine.prefix_cache:
-        raise ConfigError("engine.prefix_cache = on: the prefix cache arrives with a later version; it must be off")
+
+
+def _check_engine(config: Config) -> None:
+    engine = config.engine
+    if 0 < engine.kv_memory_bytes < LEAST_KV_BYTES:
+        raise ConfigError(
+            f"engine.kv_memory_bytes = {format_size(engine.kv_memory_bytes)}: it must be at least "
+            f"{format_size(LEAST_KV_BYTES)}, or 0 to let the server decide"
+        )
+    if engine.checkpoint_tokens % engine.page_tokens:
+        raise ConfigError(
+            f"engine.checkpoint_tokens = {engine.checkpoint_tokens}: it must be a multiple of engine.page_tokens = "
+            f"{engine.page_tokens}"
+        )
 
 
 def _check_transfer(config: Config) -> None:

@@ -42,10 +42,19 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     page_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16
     chunk_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 256  # token budget of one prefill step
     max_running: Annotated[int, Meta(ge=1, le=4096)] = 64  # sequences decoding (or prompts in prefill) at once
-    kv_memory_bytes: Annotated[int, Meta(ge=1 << 16)] = 512 * MIB
-    prefix_cache: bool = False
+    kv_memory_bytes: NonNegativeInt = 0  # 0: 512 MiB on CPU; on a GPU what gpu_memory_utilization leaves
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = (
+        0.9  # of the device, for weights, steps and KV together
+    )
+    page_sizing: Literal["lcm", "max"] = "lcm"  # how large pages are sized, see memory/layout
+    prefix_cache: bool = True
+    keep_windows: bool = False  # keep KV that has left a sliding window, as if it were full attention: to compare with
+    checkpoint_tokens: PositiveInt = 512  # how far apart states of recurrent layers are kept; whole pages
     max_waiting: PositiveInt = 4096  # legs queued before new ones are refused
     ungranted_share: Annotated[float, Meta(gt=0, le=1)] = 0.5  # finished but ungranted KV, share of the prefill pool
+    grant_headroom_tokens: NonNegativeInt = 64  # of output per choice, for which a grant reserves pages
+    preempt_after_s: Seconds = 2.0  # the oldest grant waits this long before running sequences give way to it
+    preemption: Literal["latest", "fewest_tokens"] = "latest"  # who gives way when pages run out
 
 
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

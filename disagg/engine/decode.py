@@ -3,21 +3,28 @@
 Events in, instructions out; no I/O, no clock, no torch. One leg goes through here so:
 
     StartLeg -> waiting for Announce -> waiting for pages, slots, ring -> binding -> granted -> pieces land
-             -> complete (and first tokens here) -> running, one token a step -> LegEnd -> pages freed
+             -> complete (and first tokens here) -> a sequence per choice in the batch -> LegEnd -> pages freed
+
+A grant covers the prompt, less what the prefix cache holds, and some output; while it decodes, a sequence takes pages as
+it grows. Who waits for pages, a grant or a sequence that gave way (engine/batch), is served in the order of waiting, and a
+grant that has waited too long makes running sequences give way.
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 from msgspec.structs import astuple
 
+from disagg.engine.batch import DecodeBatch, Sequence
 from disagg.engine.facts import EngineFacts
 from disagg.engine.finish import finish_of
 from disagg.engine.instructions import DialLink, DropLink, Instruction, Tally, ToLane, ToLink, ToRouter, ToWorkers
+from disagg.engine.pool import EnginePool
 from disagg.engine.rings import RingState, RingTable
 from disagg.engine.steps import PlanPipeline, Slots
-from disagg.memory.pages import LegPages, PageAllocator
+from disagg.memory.sequence import KvMemory, SequencePages
 from disagg.messages import link as m
 from disagg.messages.lane import (
     AddPeer,
@@ -33,14 +40,22 @@ from disagg.messages.lane import (
     Unbind,
     Unbound,
 )
-from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, LoadReport, Outcome, ServerState, StartLeg, TimelineEvent
-from disagg.messages.mirror import MirrorEncoder
-from disagg.messages.plan import Run, SampledToken, SamplerStart, SequenceStart, StepResult
-from disagg.scheduler.policies import Candidate, decode_only
+from disagg.messages.legs import (
+    AbortLeg,
+    KvEvents,
+    LegEnd,
+    LegTokens,
+    LoadReport,
+    Outcome,
+    ServerState,
+    StartLeg,
+    TimelineEvent,
+)
+from disagg.messages.plan import SampledToken, StepResult
 from disagg.staging.arena import locate
-from disagg.staging.pieces import piece_bytes
+from disagg.staging.pieces import group_piece_bytes
 from disagg.staging.slices import HeadSlice, head_slices
-from disagg.transfer.session import ReceiveSession, ReceiveState
+from disagg.transfer.session import CHECKPOINT, NUM_STATES, ReceiveSession, ReceiveState
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
 
@@ -49,20 +64,7 @@ MAX_EARLY_ANNOUNCES = 4096
 MAX_CLOSED = 8192  # keys remembered after a leg's end
 WANT_AFTER_S = 1.0  # after SentAll, with nothing landing
 MAX_WANTS = 3
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """One choice that decodes."""
-
-    leg: _Leg
-    seq_id: int
-    choice: int
-    slot: int
-    outputs: int  # outputs accepted by this engine or before it
-    scheduled: int  # outputs that plans so far will have produced
-    last_plan: int = -1
-    done: bool = False
+TURN_TOKENS = 16  # a sequence that joined the batch makes at least so many before it gives way to a grant
 
 
 @dataclass(slots=True)
@@ -77,10 +79,14 @@ class _Leg:
     deadline_s: float
     link: int | None = None
     link_attempted: bool = False
-    pages: LegPages | None = None
-    slots: tuple[int, ...] = ()
-    sequences: list[_Sequence] = field(default_factory=list)
-    last_plan: int = -1
+    root: bytes = b""
+    hashes: list[bytes] = field(default_factory=list)  # of the trunk's full pages
+    pages: SequencePages | None = None  # from the grant on, until they are let go or are the sequences' alone
+    slots: tuple[int, ...] = ()  # until the sequences have them
+    forks_unbound: bool = False  # its sequences begin when no rank has its pages bound any more
+    cached_tokens: int = 0
+    too_little_at: int = -1  # KvMemory.releases when there were too few pages for it
+    sequences: list[Sequence] = field(default_factory=list)
     ended: bool = False
     dropped_choices: set[int] = field(default_factory=set)
     announced_unix_s: float = 0.0
@@ -105,6 +111,19 @@ class _Leg:
         """Output index of the first token that this attempt produces."""
         return len(self.start.token_ids) - self.start.num_prompt
 
+    @property
+    def waits(self) -> bool:
+        """It has no sequence yet, and may get one."""
+        return not self.sequences and not self.ended
+
+
+class _Try(enum.Enum):
+    """How trying to grant a leg went."""
+
+    GRANTED = "granted"
+    NOT_NOW = "not now"  # for a reason of its own: others need not wait for it
+    TOO_LITTLE = "too little"  # pages or slots: nobody may overtake it
+
 
 @dataclass(slots=True)
 class _Link:
@@ -122,19 +141,25 @@ class DecodeEngine:
 
     def __init__(self, facts: EngineFacts) -> None:
         self.facts = facts
-        self.pages = PageAllocator(facts.num_pages)
-        self.slots = Slots(facts.max_slots)
-        self.pipeline = PlanPipeline(facts.tp)
-        self.encoder = MirrorEncoder()
         self.tally = Tally()
+        self.pool = EnginePool(facts, self.tally, self._fits_alone)
+        self.batch = DecodeBatch(facts, self.pool.kv, self.tally)
         self.rings = RingTable(facts.arena_bytes, facts.segment_bytes, facts.link_segments, facts.tp, facts.link_idle_s)
         self._legs: dict[LegKey, _Leg] = {}  # in order of arrival
-        self._running: dict[int, _Sequence] = {}  # decoding and not done
-        self._by_seq: dict[int, _Sequence] = {}  # everything that a plan in flight may name
+        self._queued: dict[LegKey, _Leg] = {}  # announced and without a grant, longest first
+        self._ending: dict[LegKey, _Leg] = {}  # ended, and not all free
         self._links: dict[int, _Link] = {}
         self._closed: dict[LegKey, None] = {}  # recently, oldest first: announces that come late are refused
-        self._next_seq_id = 0
+        self._arrivals = 0
         self._out: list[Instruction] = []
+
+    @property
+    def pipeline(self) -> PlanPipeline:
+        return self.batch.pipeline
+
+    @property
+    def slots(self) -> Slots:
+        return self.batch.slots
 
     # ---- what the server calls
 
@@ -142,13 +167,13 @@ class DecodeEngine:
         """A router dispatches a leg. Answered at once by LegEnd if it can never run here, or if too many wait."""
         if start.key in self._legs:
             return []
-        session = ReceiveSession(len(start.token_ids), tuple(len(g.layers) for g in self.facts.groups), ())
+        session = ReceiveSession(len(start.token_ids), self.facts.groups, ())
         leg = _Leg(router, start, session, now_s, now_unix_s, now_s + start.deadline_s)
         refusal = self._refusal(start)
         if refusal:
             self._end(leg, Outcome.REFUSED, refusal)
             return self._take()
-        if sum(not leg.sequences for leg in self._legs.values()) >= self.facts.max_waiting:
+        if sum(leg.waits for leg in self._legs.values()) >= self.facts.max_waiting:
             self._end(leg, Outcome.GIVEN_BACK, "too many legs are waiting already")
             return self._take()
         self._legs[start.key] = leg
@@ -170,7 +195,7 @@ class DecodeEngine:
             leg.dropped_choices.add(abort.choice)
             for sequence in leg.sequences:
                 if sequence.choice == abort.choice:
-                    self._stop(sequence)
+                    self.batch.stop(sequence)
             if not leg.sequences or not all(sequence.done for sequence in leg.sequences):
                 return self._take()
         self._close(leg, Outcome.ABORTED, "aborted by the router")
@@ -188,9 +213,10 @@ class DecodeEngine:
 
     def schedule(self, now_s: float, now_unix_s: float) -> list[Instruction]:
         """Grant what fits, then send plans until two are in flight or nothing is left to do."""
+        self.batch.settle(now_s)
         self._grant_waiting(now_s, now_unix_s)
-        while self.pipeline.has_room and self._schedule_one(now_s):
-            pass
+        while (plan := self.batch.plan(now_s)) is not None:
+            self._out.append(ToWorkers(plan))
         return self._take()
 
     def step_done(self, result: StepResult, now_s: float, now_unix_s: float) -> list[Instruction]:
@@ -203,7 +229,9 @@ class DecodeEngine:
         if plan.runs:
             self.tally.steps += 1
         for token in report.sampled:
-            self._sampled(self._by_seq[token.seq_id], token, plan.plan_no, now_unix_s)
+            self._sampled(self.batch.named(token.seq_id), token, plan.plan_no, now_unix_s)
+        self.batch.reported(plan)
+        self.batch.settle(now_s)
         self._reap_all()
         return self._take()
 
@@ -301,6 +329,7 @@ class DecodeEngine:
                 leg = self._legs.get(message.key)
                 if leg is not None and leg.session.bound(rank):
                     self._grant(leg, now_s, now_unix_s)
+                    self._try_complete(leg, now_s, now_unix_s)  # everything may be in the prefix cache
             case Landing():
                 self._landed(rank, message, now_s, now_unix_s)
             case Unbound():
@@ -338,15 +367,8 @@ class DecodeEngine:
         return self._take()
 
     def load(self, state: ServerState) -> LoadReport:
-        return LoadReport(
-            state=state,
-            running=len(self._running),
-            waiting=sum(not leg.sequences and not leg.ended for leg in self._legs.values()),
-            pages_used=self.pages.used,
-            pages_free=self.pages.free,
-            pages_evictable=self.pages.evictable,
-            pages_total=self.pages.total,
-        )
+        waiting = sum(leg.waits for leg in self._legs.values()) + len(self.batch.parked)
+        return self.pool.load(state, running=len(self.batch.running), waiting=waiting)
 
     @property
     def idle(self) -> bool:
@@ -354,7 +376,12 @@ class DecodeEngine:
 
     @property
     def max_tokens_in_pool(self) -> int:
-        return self.facts.num_pages * self.facts.page_tokens
+        """Tokens that a sequence may come to have when it is alone."""
+        return self.pool.longest_alone
+
+    def kv_snapshot(self) -> KvEvents:
+        """Everything that is in the prefix cache."""
+        return self.pool.snapshot()
 
     def arena_bytes(self) -> tuple[int, int, int]:
         """(free, leased, quarantined), of each rank."""
@@ -370,7 +397,11 @@ class DecodeEngine:
                     "tokens": leg.num_tokens,
                     "missing": [astuple(piece) for piece in leg.session.missing()[:8]],
                     "first_tokens": len(leg.session.first_tokens),
-                    "sequences": {s.seq_id: {"outputs": s.outputs, "done": s.done} for s in leg.sequences},
+                    "sequences": {
+                        s.choice: {"seq": s.seq_id, "phase": s.phase.value, "tokens": len(s.tokens)}
+                        for s in leg.sequences
+                    },
+                    "cached tokens": leg.cached_tokens,
                     "link": leg.link,
                     "ended": leg.ended,
                 }
@@ -391,22 +422,24 @@ class DecodeEngine:
             },
             "quarantined links": list(self.rings.quarantined_links),
             "plans in flight": [plan.plan_no for plan in self.pipeline.in_flight],
-            "pages": {"free": self.pages.free, "used": self.pages.used, "total": self.pages.total},
+            "running": list(self.batch.running),
+            "parked": [f"{s.key} choice {s.choice}" for s in self.batch.parked],
+            "memory": self.pool.dump(),
             "arena bytes": dict(zip(("free", "leased", "quarantined"), self.arena_bytes(), strict=True)),
         }
 
     def check_integrity(self) -> None:
         """What must hold between any two calls."""
-        self.pages.check_integrity()
         self.rings.arena.check_integrity()
-        held: set[int] = set()
-        for leg in self._legs.values():
-            if leg.pages is not None:
-                mine = {page for i in range(len(leg.pages.own)) for page in leg.pages.table(i)}
-                assert not mine & held, "two legs hold one page"
-                held |= mine
-        assert len(held) == self.pages.used, "pages of legs and used pages differ"
-        assert sum(len(leg.slots) for leg in self._legs.values()) == self.slots.total - self.slots.free
+        self.batch.check_integrity()
+        landing = [leg.pages for leg in self._legs.values() if leg.pages is not None and not leg.sequences]
+        self.pool.kv.check_integrity([*landing, *self.batch.pages()])
+        legs_slots = sum(len(leg.slots) for leg in self._legs.values())
+        assert legs_slots + self.batch.held_slots() == self.slots.total - self.slots.free, (
+            "slots of legs and used slots"
+        )
+        assert all(leg.session.state is ReceiveState.QUEUED for leg in self._queued.values())
+        assert all(leg.ended for leg in self._ending.values())
         for ring in self.rings.links.values():
             for rank_ring in ring.rings:
                 rank_ring.check_integrity()
@@ -420,15 +453,20 @@ class DecodeEngine:
             return "a leg needs at least one token and one choice"
         if tokens >= self.facts.max_model_len:
             return f"{tokens} tokens leave no room within the model's {self.facts.max_model_len}"
-        needed = LegPages.count(tokens, self._total_tokens(start), len(start.choices), self.facts.page_tokens)
-        if needed > self.pages.total:
+        choices = len(start.choices)
+        if not self._fits_alone(self.pool.kv, self._total_tokens(start), tokens, choices):
             return (
-                f"prompt and max_tokens of all choices need {needed} KV pages of {self.facts.page_tokens} tokens; "
-                f"the decode server has {self.pages.total}"
+                f"prompt and max_tokens come to {self._total_tokens(start)} tokens for each of {choices} choices; the "
+                f"decode server has KV memory for {self.pool.longest_alone} tokens of one"
             )
         if len(start.choices) > self.facts.max_slots:
             return f"{len(start.choices)} choices are more than the server's {self.facts.max_slots} slots"
         return ""
+
+    def _fits_alone(self, kv: KvMemory, total_tokens: int, shared_tokens: int = 0, choices: int = 1) -> bool:
+        """It can grow to its end, and be computed again up to there, when nothing else holds pages."""
+        grown = kv.large_pages_to_decode(shared_tokens, total_tokens, choices)
+        return max(grown, kv.large_pages_to_prefill(total_tokens, self.facts.chunk_tokens)) <= self.facts.num_large
 
     def _total_tokens(self, start: StartLeg) -> int:
         """Tokens whose KV a choice may come to hold (the last output's is never written)."""
@@ -437,7 +475,10 @@ class DecodeEngine:
     def _attach(self, leg: _Leg, number: int, now_s: float, now_unix_s: float) -> None:
         link = self._links[number]
         leg.link = number
-        leg.session.slices = tuple(sum(s.dst_rank == rank for s in link.slices[0]) for rank in range(self.facts.tp))
+        leg.session.slices = tuple(
+            tuple(sum(part.dst_rank == rank for part in parts) for rank in range(self.facts.tp))
+            for parts in link.slices
+        )
         announced = link.early.pop(leg.key, None)
         tokens = link.early_tokens.pop(leg.key, None)
         try:
@@ -462,37 +503,64 @@ class DecodeEngine:
             self._out.append(ToLink(leg.link, m.Revoke(leg.key, "not wanted any more")))
             return
         leg.session.announce(num_tokens)
+        if leg.session.state is ReceiveState.QUEUED:
+            self._queued[leg.key] = leg
         leg.announced_s, leg.announced_unix_s = now_s, now_unix_s
         leg.timeline.append(TimelineEvent("queued", leg.received_unix_s, now_unix_s))
 
     def _grant_waiting(self, now_s: float, now_unix_s: float) -> None:
-        """Pages, then slots, then a ring: all or nothing, oldest first; nobody overtakes."""
-        queued = [leg for leg in self._legs.values() if leg.session.state is ReceiveState.QUEUED]
-        self.rings.keep_wishes({leg.link for leg in queued if leg.link is not None})
-        for leg in queued:
-            assert leg.link is not None
-            link = self._links[leg.link]
-            peer = f"{link.hello.name}/{link.hello.incarnation}"
-            if self.rings.shut_out(leg.link, peer):
-                reason = f"no ring for {link.hello.name}: too much of the arena is quarantined for lost links"
-                self._close(leg, Outcome.GIVEN_BACK, reason)
-                continue
-            choices = len(leg.start.choices)
-            total = self._total_tokens(leg.start)
-            needed = LegPages.count(leg.num_tokens, total, choices, self.facts.page_tokens)
-            if needed > self.pages.free or choices > self.slots.free:
+        """A ring, pages and slots: all or nothing, in the order of waiting; nobody overtakes.
+
+        Who gave way stands in the same queue. A grant that has waited too long goes first, and running sequences give way
+        to it, since its KV holds pages of prefill all the while.
+        """
+        self.rings.keep_wishes({leg.link for leg in self._queued.values() if leg.link is not None})
+        if self.batch.short or not (self._queued or self.batch.parked):
+            return
+        urgent = next(iter(self._queued.values()), None)
+        if urgent is not None and now_s - urgent.announced_s < self.facts.preempt_after_s:
+            urgent = None
+        if urgent is not None and self._try_grant(urgent, now_s) is _Try.TOO_LITTLE:
+            self.batch.give_way("grant", TURN_TOKENS)
+            return
+        waiting: list[_Leg | Sequence] = [*self._queued.values(), *self.batch.parked]
+        for each in sorted(waiting, key=lambda w: w.announced_s if isinstance(w, _Leg) else w.parked_s):
+            if isinstance(each, Sequence):
+                if not self.batch.resume(each):
+                    return
+            elif self._try_grant(each, now_s) is _Try.TOO_LITTLE:
                 return
-            if not self.rings.open(leg.link, peer, now_s):
-                continue  # another link's legs need not wait for this one's segments
-            self._tell_ring(link)
-            leg.pages = LegPages.allocate(self.pages, leg.num_tokens, total, choices, self.facts.page_tokens)
-            slots = self.slots.take(choices)
-            assert leg.pages is not None
-            assert slots is not None
-            leg.slots = slots
-            leg.session.bind(hit_tokens=0)
-            leg.progress_s = now_s
-            self._out.append(ToLane(None, Bind(leg.key, leg.pages.table(0))))
+
+    def _try_grant(self, leg: _Leg, now_s: float) -> _Try:
+        assert leg.link is not None
+        link = self._links[leg.link]
+        peer = f"{link.hello.name}/{link.hello.incarnation}"
+        if self.rings.shut_out(leg.link, peer):
+            reason = f"no ring for {link.hello.name}: too much of the arena is quarantined for lost links"
+            self._close(leg, Outcome.GIVEN_BACK, reason)
+            return _Try.NOT_NOW
+        if not self.rings.open(leg.link, peer, now_s):
+            return _Try.NOT_NOW  # another link's legs need not wait for this one's segments
+        self._tell_ring(link)
+        choices, kv = len(leg.start.choices), self.pool.kv
+        if choices > self.slots.free or leg.too_little_at == kv.releases:
+            return _Try.TOO_LITTLE
+        if not leg.root:
+            leg.root, leg.hashes = self.pool.prefix(leg.start)
+        spare = min(self.facts.spare_tokens, self._total_tokens(leg.start) - leg.num_tokens)
+        pages = kv.receive(leg.hashes, leg.num_tokens, spare, choices, self.pipeline.clock)
+        if pages is None:
+            leg.too_little_at = kv.releases
+            return _Try.TOO_LITTLE
+        slots = self.slots.take(choices)
+        assert slots is not None
+        self.pool.taken(pages)
+        leg.pages, leg.slots, leg.cached_tokens = pages, slots, pages.hit_tokens
+        del self._queued[leg.key]
+        leg.session.bind(pages.wants, checkpoint=pages.has_checkpoint)
+        leg.progress_s = now_s
+        self._out.append(ToLane(None, Bind(leg.key, pages.landing(leg.num_tokens))))
+        return _Try.GRANTED
 
     def _tell_ring(self, link: _Link) -> None:
         ring = self.rings.links[link.number]
@@ -510,7 +578,7 @@ class DecodeEngine:
         leg.granted_unix_s = now_unix_s
         leg.timeline.append(TimelineEvent("grant", leg.announced_unix_s, now_unix_s))
         self.tally.observe("grant_wait", now_s - leg.announced_s)
-        self._out.append(ToLink(leg.link, m.Grant(leg.key, leg.session.hit_tokens)))
+        self._out.append(ToLink(leg.link, m.Grant(leg.key, leg.session.wants)))
 
     # ---- the transfer
 
@@ -523,7 +591,7 @@ class DecodeEngine:
         for piece_no, piece in leg.session.offer(message.first_piece_no, message.pieces):
             group = self.facts.groups[piece.group]
             for part in link.slices[piece.group]:
-                nbytes = piece_bytes(piece, part.heads, group.head_dim, group.dtype_bytes)
+                nbytes = group_piece_bytes(piece, part.heads, group)
                 try:
                     entry_id, entry = ring.assign(leg.key, piece_no, part.dst_rank, nbytes)
                 except ValueError as error:
@@ -607,6 +675,7 @@ class DecodeEngine:
         ever_received = leg.session.state is ReceiveState.RECEIVING
         if not leg.session.try_complete():
             return
+        self._queued.pop(leg.key, None)
         if leg.session.sent_all:
             # Prefill will not say so again, and an entry may be left whose notification was lost.
             leg.session.peer_quiet = True
@@ -622,35 +691,41 @@ class DecodeEngine:
         self._unbind(leg)
         if all(token.finish or token.choice in leg.dropped_choices for token in leg.session.first_tokens):
             self._end(leg, Outcome.DONE, "", now_unix_s)
+        elif leg.session.wants_sent and not leg.session.all_unbound:
+            leg.forks_unbound = True  # a piece that was asked for twice may land once more; then nothing may run yet
         else:
             self._fork(leg)
 
     def _fork(self, leg: _Leg) -> None:
         """Start a sequence for every choice that goes on; they share the pages that are full of the trunk."""
         assert leg.pages is not None
-        self.encoder.copy_pages(leg.pages.copies)
-        for index, token in enumerate(leg.session.first_tokens):
-            if token.finish or token.choice in leg.dropped_choices:
-                continue
-            sequence = _Sequence(
-                leg, self._next_seq_id, token.choice, leg.slots[index], outputs=leg.base + 1, scheduled=leg.base + 1
+        leg.pages.landed(leg.num_tokens, leg.hashes, self.pipeline.clock)
+        forks, copies = leg.pages.fork(len(leg.start.choices))
+        limit = leg.start.num_prompt + min(leg.start.params.max_tokens, self.facts.max_model_len - leg.start.num_prompt)
+        for token, pages, slot in zip(leg.session.first_tokens, forks, leg.slots, strict=True):
+            self._arrivals += 1
+            sequence = Sequence(
+                key=leg.key,
+                choice=token.choice,
+                arrival=self._arrivals,
+                tokens=[*leg.start.token_ids, token.token_id],
+                num_prompt=leg.start.num_prompt,
+                limit=limit,
+                params=leg.start.params,
+                root=leg.root,
+                hashes=list(leg.hashes),
+                pages=pages,
+                slot=slot,
+                computed=leg.num_tokens,
             )
-            self._next_seq_id += 1
             leg.sequences.append(sequence)
-            self._running[sequence.seq_id] = self._by_seq[sequence.seq_id] = sequence
-            self.encoder.start(
-                SequenceStart(
-                    seq_id=sequence.seq_id,
-                    token_ids=(*leg.start.token_ids, token.token_id),
-                    num_prompt=leg.start.num_prompt,
-                    computed=leg.num_tokens,
-                    pages=leg.pages.table(index),
-                    params=leg.start.params,
-                    samplers=(SamplerStart(sequence.slot, token.choice),),
-                )
-            )
-        if leg.pages.copies:
-            leg.last_plan = self.encoder.next_plan_no  # the plan that copies the partial page
+            self.batch.join(sequence)
+        self.batch.copy_pages(leg.sequences, copies)
+        leg.slots = ()
+        for sequence, token in zip(leg.sequences, leg.session.first_tokens, strict=True):
+            sequence.bound = not leg.session.all_unbound
+            if token.finish or token.choice in leg.dropped_choices:
+                self.batch.stop(sequence)
 
     def _watch(self, leg: _Leg, now_s: float) -> None:
         """A transfer that stands still: ask for what is missing, at last give it up."""
@@ -688,53 +763,58 @@ class DecodeEngine:
             return
         if leg.session.state in (ReceiveState.COMPLETE, ReceiveState.LEAVING):
             leg.session.quiet()
+            self._unbound(leg)
         if leg.session.peer_quiet and leg.session.state is ReceiveState.CLOSED and leg.link in self._links:
             self.rings.links[leg.link].free_leg(leg.key)
             self._tell_watermarks(leg.link)
 
+    def _unbound(self, leg: _Leg) -> None:
+        """No rank writes into the leg's pages any more. What landed enters the prefix cache, if it broke off too."""
+        session, pages = leg.session, leg.pages
+        if pages is None:
+            return
+        step = self.pipeline.clock
+        checkpoint = all(
+            session.landed_whole(g, self.facts.page_tokens, CHECKPOINT, NUM_STATES)
+            for g, group in enumerate(self.facts.groups)
+            if group.is_state
+        )
+        pages.take_checkpoint(leg.num_tokens, leg.hashes, checkpoint, step)
+        if leg.forks_unbound and not leg.ended:
+            self._fork(leg)
+        if leg.sequences:
+            for sequence in leg.sequences:
+                sequence.bound = False
+            leg.pages = None
+            return
+        ranges = [
+            () if group.is_state else session.landed_whole(g, self.facts.page_tokens, session.wants[g], leg.num_tokens)
+            for g, group in enumerate(self.facts.groups)
+        ]
+        pages.landed_partly(leg.num_tokens, leg.hashes, ranges)
+        pages.close(step)
+        leg.pages = None
+
     # ---- decoding
 
-    def _schedule_one(self, now_s: float) -> bool:
-        candidates = tuple(
-            Candidate(s.seq_id, 0)
-            for s in self._running.values()
-            if s.scheduled < min(s.leg.start.params.max_tokens, self.facts.max_model_len - s.leg.start.num_prompt)
-        )
-        step = decode_only(candidates, self.facts.max_slots)
-        if not step.runs and not self.encoder.has_housekeeping:
-            return False
-        plan = self.encoder.encode([Run(run.seq_id, run.num_tokens, run.sample) for run in step.runs])
-        self.pipeline.sent(plan, now_s)
-        self._out.append(ToWorkers(plan))
-        for run in step.runs:
-            sequence = self._running[run.seq_id]
-            sequence.scheduled += 1
-            sequence.last_plan = sequence.leg.last_plan = plan.plan_no
-        return True
-
-    def _sampled(self, sequence: _Sequence, token: SampledToken, plan_no: int, now_unix_s: float) -> None:
-        leg = sequence.leg
+    def _sampled(self, sequence: Sequence, token: SampledToken, plan_no: int, now_unix_s: float) -> None:
+        leg = self._legs[sequence.key]
         if sequence.done:
             self.tally.discarded_tokens += 1
             if leg.abort_plan is not None:
                 self.tally.max_steps_after_abort = max(self.tally.max_steps_after_abort, plan_no - leg.abort_plan)
             return
         self.tally.decode_tokens += 1
-        index, sequence.outputs = sequence.outputs, sequence.outputs + 1
-        tokens_left = self.facts.max_model_len - leg.start.num_prompt - sequence.outputs
+        index = len(sequence.tokens) - sequence.num_prompt
+        sequence.tokens.append(token.token_id)
+        tokens_left = self.facts.max_model_len - len(sequence.tokens)
         finish = finish_of(token.token_id, index, leg.start.params, self.facts.eos_token_ids, tokens_left)
         logprobs = (token.logprobs,) if token.logprobs is not None else ()
         self._tell(leg, LegTokens(leg.key, token.choice, index, (token.token_id,), logprobs, finish))
         if finish is not None:
-            self._stop(sequence)
+            self.batch.stop(sequence)
             if all(s.done for s in leg.sequences):
                 self._end(leg, Outcome.DONE, "", now_unix_s)
-
-    def _stop(self, sequence: _Sequence) -> None:
-        if not sequence.done:
-            sequence.done = True
-            self._running.pop(sequence.seq_id, None)
-            self.encoder.end(sequence.seq_id)
 
     # ---- the end of a leg
 
@@ -743,7 +823,8 @@ class DecodeEngine:
         if leg.abort_plan is None:
             leg.abort_plan = self.pipeline.reported
         for sequence in leg.sequences:
-            self._stop(sequence)
+            self.batch.stop(sequence)
+        self._queued.pop(leg.key, None)
         announced = leg.session.state is not ReceiveState.WAITING
         if leg.session.abandon():
             if outcome in (Outcome.BAD_TRANSFER, Outcome.PEER_LOST):
@@ -761,25 +842,23 @@ class DecodeEngine:
         if leg.complete_unix_s and now_unix_s:
             leg.timeline.append(TimelineEvent("decode", leg.complete_unix_s, now_unix_s))
         self.tally.legs[outcome.value] += 1
-        self._tell(leg, LegEnd(leg.key, outcome, reason, tuple(leg.timeline)))
+        if leg.key in self._legs:
+            self._ending[leg.key] = leg
+        self._tell(leg, LegEnd(leg.key, outcome, reason, tuple(leg.timeline), leg.cached_tokens))
 
     def _reap_all(self) -> None:
-        for leg in [leg for leg in self._legs.values() if leg.ended]:
+        for leg in list(self._ending.values()):
             self._reap(leg)
 
     def _reap(self, leg: _Leg) -> None:
         if not leg.ended or leg.session.state is not ReceiveState.CLOSED:
             return
-        if leg.last_plan > self.pipeline.reported or self._legs.pop(leg.key, None) is None:
+        if any(sequence.pages is not None for sequence in leg.sequences) or self._legs.pop(leg.key, None) is None:
             return
+        del self._ending[leg.key]
         self._closed[leg.key] = None
         if len(self._closed) > MAX_CLOSED:
             del self._closed[next(iter(self._closed))]
-        for sequence in leg.sequences:
-            del self._by_seq[sequence.seq_id]
-        if leg.pages is not None:
-            for index in range(len(leg.pages.own)):
-                self.pages.release(leg.pages.table(index))
         self.slots.give(leg.slots)
 
     def _tell(self, leg: _Leg, message: LegTokens | LegEnd) -> None:
@@ -788,4 +867,4 @@ class DecodeEngine:
 
     def _take(self) -> list[Instruction]:
         out, self._out = self._out, []
-        return out
+        return out + self.pool.take_events()

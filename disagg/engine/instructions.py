@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from disagg.messages.lane import LaneRequest
-from disagg.messages.legs import PeerRef, ServerMessage
+from disagg.messages.legs import KvEvents, PeerRef, ServerMessage
 from disagg.messages.link import LinkMessage
 from disagg.messages.plan import WorkerPlan
 
@@ -53,7 +53,13 @@ class DropLink(Struct, frozen=True):
     reason: str
 
 
-Instruction = ToRouter | ToLink | ToLane | ToWorkers | DialLink | DropLink
+class PublishKv(Struct, frozen=True):
+    """Tell every router what entered and left the prefix cache."""
+
+    events: KvEvents
+
+
+Instruction = ToRouter | ToLink | ToLane | ToWorkers | DialLink | DropLink | PublishKv
 
 
 @dataclass(slots=True)
@@ -64,6 +70,9 @@ class Tally:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     discarded_tokens: int = 0
+    recomputed_tokens: int = 0
+    hit_tokens: int = 0
+    query_tokens: int = 0
     payload_bytes_sent: int = 0
     payload_bytes_received: int = 0
     pieces_sent: int = 0
@@ -73,6 +82,8 @@ class Tally:
     max_steps_after_abort: int = 0
     legs: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by outcome
     transfer_failures: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
+    preemptions: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason: memory, grant
+    evictions: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # small pages, by layer group
     observations: list[tuple[str, float]] = field(default_factory=list)  # (histogram, seconds)
 
     def observe(self, histogram: str, seconds: float) -> None:

@@ -5,6 +5,9 @@ out; no I/O, no clock, no torch. One leg goes through here so:
 
     StartLeg -> waiting -> admitted (pages, slots) -> chunks scheduled -> first token -> Complete from decode -> pages freed
                                      └ Announce        └ OfferPieces -> AssignEntries -> writes -> SentAll
+
+A leg begins behind the longest prefix that is cached in every layer group; what it computes enters the cache chunk by
+chunk, so that the next leg finds it while this one still runs. What decode lacks of a cached prefix is sent all the same.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from dataclasses import dataclass, field
 from disagg.engine.facts import EngineFacts
 from disagg.engine.finish import finish_of
 from disagg.engine.instructions import DropLink, Instruction, Tally, ToLane, ToLink, ToRouter, ToWorkers
+from disagg.engine.pool import EnginePool
 from disagg.engine.steps import PlanPipeline, Slots
-from disagg.memory.pages import PageAllocator, pages_for
+from disagg.memory.sequence import KvMemory, SequencePages, last_checkpoint, pages_for, window_start
 from disagg.messages import link as m
 from disagg.messages.lane import (
     AddPeer,
@@ -32,14 +36,25 @@ from disagg.messages.lane import (
     SendPiece,
     SendsDropped,
 )
-from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, LoadReport, Outcome, ServerState, StartLeg, TimelineEvent
+from disagg.messages.layout import GroupKind
+from disagg.messages.legs import (
+    AbortLeg,
+    KvEvents,
+    LegEnd,
+    LegTokens,
+    LoadReport,
+    Outcome,
+    ServerState,
+    StartLeg,
+    TimelineEvent,
+)
 from disagg.messages.mirror import MirrorEncoder
 from disagg.messages.plan import Run, SampledToken, SamplerStart, SequenceStart, StepResult
 from disagg.scheduler.policies import Candidate, prefill_only
-from disagg.staging.pieces import split_pieces
+from disagg.staging.pieces import split_group_piece
 from disagg.staging.ring import RingEntry, RingWriterView
 from disagg.staging.slices import head_slices
-from disagg.transfer.session import Cutter, Offer, SendSession, SendState, Write
+from disagg.transfer.session import Cut, Offer, SendSession, SendState, Write
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
 
@@ -59,7 +74,14 @@ class _Leg:
     link: int | None = None
     announced: bool = False
     seq_id: int | None = None
-    pages: tuple[int, ...] = ()
+    root: bytes = b""
+    hashes: list[bytes] = field(default_factory=list)  # of full pages
+    pages: SequencePages | None = None
+    hit_tokens: int = 0
+    checkpoint: int = 0  # tokens after which its last checkpoint is taken; 0 for none
+    checkpoint_told: bool = False
+    large_pages: int = 0  # what it may come to hold
+    too_little_at: int = -1  # KvMemory.releases when there were too few pages for it
     slots: tuple[int, ...] = ()
     scheduled: int = 0
     computed: int = 0
@@ -114,13 +136,14 @@ class PrefillEngine:
 
     def __init__(self, facts: EngineFacts) -> None:
         self.facts = facts
-        self.pages = PageAllocator(facts.num_pages)
+        self.tally = Tally()
+        self.pool = EnginePool(facts, self.tally, self._fits_alone)
         self.slots = Slots(facts.max_slots)
         self.pipeline = PlanPipeline(facts.tp)
         self.encoder = MirrorEncoder()
-        self.tally = Tally()
         self._legs: dict[LegKey, _Leg] = {}
         self._waiting: deque[_Leg] = deque()
+        self._ending: dict[LegKey, _Leg] = {}  # ended, and not all free
         self._running: dict[int, _Leg] = {}  # by sequence: admitted, first token not yet sampled, not given up
         self._by_seq: dict[int, _Leg] = {}  # by sequence: everything that a plan in flight may name
         self._links: dict[int, _Link] = {}
@@ -137,7 +160,7 @@ class PrefillEngine:
         leg = _Leg(
             router=router,
             start=start,
-            session=SendSession(num_tokens=len(start.token_ids)),
+            session=SendSession(len(start.token_ids), self.facts.groups, self._first_held(len(start.token_ids))),
             received_s=now_s,
             received_unix_s=now_unix_s,
             deadline_s=now_s + start.deadline_s,
@@ -250,7 +273,7 @@ class PrefillEngine:
             case m.WantPieces():
                 leg = self._leg_of(link, message.key)
                 if leg is not None:
-                    self._offer(leg, leg.session.want(message.pieces, self._cutter(link)))
+                    self._offer(leg, leg.session.want(message.pieces, self._cut(link)))
             case m.Complete():
                 self._complete(link, message.key)
             case m.Revoke():
@@ -300,15 +323,7 @@ class PrefillEngine:
         return self._take()
 
     def load(self, state: ServerState) -> LoadReport:
-        return LoadReport(
-            state=state,
-            running=len(self._running),
-            waiting=len(self._waiting),
-            pages_used=self.pages.used,
-            pages_free=self.pages.free,
-            pages_evictable=self.pages.evictable,
-            pages_total=self.pages.total,
-        )
+        return self.pool.load(state, running=len(self._running), waiting=len(self._waiting))
 
     @property
     def idle(self) -> bool:
@@ -316,7 +331,12 @@ class PrefillEngine:
 
     @property
     def max_tokens_in_pool(self) -> int:
-        return self.facts.num_pages * self.facts.page_tokens
+        """Tokens that a prompt may have when it is alone."""
+        return self.pool.longest_alone
+
+    def kv_snapshot(self) -> KvEvents:
+        """Everything that is in the prefix cache."""
+        return self.pool.snapshot()
 
     def arena_bytes(self) -> tuple[int, int, int]:
         """(free, leased, quarantined): a prefill server has no arena."""
@@ -331,7 +351,7 @@ class PrefillEngine:
                     "tokens": leg.num_tokens,
                     "scheduled": leg.scheduled,
                     "computed": leg.computed,
-                    "pages": len(leg.pages),
+                    "cached tokens": leg.hit_tokens,
                     "link": leg.link,
                     "announced": leg.announced,
                     "ended": leg.ended,
@@ -354,16 +374,15 @@ class PrefillEngine:
             },
             "links being removed": {k: sorted(v) for k, v in self._lost_links.items()},
             "plans in flight": [plan.plan_no for plan in self.pipeline.in_flight],
-            "pages": {"free": self.pages.free, "used": self.pages.used, "total": self.pages.total},
+            "memory": self.pool.dump(),
         }
 
     def check_integrity(self) -> None:
         """What must hold between any two calls."""
-        self.pages.check_integrity()
-        held = [page for leg in self._legs.values() for page in leg.pages]
-        assert len(held) == len(set(held)) == self.pages.used, "pages of legs and used pages differ"
+        self.pool.kv.check_integrity([leg.pages for leg in self._legs.values() if leg.pages is not None])
         assert sum(len(leg.slots) for leg in self._legs.values()) == self.slots.total - self.slots.free
         assert all(leg.key in self._legs for leg in self._waiting)
+        assert all(leg.ended for leg in self._ending.values())
 
     # ---- admission and steps
 
@@ -373,76 +392,123 @@ class PrefillEngine:
             return "a leg needs at least one token and one choice"
         if tokens >= self.facts.max_model_len:
             return f"{tokens} tokens leave no room within the model's {self.facts.max_model_len}"
-        if tokens > self.max_tokens_in_pool:
+        if not self._fits_alone(self.pool.kv, tokens):
             return f"{tokens} prompt tokens do not fit the prefill server's KV pool of {self.max_tokens_in_pool} tokens"
         if len(start.choices) > self.facts.max_slots:
             return f"{len(start.choices)} choices are more than the server's {self.facts.max_slots} slots"
         return ""
 
+    def _fits_alone(self, kv: KvMemory, num_tokens: int) -> bool:
+        return kv.large_pages_to_prefill(num_tokens, self.facts.chunk_tokens) <= self.facts.num_large
+
+    def _first_held(self, num_tokens: int) -> tuple[int, ...]:
+        """Per layer group, the first token that pages still hold when so many have been computed."""
+        return tuple(
+            window_start(num_tokens, group.window - 1, self.facts.page_tokens) if group.kind is GroupKind.WINDOW else 0
+            for group in self.facts.groups
+        )
+
     def _admit(self, now_s: float) -> None:
         """Oldest first, all or nothing; finished KV that no decode server has granted pages for is capped."""
         ungranted = sum(
-            len(leg.pages)
+            leg.large_pages
             for leg in self._legs.values()
-            if leg.session.state is SendState.WAITING and leg.pages and leg.scheduled == leg.num_tokens
+            if leg.session.state is SendState.WAITING and leg.pages is not None and leg.scheduled == leg.num_tokens
         )
-        cap = self.facts.ungranted_share * self.pages.total
+        cap = self.facts.ungranted_share * self.facts.num_large
         while self._waiting and ungranted <= cap:
             leg = self._waiting[0]
-            if self.slots.free < len(leg.start.choices):
-                return
-            pages = self.pages.allocate(pages_for(leg.num_tokens, self.facts.page_tokens))
-            if pages is None:
+            if self.slots.free < len(leg.start.choices) or not self._take_pages(leg):
                 return
             slots = self.slots.take(len(leg.start.choices))
             assert slots is not None
+            assert leg.pages is not None
             self._waiting.popleft()
-            leg.pages, leg.slots = pages, slots
+            leg.slots = slots
             leg.seq_id = self._next_seq_id
             self._next_seq_id += 1
+            leg.scheduled = leg.computed = leg.hit_tokens
             self._running[leg.seq_id] = self._by_seq[leg.seq_id] = leg
             self.encoder.start(
                 SequenceStart(
                     seq_id=leg.seq_id,
                     token_ids=leg.start.token_ids,
                     num_prompt=leg.start.num_prompt,
-                    computed=0,
-                    pages=pages,
+                    computed=leg.hit_tokens,
+                    tables=leg.pages.tables(),
                     params=leg.start.params,
                     samplers=tuple(map(SamplerStart, slots, leg.start.choices)),
                 )
             )
             self.tally.observe("queue", now_s - leg.received_s)
 
+    def _take_pages(self, leg: _Leg) -> bool:
+        """The cached prefix, and pages for all that has to be computed after it."""
+        kv = self.pool.kv
+        if leg.too_little_at == kv.releases:
+            return False
+        if not leg.root:
+            leg.root, leg.hashes = self.pool.prefix(leg.start)
+        tokens = leg.num_tokens
+        pages = kv.open(leg.hashes, tokens, tokens, self.facts.chunk_tokens, self.pipeline.clock)
+        if pages is None:
+            leg.too_little_at = kv.releases
+            return False
+        pages.hold_for_sending(tokens)
+        self.pool.taken(pages)
+        leg.pages, leg.hit_tokens = pages, pages.computed
+        leg.large_pages = kv.large_pages_to_prefill(leg.num_tokens, self.facts.chunk_tokens)
+        if self.facts.checkpoint_tokens:
+            leg.checkpoint = last_checkpoint(leg.num_tokens, self.facts.checkpoint_tokens)
+        return True
+
     def _schedule_one(self, now_s: float, now_unix_s: float) -> bool:
+        longest_run = self.facts.longest_run
         candidates = tuple(
-            Candidate(seq_id, leg.num_tokens - leg.scheduled)
+            Candidate(seq_id, leg.num_tokens - leg.scheduled, longest_run(leg.scheduled))
             for seq_id, leg in self._running.items()
             if leg.scheduled < leg.num_tokens
         )
-        step = prefill_only(candidates, self.facts.chunk_tokens)
-        if not step.runs and not self.encoder.has_housekeeping:
+        runs = []
+        for chunk in prefill_only(candidates, self.facts.chunk_tokens).runs:
+            leg = self._running[chunk.seq_id]
+            assert leg.pages is not None
+            new_pages = leg.pages.grow(leg.scheduled, leg.scheduled + chunk.num_tokens)
+            assert new_pages is not None, "pages for the whole prompt were reserved"
+            runs.append(Run(chunk.seq_id, chunk.num_tokens, chunk.sample, new_pages))
+        if not runs and not self.encoder.has_housekeeping:
             return False
-        plan = self.encoder.encode([Run(run.seq_id, run.num_tokens, run.sample) for run in step.runs])
+        plan = self.encoder.encode(runs)
         self.pipeline.sent(plan, now_s)
         self._out.append(ToWorkers(plan))
-        for run in step.runs:
-            leg = self._running[run.seq_id]
-            if not leg.started:
-                leg.started = True
-                leg.timeline.append(TimelineEvent("queued", leg.received_unix_s, now_unix_s))
-                self._announce(leg)
-            start, leg.scheduled = leg.scheduled, leg.scheduled + run.num_tokens
-            leg.last_plan = plan.plan_no
-            link = self._links.get(leg.link) if leg.link is not None else None
-            cutter = self._cutter(link) if link is not None else _UNCUT
-            self._offer(leg, leg.session.chunk(start, leg.scheduled, plan.plan_no, cutter))
+        for run in runs:
+            self._scheduled(self._running[run.seq_id], run.num_tokens, plan.plan_no, now_unix_s)
         return True
+
+    def _scheduled(self, leg: _Leg, num_tokens: int, plan_no: int, now_unix_s: float) -> None:
+        """A chunk of it is in a plan: what will be final with it can be offered."""
+        assert leg.pages is not None
+        link = self._links.get(leg.link) if leg.link is not None else None
+        cut = self._cut(link) if link is not None else _uncut
+        if not leg.started:
+            leg.started = True
+            leg.timeline.append(TimelineEvent("queued", leg.received_unix_s, now_unix_s))
+            self._announce(leg)
+            if leg.hit_tokens:
+                self._offer(leg, leg.session.hit(leg.hit_tokens, cut))
+        if leg.pages.has_checkpoint and not leg.checkpoint_told:
+            leg.checkpoint_told = True
+            self._offer(leg, leg.session.checkpoint(leg.last_plan, cut))
+        start, leg.scheduled = leg.scheduled, leg.scheduled + num_tokens
+        leg.last_plan = plan_no
+        self._offer(leg, leg.session.chunk(start, leg.scheduled, plan_no, cut))
 
     def _computed(
         self, leg: _Leg, run: Run, sampled: list[SampledToken], plan_no: int, report: StepResult, now_s: float
     ) -> None:
         start, leg.computed = leg.computed, leg.computed + run.num_tokens
+        assert leg.pages is not None
+        leg.pages.advance(leg.computed, leg.hashes, self.pipeline.clock)
         if len(leg.timeline) < MAX_TIMELINE:
             detail = f"tokens {start}-{leg.computed}"
             leg.timeline.append(TimelineEvent("chunk", report.started_unix_s, report.ended_unix_s, detail))
@@ -454,6 +520,8 @@ class PrefillEngine:
             return
         assert leg.seq_id is not None
         assert len(sampled) == len(leg.start.choices)
+        leg.pages.end_prefill(leg.hashes, self.pipeline.clock, goes_on=False)
+        leg.pages.seal(leg.num_tokens, leg.hashes)
         del self._running[leg.seq_id]
         self.encoder.end(leg.seq_id)
         self.slots.give(leg.slots)  # the next plan ends the sequence before it starts another in these
@@ -476,17 +544,16 @@ class PrefillEngine:
 
     # ---- the transfer
 
-    def _cutter(self, link: _Link) -> Cutter:
+    def _cut(self, link: _Link) -> Cut:
         """Cuts so that the widest rank slice of a piece fits a gather buffer here and a segment there."""
         entry_bytes = min([self.facts.gather_bytes, *(ring.segment_bytes for ring in link.rings.values())])
 
         def split(whole: Piece) -> tuple[Piece, ...]:
             group = self.facts.groups[whole.group]
             widest = max(s.heads for s in head_slices(self.facts.tp, link.hello.tp, group.kv_heads))
-            token_layer_bytes = 2 * widest * group.head_dim * group.dtype_bytes
-            return split_pieces(whole, token_layer_bytes, entry_bytes, self.facts.page_tokens)
+            return split_group_piece(whole, widest, group, entry_bytes, self.facts.page_tokens)
 
-        return Cutter(split, tuple(len(group.layers) for group in self.facts.groups))
+        return split
 
     def _announce(self, leg: _Leg) -> None:
         if leg.link is None or leg.announced or not leg.started or leg.ended:
@@ -525,8 +592,8 @@ class PrefillEngine:
             # It ended here while the grant was on its way: nothing of it is under way.
             self._out.append(ToLink(link.number, m.Drained(message.key)))
             return
-        slices = len(head_slices(self.facts.tp, link.hello.tp, self.facts.groups[0].kv_heads))
-        self._offer(leg, leg.session.grant(message.hit_tokens, slices, self._cutter(link)))
+        slices = tuple(len(head_slices(self.facts.tp, link.hello.tp, g.kv_heads)) for g in self.facts.groups)
+        self._offer(leg, leg.session.grant(message.wants, slices, self._cut(link)))
         if leg.first_tokens is not None and leg.session.finish_if_sent():
             self._sent_all(leg)
 
@@ -565,8 +632,9 @@ class PrefillEngine:
                 leg = self._legs.get(key)
                 if leg is None or leg.session.state is not SendState.SENDING:
                     continue
-                page_tokens = self.facts.page_tokens
-                first = write.piece.token_start // page_tokens
+                assert leg.pages is not None
+                rows = self.facts.groups[write.piece.group].rows_per_page(self.facts.page_tokens)
+                first, stop = write.piece.token_start // rows, pages_for(write.piece.token_stop, rows)
                 link.writing[entry.entry_id] = (key, ring_no)
                 self._out.append(
                     ToLane(
@@ -576,7 +644,7 @@ class PrefillEngine:
                             entry_id=entry.entry_id,
                             key=key,
                             piece=write.piece,
-                            pages=leg.pages[first : pages_for(write.piece.token_stop, page_tokens)],
+                            pages=leg.pages.pages(write.piece.group, first, stop),
                             src_incarnation=self.facts.incarnation,
                             dst_incarnation=link.hello.incarnation,
                             src_rank=entry.src_rank,
@@ -690,10 +758,12 @@ class PrefillEngine:
         if not leg.ended:
             leg.ended = True
             self.tally.legs[outcome.value] += 1
-            self._tell(leg, LegEnd(leg.key, outcome, reason, tuple(leg.timeline)))
+            if leg.key in self._legs:
+                self._ending[leg.key] = leg
+            self._tell(leg, LegEnd(leg.key, outcome, reason, tuple(leg.timeline), leg.hit_tokens))
 
     def _reap_all(self) -> None:
-        for leg in [leg for leg in self._legs.values() if leg.ended]:
+        for leg in list(self._ending.values()):
             self._reap(leg)
 
     def _reap(self, leg: _Leg) -> None:
@@ -702,9 +772,11 @@ class PrefillEngine:
             return
         if self._legs.pop(leg.key, None) is None:
             return
+        del self._ending[leg.key]
         if leg.seq_id is not None:
             del self._by_seq[leg.seq_id]
-        self.pages.release(leg.pages)
+        if leg.pages is not None:
+            leg.pages.close(self.pipeline.clock)
         self.slots.give(leg.slots)
 
     def _tell(self, leg: _Leg, message: LegTokens | LegEnd) -> None:
@@ -712,7 +784,9 @@ class PrefillEngine:
 
     def _take(self) -> list[Instruction]:
         out, self._out = self._out, []
-        return out
+        return out + self.pool.take_events()
 
 
-_UNCUT = Cutter(lambda whole: (whole,), ())
+def _uncut(whole: Piece) -> tuple[Piece, ...]:
+    """Before there is a link nothing is offered, so nothing needs to fit."""
+    return (whole,)

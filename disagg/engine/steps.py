@@ -30,6 +30,11 @@ class PlanPipeline:
         self.reported = -1  # number of the last plan that every rank has reported
 
     @property
+    def clock(self) -> int:
+        """Plans that every rank has reported: the logical time at which pages were last used."""
+        return self.reported + 1
+
+    @property
     def has_room(self) -> bool:
         return len(self._in_flight) < MAX_IN_FLIGHT
 

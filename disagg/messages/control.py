@@ -18,10 +18,19 @@ class Load(Struct, frozen=True, tag="load"):
     gemv_copies: bool
 
 
-class MakePool(Struct, frozen=True, tag="make_pool"):
-    """Make the KV pool and the sampler."""
+class Profile(Struct, frozen=True, tag="profile"):
+    """Run the largest step that can come (chunk_tokens of prefill, and max_slots sequences) and say what it took."""
 
-    num_pages: int
+    chunk_tokens: int
+    max_slots: int
+
+
+class MakePool(Struct, frozen=True, tag="make_pool"):
+    """Make the pool and the sampler. strides: bytes from one small page to the next, per layer group."""
+
+    num_large: int
+    large_bytes: int
+    strides: tuple[int, ...]
     page_tokens: int
     max_slots: int
 
@@ -55,6 +64,14 @@ class Loaded(Struct, frozen=True, tag="loaded"):
     load_s: float
 
 
+class Profiled(Struct, frozen=True, tag="profiled"):
+    """total_bytes: of the device; 0 on CPU, where memory is not measured. peak_bytes: most that was in use, whoever used it."""
+
+    rank: int
+    total_bytes: int
+    peak_bytes: int
+
+
 class PoolMade(Struct, frozen=True, tag="pool_made"):
     rank: int
     pool_bytes: int
@@ -83,8 +100,8 @@ class ControlFailed(Struct, frozen=True, tag="control_failed"):
     config: bool
 
 
-ControlRequest = Load | MakePool | OpenTransfer | Dump | Shutdown
-ControlReply = Loaded | PoolMade | TransferOpen | Dumped | ControlFailed
+ControlRequest = Load | Profile | MakePool | OpenTransfer | Dump | Shutdown
+ControlReply = Loaded | Profiled | PoolMade | TransferOpen | Dumped | ControlFailed
 
 encode_request = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(ControlRequest).decode

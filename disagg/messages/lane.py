@@ -9,11 +9,15 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from disagg.messages.layout import GroupPages
 from disagg.types.ids import LegKey
 
 
 class Piece(Struct, frozen=True, array_like=True, order=True):
-    """A rectangle of KV: layers [layer_start, layer_stop) of the group's list, token positions [token_start, token_stop)."""
+    """A rectangle of a layer group: layers [layer_start, layer_stop) of its list, token positions [token_start, token_stop).
+
+    In a state group a leg's states stand where tokens do: 0 is the state after its last token, 1 the last checkpoint.
+    """
 
     group: int
     layer_start: int
@@ -81,10 +85,10 @@ class DropSends(Struct, frozen=True, tag="drop_sends"):
 
 
 class Bind(Struct, frozen=True, tag="bind"):
-    """Pieces of this leg will be scattered into these pages (the page table of tokens [0, len(pages) * page_tokens))."""
+    """Pieces of this leg will be scattered into these pages, which are its alone. tables: one per layer group."""
 
     key: LegKey
-    pages: tuple[int, ...]
+    tables: tuple[GroupPages, ...]
 
 
 class ExpectPiece(Struct, frozen=True, tag="expect_piece"):

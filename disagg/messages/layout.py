@@ -1,42 +1,92 @@
-"""How KV of a model lies in memory: layer groups and their page arithmetic. Pure numbers.
+"""How the caches of a model lie in memory: layer groups and their page arithmetic. Pure numbers.
 
-Page-major: a small page of a group is one
-contiguous byte range, and the same page id names it for every layer of the group:
+A layer group is layers whose cache has one shape and one lifetime. Page-major: a small page of a group is one contiguous
+byte range, and the same page id names it for every layer of the group:
 
-    page 7 of group "full"
-    ┌────────────────────────────────┬────────────────────────────────┬── ...
-    │ layer slot 0                   │ layer slot 1                   │
-    │ K: head 0 │ head 1 │ V: 0 │ 1  │ K: head 0 │ head 1 │ V: 0 │ 1  │
-    └────────────────────────────────┴────────────────────────────────┴── ...
-      └ [page_tokens, head_dim]: contiguous, the unit that gathers move
+    page 7 of a group of attention layers                              page 7 of a group of recurrent layers
+    ┌──────────────────────────────┬──────────────────────────────┐    ┌──────────────┬──────────────┬── ...
+    │ layer slot 0                 │ layer slot 1                 │    │ layer slot 0 │ layer slot 1 │
+    │ K: head 0 │ head 1 │ V: 0 │ 1│ K: head 0 │ head 1 │ V: 0 │ 1│    │ conv   │ ssm │ conv   │ ssm │
+    └──────────────────────────────┴──────────────────────────────┘    └──────────────┴──────────────┴── ...
+      └ [page_tokens, head_dim]: contiguous, the unit that gathers move    └ one sequence's state after some token
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
+import math
 
 import msgspec
 from msgspec import Struct
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+STATE_ALIGN_BYTES = 16
+
+
+class GroupKind(enum.StrEnum):
+    """What a group keeps of a sequence, which decides what may be freed and what a prefix needs (see memory/groups)."""
+
+    FULL = "full"  # every token: full attention, MLA latents, a draft model
+    WINDOW = "window"  # the last tokens
+    STATE = "state"  # one state, whatever the length, and checkpoints of it
+    IMAGE = "image"  # what images gave, whole images: cross-attention, vision embeddings
+    BUDGET = "budget"  # at most so many tokens, chosen by the layers (PyramidKV)
+
+
+class StatePart(Struct, frozen=True):
+    """One tensor of a recurrent layer's state, such as its convolution window. shape: of one sequence."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # a key of DTYPE_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 class LayerGroup(Struct, frozen=True):
-    """Layers whose KV has one shape and one lifetime. layers: the model's layer indices."""
+    """Layers whose cache has one shape and one lifetime. layers: the model's layer indices.
+
+    planes: 2 for K and V. window: how many tokens a WINDOW layer attends to, the new one among them (transformers'
+    `sliding_window`). parts: of each layer of a STATE group, whose row is one state: one head, head_dim bytes.
+    """
 
     name: str
     layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
     dtype: str  # a key of DTYPE_BYTES
+    kind: GroupKind = GroupKind.FULL
+    window: int = 0
+    planes: int = 2
+    parts: tuple[StatePart, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.layers == tuple(sorted(set(self.layers))), f"layers {self.layers} are not in rising order"
         assert self.layers, "a layer group has at least one layer"
         assert self.kv_heads > 0 and self.head_dim > 0, f"{self.kv_heads} heads of {self.head_dim} dims"
         assert self.dtype in DTYPE_BYTES, f"dtype {self.dtype!r} is none of {sorted(DTYPE_BYTES)}"
+        assert (self.kind is GroupKind.WINDOW) == (self.window > 0), f"{self.kind.value} with window {self.window}"
+        assert (self.kind is GroupKind.STATE) == bool(self.parts), f"{self.kind.value} with {len(self.parts)} parts"
+
+    @classmethod
+    def of_states(cls, name: str, layers: tuple[int, ...], parts: tuple[StatePart, ...]) -> LayerGroup:
+        """Recurrent layers: a page is one state of one sequence, all its layers."""
+        head_dim = state_offsets(parts)[-1]
+        return cls(name, layers, 1, head_dim, "uint8", GroupKind.STATE, planes=1, parts=parts)
+
+    def keeping_all(self) -> LayerGroup:
+        """The same group, but what leaves its window is kept as if it were full attention."""
+        return msgspec.structs.replace(self, kind=GroupKind.FULL, window=0) if self.window else self
+
+    @property
+    def is_state(self) -> bool:
+        return self.kind is GroupKind.STATE
 
     @property
     def dtype_bytes(self) -> int:
@@ -44,17 +94,44 @@ class LayerGroup(Struct, frozen=True):
 
     @property
     def bytes_per_token_layer(self) -> int:
-        """K and V of one token in one layer, all heads."""
-        return 2 * self.kv_heads * self.head_dim * self.dtype_bytes
+        """One token in one layer, all planes and heads; of a state group, one layer's state."""
+        return self.planes * self.kv_heads * self.head_dim * self.dtype_bytes
 
     @property
     def bytes_per_token(self) -> int:
         return len(self.layers) * self.bytes_per_token_layer
 
+    def rows_per_page(self, page_tokens: int) -> int:
+        """Tokens, or states, of one page."""
+        return 1 if self.is_state else page_tokens
+
     def page_bytes(self, page_tokens: int) -> int:
         """Bytes of one small page."""
         assert page_tokens > 0, f"page_tokens is {page_tokens}"
-        return page_tokens * self.bytes_per_token
+        return self.rows_per_page(page_tokens) * self.bytes_per_token
+
+    def align_bytes(self, page_tokens: int) -> int:
+        """What a page's distance to the next must be a multiple of, so that its views have whole strides."""
+        return STATE_ALIGN_BYTES if self.is_state else page_tokens * self.head_dim * self.dtype_bytes
+
+
+def state_offsets(parts: tuple[StatePart, ...]) -> tuple[int, ...]:
+    """Where each part begins within a layer's state, and at last where the state ends; all aligned."""
+    offsets = [0]
+    for part in parts:
+        offsets.append(-(-(offsets[-1] + part.nbytes) // STATE_ALIGN_BYTES) * STATE_ALIGN_BYTES)
+    return tuple(offsets)
+
+
+class GroupPages(Struct, frozen=True, array_like=True):
+    """Part of one sequence's page table in one group: `pages` are those from page position `first` on.
+
+    Position i of an attention group holds tokens [i * page_tokens, (i + 1) * page_tokens). A state group's positions are
+    states in the order in which they were written; the last is the newest.
+    """
+
+    first: int
+    pages: tuple[int, ...]
 
 
 class Fingerprint(Struct, frozen=True):
@@ -63,6 +140,7 @@ class Fingerprint(Struct, frozen=True):
     protocol: int
     weights_hash: str
     page_tokens: int
+    checkpoint_tokens: int
     groups: tuple[LayerGroup, ...]
 
     def digest(self) -> str:

@@ -110,8 +110,47 @@ class LegEnd(Struct, frozen=True):
     cached_tokens: int = 0
 
 
+class KvEvents(Struct, frozen=True):
+    """What entered and left a server's prefix cache, in order of happening within each list: (layer group, page hash).
+
+    A hash names a page of tokens and all before it (see memory/hashing). No page is in both lists.
+    """
+
+    stored: tuple[tuple[int, bytes], ...] = ()
+    removed: tuple[tuple[int, bytes], ...] = ()
+
+
+class GroupMemory(Struct, frozen=True):
+    """One layer group's part of a pool. Pages are small pages of the large pages that the group has taken."""
+
+    name: str
+    kind: str
+    page_bytes: int
+    empty_pages: int
+    evictable_pages: int
+    used_pages: int
+
+
+class MemoryReport(Struct, frozen=True):
+    """A rank's pool at one moment. Large pages: free + evictable + used is all of them. sizing: "lcm" or "max".
+
+    fragmentation_bytes: of taken large pages, where no content can be: empty small pages, and padding between them.
+    """
+
+    sizing: str
+    large_bytes: int
+    large_free: int
+    large_evictable: int
+    large_used: int
+    fragmentation_bytes: int
+    groups: tuple[GroupMemory, ...]
+
+
 class LoadReport(Struct, frozen=True):
-    """A server's state and load, sent every heartbeat and at each change of state."""
+    """A server's state and load, sent every heartbeat and at each change of state. Pages are large pages (memory/layout).
+
+    memory: None while there is no pool.
+    """
 
     state: ServerState
     running: int
@@ -120,6 +159,7 @@ class LoadReport(Struct, frozen=True):
     pages_free: int
     pages_evictable: int
     pages_total: int
+    memory: MemoryReport | None = None
 
 
 class ServerHello(Struct, frozen=True):

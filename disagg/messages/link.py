@@ -5,7 +5,7 @@ a reconnect of the same link generation.
 
     P -> D   Announce ........ the first chunk of a leg is scheduled
     D -> P   OpenRing ........ segments of each decode rank's arena, once per active link
-    D -> P   Grant ........... pages are bound on every rank; tokens [hit, n) are wanted
+    D -> P   Grant ........... pages are bound on every rank; these positions of each group are wanted
     P -> D   OfferPieces ..... a chunk is scheduled; these rectangles will come
     D -> P   AssignEntries ... where each rank slice of each piece goes
     P        (one-sided writes, each with a notification)
@@ -76,10 +76,14 @@ class RingClosed(Struct, frozen=True):
 
 
 class Grant(Struct, frozen=True):
-    """Pages for the whole leg are bound on every decode rank. Tokens [hit_tokens, num_tokens) are wanted."""
+    """Pages for the whole leg are bound on every decode rank.
+
+    wants: per layer group, the first position that is wanted, all after it being wanted too: a token, or (in a state
+    group) 0. What comes before is in the decode side's prefix cache, or out of the group's window.
+    """
 
     key: LegKey
-    hit_tokens: int
+    wants: tuple[int, ...]
 
 
 class OfferPieces(Struct, frozen=True):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from disagg.messages.plan import Run, SamplerStart, SequenceStart, WorkerPlan
+from disagg.messages.plan import PageCopy, Run, SamplerStart, SequenceStart, WorkerPlan
 from disagg.types.errors import ProtocolError
 from disagg.types.sampling import SamplingParams
 
@@ -22,7 +22,7 @@ class MirrorEncoder:
         self._next_plan_no = 0
         self._starts: dict[int, SequenceStart] = {}
         self._ends: list[int] = []
-        self._copies: list[tuple[int, int]] = []
+        self._copies: list[PageCopy] = []
         self._known: set[int] = set()
 
     @property
@@ -39,7 +39,7 @@ class MirrorEncoder:
         assert start.seq_id not in self._known and start.seq_id not in self._starts
         self._starts[start.seq_id] = start
 
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Pages to copy before anything in the next plan runs."""
         self._copies.extend(copies)
 
@@ -67,24 +67,31 @@ class MirrorEncoder:
 
 @dataclass(slots=True)
 class MirrorSequence:
-    """What a worker knows of one sequence. tokens: known ids, prompt first; computed: how many have their KV in pages."""
+    """What a worker knows of one sequence. tokens: known ids, prompt first; computed: how many of them pages hold.
+
+    tables: per layer group, a page for every position; positions before the first that was given are 0 and never read.
+    """
 
     seq_id: int
     tokens: list[int]
     num_prompt: int
     computed: int
-    pages: list[int]
+    tables: list[list[int]]
     params: SamplingParams
     samplers: tuple[SamplerStart, ...]
 
 
 class RunView(Struct, frozen=True):
-    """One run, resolved: tokens[start : start + num_tokens] of the sequence."""
+    """One run, resolved: tokens[start : start + num_tokens] of the sequence.
+
+    last_pages: per layer group, the last page of the table as it was before this run's pages were appended; -1 if none.
+    """
 
     sequence: MirrorSequence
     start: int
     num_tokens: int
     sample: bool
+    last_pages: tuple[int, ...]
 
     @property
     def token_ids(self) -> list[int]:
@@ -113,7 +120,7 @@ class Mirror:
                 list(start.token_ids),
                 start.num_prompt,
                 start.computed,
-                list(start.pages),
+                [[0] * table.first + list(table.pages) for table in start.tables],
                 start.params,
                 start.samplers,
             )
@@ -122,8 +129,11 @@ class Mirror:
         runs = []
         for run in plan.runs:
             sequence = self._known(run.seq_id, plan)
-            sequence.pages.extend(run.new_pages)
-            runs.append(RunView(sequence, sequence.computed, run.num_tokens, run.sample))
+            last_pages = tuple(table[-1] if table else -1 for table in sequence.tables)
+            if run.new_pages:
+                for table, pages in zip(sequence.tables, run.new_pages, strict=True):
+                    table.extend(pages)
+            runs.append(RunView(sequence, sequence.computed, run.num_tokens, run.sample, last_pages))
             sequence.computed += run.num_tokens
         return ended, started, runs
 

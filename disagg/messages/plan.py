@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from disagg.messages.layout import GroupPages
 from disagg.types.sampling import SamplingParams
 
 
@@ -24,37 +25,48 @@ class SequenceStart(Struct, frozen=True, array_like=True):
     """A sequence that the worker has not seen.
 
     token_ids: prompt followed by outputs already accepted; the first `num_prompt` are the prompt.
-    computed: tokens whose KV the pages already hold (a decode sequence starts with all but its last token computed).
-    pages: the whole page table so far. samplers: one per choice that is sampled from this sequence's logits.
+    computed: tokens that the pages already hold (a decode sequence starts with all but its last token computed).
+    tables: per layer group, the pages that hold them, from the first that is still needed on. samplers: one per choice
+    that is sampled from this sequence's logits.
     """
 
     seq_id: int
     token_ids: tuple[int, ...]
     num_prompt: int
     computed: int
-    pages: tuple[int, ...]
+    tables: tuple[GroupPages, ...]
     params: SamplingParams
     samplers: tuple[SamplerStart, ...]
 
 
 class Run(Struct, frozen=True, array_like=True):
-    """Compute the next `num_tokens` tokens of a sequence, having appended `new_pages` to its page table.
+    """Compute the next `num_tokens` tokens of a sequence, having appended `new_pages` to its page tables.
 
+    new_pages: per layer group, or empty for none at all; what they hold is of no use. A state group's run reads the state
+    that was the last before these were appended (none when nothing was computed), and writes the one that is last then.
     Where the next token is one that the worker sampled itself, the worker knows it and the engine need not.
     """
 
     seq_id: int
     num_tokens: int
     sample: bool
-    new_pages: tuple[int, ...] = ()
+    new_pages: tuple[tuple[int, ...], ...] = ()
+
+
+class PageCopy(Struct, frozen=True, array_like=True):
+    """Copy a whole small page of a layer group."""
+
+    group: int
+    source: int
+    destination: int
 
 
 class WorkerPlan(Struct, frozen=True, tag="plan"):
-    """One engine step. Order of application: ends, copies, starts, runs. Prefill runs come before decode runs."""
+    """One engine step. Order of application: ends, copies, starts, runs."""
 
     plan_no: int
     ends: tuple[int, ...] = ()
-    copies: tuple[tuple[int, int], ...] = ()  # (source page, destination page), whole pages
+    copies: tuple[PageCopy, ...] = ()
     starts: tuple[SequenceStart, ...] = ()
     runs: tuple[Run, ...] = ()
 

@@ -8,18 +8,31 @@ transformers builds no mask at all. Which batch and pool a call is for, it finds
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from transformers import AttentionInterface
 
-from disagg.models.batch import ForwardBatch
-from disagg.models.pool import KvPool
-from disagg.models.runs import Scoring, WindowPlan
+from disagg.models.batch import AttentionTables, ForwardBatch
+from disagg.models.pool import AttentionPages, Pool
+from disagg.models.runs import GroupPlan, Scoring
 
 ATTENTION_NAME = "disagg_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSlot:
+    """Where a layer's K and V are: slot `slot` of the pages of layer group `group`, by its index.
+
+    writes: False of a layer that has no K and V of its own and reads those of an earlier one, which has the same slot.
+    """
+
+    group: int
+    slot: int
+    writes: bool = True
 
 
 class LayerAttention(Protocol):
@@ -70,15 +83,15 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 class PagedAttention:
     """One forward over one pool: writes each layer's new K and V to their slots, then attends over the pages."""
 
-    def __init__(self, batch: ForwardBatch, pool: KvPool, slot_of_layer: dict[int, int]) -> None:
-        self._batch = batch
-        self._pool = pool
-        self._slot_of_layer = slot_of_layer
-        self._row_index = pool.row_index(batch.slot_pages, batch.slot_offsets)
-        self._plans: dict[int | None, WindowPlan] = {}
-        self._calls = bytearray(len(slot_of_layer))
-        totals = [run.total_tokens for run in batch.prefills]
-        self._longest = max([*totals, batch.decodes.max_length if batch.decodes else 0])
+    def __init__(self, batch: ForwardBatch, pool: Pool, layer_slots: Mapping[int, LayerSlot]) -> None:
+        """layer_slots: of every layer that calls attention, by its index in the model."""
+        self._layer_slots = layer_slots
+        self._calls = dict.fromkeys(layer_slots, 0)
+        self._groups = {
+            index: _GroupAttention(batch, tables, view)
+            for index, (tables, view) in enumerate(zip(batch.tables, pool.views, strict=True))
+            if isinstance(tables, AttentionTables) and isinstance(view, AttentionPages)
+        }
 
     def attend(
         self,
@@ -89,28 +102,29 @@ class PagedAttention:
         attention_mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        layer_slot = self._slot_of_layer[cast(int, module.layer_idx)]
-        self._calls[layer_slot] += 1
+        layer = cast(int, module.layer_idx)
+        self._calls[layer] += 1
         assert attention_mask is None, "transformers built a mask that paged attention would ignore"
-        self._pool.write(layer_slot, self._row_index, key[0], value[0])
-        plan = self._plan(options.get("sliding_window"))
+        where = self._layer_slots[layer]
+        group = self._groups[where.group]
+        if where.writes:
+            group.view.write(where.slot, group.row_index, key[0], value[0])
         scaling = options.get("scaling")
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
         scoring = Scoring(scaling, options.get("softcap"), options.get("s_aux"))
-        return plan.attend(layer_slot, query, key, value, scoring)
+        return group.plan.attend(where.slot, query, key, value, scoring)
 
     def assert_every_layer_ran_once(self) -> None:
         """A layer that bypasses the registry, or runs twice, would give wrong text without any error."""
-        wrong = {layer: self._calls[slot] for layer, slot in self._slot_of_layer.items() if self._calls[slot] != 1}
+        wrong = {layer: calls for layer, calls in self._calls.items() if calls != 1}
         assert not wrong, f"attention calls per layer, where not one: {wrong}"
 
-    def _plan(self, window: int | None) -> WindowPlan:
-        if window is not None and window >= self._longest:
-            window = None  # the window holds every sequence, so that one plan serves these layers too
-        plan = self._plans.get(window)
-        if plan is None:
-            plan = self._plans[window] = WindowPlan(
-                self._batch, self._pool, window, one_bucket=self._pool.device.type != "cpu"
-            )
-        return plan
+
+class _GroupAttention:
+    """What the layers of one group have in common in one forward."""
+
+    def __init__(self, batch: ForwardBatch, tables: AttentionTables, view: AttentionPages) -> None:
+        self.view = view
+        self.row_index = view.row_index(tables.slot_pages, batch.slot_offsets)
+        self.plan = GroupPlan(batch, tables, view, padded_buckets=view.device.type != "cpu")

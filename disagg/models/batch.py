@@ -1,9 +1,13 @@
-"""What one forward computes: rows of tokens, and which pages each row's sequence lives in.
+"""What one forward computes: rows of tokens, and where the caches of each row's sequence live.
 
 All tensors are on the model's device. Rows of prefill runs come first, then decode rows:
 
     row        0 1 2 3 4 5 6 │ 7 8 9 │ 10  11  12
                prefill run 0 │ run 1 │ decodes, one row each
+    run        0             │ 1     │ 2   3   4
+
+What is equal for all layers is in the batch itself; what differs between layer groups, which have pages of their own, is
+in its `tables`, one per group.
 """
 
 from __future__ import annotations
@@ -17,14 +21,13 @@ import torch
 class PrefillRun:
     """Consecutive tokens of one sequence: `num_tokens` rows from row `start`.
 
-    context_tokens: tokens of the sequence already in the cache before this run. pages: [ceil((context + num) /
-    page_tokens)] int64, the sequence's pages in order.
+    context_tokens: tokens of the sequence that were computed before this run. sample: the last row's logits are wanted.
     """
 
     start: int
     num_tokens: int
     context_tokens: int
-    pages: torch.Tensor
+    sample: bool
 
     @property
     def total_tokens(self) -> int:
@@ -33,34 +36,68 @@ class PrefillRun:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
-    """Sequences with one new token each: rows from `start`, one per sequence.
+    """Sequences with one new token each, after others: rows from `start`, one per sequence.
 
-    pages: [B, max_pages] int64, each row's pages in order, padded with any valid page id. lengths: [B] int64, tokens of
-    each sequence including the new one. max_length: the largest of them, known on the host without a device sync.
+    lengths: [B] int64, tokens of each sequence including the new one. max_length: the largest of them, known on the host
+    without a device sync.
     """
 
     start: int
-    pages: torch.Tensor
     lengths: torch.Tensor
     max_length: int
 
     @property
     def num_sequences(self) -> int:
-        return self.pages.shape[0]
+        return self.lengths.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPages:
+    """The pages of one sequence that a run reaches. pages: [n] int64, those of page positions `first`, `first` + 1, ..."""
+
+    first: int
+    pages: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTables:
+    """One group of attention layers. Holds no page that has left the window: such a page may be another sequence's.
+
+    slot_pages: [N] int64, the page where each row's K and V are written; no two rows share a slot. prefills: one per
+    prefill run. decodes: [B, max_pages] int64, the pages that each decode row reaches, in order, padded with its last;
+    its first column is page position first_pages [B] int64, or 0 where that is None. Both None without decode rows.
+    """
+
+    slot_pages: torch.Tensor
+    prefills: tuple[RunPages, ...]
+    decodes: torch.Tensor | None
+    first_pages: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StateTables:
+    """One group of recurrent layers, per run: prefill runs, then decode rows.
+
+    reads: [runs] int64, the page with the state that the run continues, -1 for a sequence's beginning (only a prefill run
+    without context). writes: [runs] int64, the page for the state after the run; it may be the one that is read.
+    """
+
+    reads: torch.Tensor
+    writes: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """input_ids, positions: [N] int64. slot_pages, slot_offsets: [N] int64, the page and the token within it where each
-    row's K and V are written; no two rows share a slot. logits_rows: [R] int64, the rows whose logits are wanted."""
+    """input_ids, positions: [N] int64. slot_offsets: [N] int64, each row's token within its page. logits_rows: [R] int64,
+    the rows whose logits are wanted, in rising order. tables: per layer group."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
-    slot_pages: torch.Tensor
     slot_offsets: torch.Tensor
     prefills: tuple[PrefillRun, ...]
     decodes: DecodeRun | None
     logits_rows: torch.Tensor
+    tables: tuple[AttentionTables | StateTables, ...]
 
     @property
     def num_rows(self) -> int:
@@ -73,10 +110,18 @@ class ForwardBatch:
             assert run.start == row, f"prefill run starts at row {run.start}, not {row}"
             assert run.num_tokens > 0 and run.context_tokens >= 0, f"prefill run {run}"
             row += run.num_tokens
+        num_runs = len(self.prefills)
         if self.decodes is not None:
             assert self.decodes.start == row, f"decode rows start at {self.decodes.start}, not {row}"
-            assert self.decodes.lengths.shape == (self.decodes.num_sequences,), "one length per decode row"
             row += self.decodes.num_sequences
+            num_runs += self.decodes.num_sequences
         assert row == self.num_rows, f"runs cover {row} of {self.num_rows} rows"
-        for column in (self.positions, self.slot_pages, self.slot_offsets):
+        for column in (self.positions, self.slot_offsets):
             assert column.shape == (row,), f"a column of {tuple(column.shape)} for {row} rows"
+        for table in self.tables:
+            if isinstance(table, AttentionTables):
+                assert table.slot_pages.shape == (row,), f"slots of {table.slot_pages.shape[0]} rows of {row}"
+                assert len(table.prefills) == len(self.prefills), "pages for every prefill run"
+                assert (table.decodes is None) == (self.decodes is None), "pages for every decode row"
+            else:
+                assert table.reads.shape == table.writes.shape == (num_runs,), f"states of {num_runs} runs"

@@ -1,13 +1,16 @@
-"""Loads a Hugging Face directory and finds out what its attention layers are, or says why it cannot be served.
+"""Loads a Hugging Face directory and finds out what its layers keep, or says why it cannot be served.
 
 Knows transformers' configs and modules; nothing of pools or batches. Layer shapes are not taken from the config, whose
-fields differ between families, but from one probing forward of two tokens that records what every attention layer asks.
+fields differ between families, but from one probing forward of two tokens that records what every attention layer asks
+and what state every recurrent layer keeps. Layers whose cache has one shape and one lifetime become one layer group.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,31 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from disagg.messages.layout import DTYPE_BYTES, LayerGroup
-from disagg.models.attention import ATTENTION_NAME, active
-from disagg.models.families import FAMILIES
+from disagg.messages.layout import DTYPE_BYTES, GroupKind, LayerGroup, StatePart
+from disagg.models.attention import ATTENTION_NAME, LayerSlot, active
+from disagg.models.families import ATTENTION_FREE, FAMILIES
 from disagg.models.pool import TORCH_DTYPES
+from disagg.models.probe import AttentionCall, AttentionProbe
+from disagg.models.states import StateProbe, active_states, attach
 from disagg.types.errors import ConfigError
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# By transformers' name of a layer's type: how often the layer calls attention, and how often a recurrent module runs.
+LAYER_TYPES = {
+    "full_attention": (1, 0),
+    "attention": (1, 0),
+    "sliding_attention": (1, 0),
+    "linear_attention": (0, 1),
+    "mamba": (0, 1),
+    "conv": (0, 1),
+    "hybrid": (1, 1),
+    "mlp": (0, 0),
+    "moe": (0, 0),
+}
+
+# Tokens of a sequence where the model itself knows no bound.
+LONGEST_RECURRENCE = 1024 * 1024
+
+CAUSAL_FOR_TEXT = (None, False, "vision")  # "vision": both ways among the tokens of an image only
 
 # Options that layers pass and that paged attention honours, or that say nothing about the attention itself. Any other
 # that is set may change the answer, so it is refused.
@@ -43,11 +64,24 @@ HARMLESS_OPTIONS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class LayerPlaces:
+    """Where a model's layers keep what they keep, by their indices.
+
+    attention: of every layer that calls attention; a group's `layers` are those with KV of their own. states: of every
+    recurrent layer. A layer may be both, and an MLP is neither.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    attention: dict[int, LayerSlot]
+    states: dict[int, LayerSlot]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A module in eval mode on its device, and what its directory says about it."""
 
     module: PreTrainedModel
-    group: LayerGroup
+    places: LayerPlaces
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -62,15 +96,18 @@ def load(model_dir: Path, dtype: str, device: str) -> LoadedModel:
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ConfigError(f"{model_dir} lacks {len(missing)} weights, such as {missing[0]}")
-    if not type(module)._supports_attention_backend:
-        raise ConfigError(f"{model_dir}: {type(module).__name__} does not let its attention be replaced")
     torch.nn.Module.to(module, device)
     module.train(False).requires_grad_(False)
+    try:
+        attach(module)
+    except ConfigError as error:
+        raise ConfigError(f"{model_dir}: {error}") from error
+    max_model_len = _max_model_len(model_dir, module.config)
     return LoadedModel(
         module=module,
-        group=_layer_group(model_dir, module, dtype),
+        places=lay_out(model_dir, module, dtype, max_model_len),
         vocab_size=module.config.vocab_size,
-        max_model_len=_max_model_len(model_dir, module.config),
+        max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(module),
     )
 
@@ -102,94 +139,116 @@ def _check_config_file(model_dir: Path) -> None:
         raise ConfigError(f"{path}: model_type {model_type!r} is not served; served are {', '.join(sorted(FAMILIES))}")
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(f"{path}: transformers {transformers.__version__} does not know model_type {model_type!r}")
-    if not config.get("num_attention_heads"):
+    if not config.get("num_attention_heads") and model_type not in ATTENTION_FREE:
         raise ConfigError(f"{path} has no num_attention_heads")
     if config.get("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; only float32, bfloat16 and float16 weights are served")
-    if config.get("use_bidirectional_attention"):
+    if config.get("use_bidirectional_attention") not in CAUSAL_FOR_TEXT:
         raise ConfigError(f"{path} sets use_bidirectional_attention; only causal attention is served")
-    other = set(config.get("layer_types") or ()) - LAYER_TYPES
+    other = set(config.get("layer_types") or ()) - LAYER_TYPES.keys()
     if other:
         raise ConfigError(f"{path} has layers of type {', '.join(sorted(other))}; served are {sorted(LAYER_TYPES)}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What one layer asked of attention."""
+def _probe(
+    model_dir: Path, module: PreTrainedModel, dtype: str
+) -> tuple[list[AttentionCall], dict[int, tuple[StatePart, ...]]]:
+    """What each layer asks of attention, and the states of each recurrent one, in order.
 
-    layer: int
-    query_heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtypes: frozenset[torch.dtype]
-    masked: bool
-    causal: bool
-    options: dict[str, Any]
-
-
-class _Probe:
-    """Records calls and answers zeros."""
-
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
-        is_causal = options.get("is_causal")
-        self.calls.append(
-            _Call(
-                layer=getattr(module, "layer_idx", -1),
-                query_heads=query.shape[1],
-                kv_heads=key.shape[1],
-                key_dim=key.shape[3],
-                value_dim=value.shape[3],
-                dtypes=frozenset({query.dtype, key.dtype, value.dtype}),
-                masked=attention_mask is not None,
-                causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
-                options={name: option for name, option in options.items() if option is not None},
-            )
-        )
-        return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3]))
-
-
-def _layer_group(model_dir: Path, module: PreTrainedModel, dtype: str) -> LayerGroup:
-    """The one group of all attention layers. Raises ConfigError when they are not alike or ask for more than we do."""
-    probe = _Probe()
+    Raises ConfigError when that is not what we do.
+    """
+    probe, states = AttentionProbe(), StateProbe()
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=module.device)
     positions = torch.arange(2, device=module.device).unsqueeze(0)
-    with torch.inference_mode(), active(probe):
+    with torch.inference_mode(), active(probe), active_states(states):
         last = positions[0, 1:]
         logits = module(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=last).logits
     if logits.shape[:2] != (1, 1):
         raise ConfigError(f"{model_dir}: {type(module).__name__} does not honour logits_to_keep")
-    layers = tuple(call.layer for call in probe.calls)
-    if layers != tuple(range(module.config.num_hidden_layers)):
-        raise ConfigError(
-            f"{model_dir}: attention ran for layers {list(layers)}, not once for each of "
-            f"{module.config.num_hidden_layers}; state-space layers and shared KV are not served yet"
-        )
-    shapes = {(call.kv_heads, call.key_dim, call.value_dim) for call in probe.calls}
-    kv_heads, key_dim, value_dim = shapes.pop()
-    if shapes:
-        raise ConfigError(f"{model_dir}: attention layers differ in KV heads or head_dim, which is not served yet")
-    if key_dim != value_dim:
-        raise ConfigError(f"{model_dir}: keys have {key_dim} dims and values {value_dim}, which is not served yet")
-    layer_types = getattr(module.config, "layer_types", None) or [None] * len(layers)
+    num_layers = module.config.num_hidden_layers
+    layer_types = getattr(module.config, "layer_types", None)
+    attending = Counter(call.layer for call in probe.calls)
+    for layer, layer_type in enumerate(layer_types or ["full_attention"] * num_layers):
+        calls = (attending[layer], int(layer in states.parts))
+        if calls != LAYER_TYPES.get(layer_type):
+            raise ConfigError(
+                f"{model_dir}: layer {layer} is {layer_type}, and for it attention ran {calls[0]} times and a recurrent "
+                f"module that is served {calls[1]} times"
+            )
+    if not set(attending) | set(states.parts) <= set(range(num_layers)):
+        raise ConfigError(f"{model_dir}: {type(module).__name__} has layers beside its {num_layers}")
     _check_window(model_dir, module.config, probe.calls)
-    for call, layer_type in zip(probe.calls, layer_types, strict=True):
-        _check_call(model_dir, call, layer_type, TORCH_DTYPES[dtype])
-    return LayerGroup("full", layers, kv_heads, key_dim, dtype)
+    for call in probe.calls:
+        _check_call(model_dir, call, layer_types[call.layer] if layer_types else None, TORCH_DTYPES[dtype])
+    return probe.calls, states.parts
 
 
-def _check_window(model_dir: Path, config: PretrainedConfig, calls: list[_Call]) -> None:
+def lay_out(model_dir: Path, module: PreTrainedModel, dtype: str, max_model_len: int) -> LayerPlaces:
+    """One group per distinct (window, KV heads, head_dim), in order of their first layers, then one per distinct state.
+
+    Raises ConfigError when a layer asks for what is not served. model_dir is for its message.
+    """
+    calls, parts = _probe(model_dir, module, dtype)
+    by_shape: dict[tuple[int, int, int], list[int]] = {}
+    windows: dict[int, int] = {}  # by layer; 0: full attention
+    for call in calls:
+        # A window that no sequence outgrows is none.
+        window = 0 if call.window is None or call.window >= max_model_len else call.window
+        windows[call.layer] = window
+        if call.source == call.layer:
+            by_shape.setdefault((window, call.kv_heads, call.key_dim), []).append(call.layer)
+        elif windows[call.source] != window:
+            raise ConfigError(
+                f"{model_dir}: layer {call.layer} shares the KV of layer {call.source}, but not its window, which is "
+                "not served yet"
+            )
+    groups = tuple(
+        LayerGroup(
+            _group_name(shape, by_shape),
+            tuple(layers),
+            kv_heads=shape[1],
+            head_dim=shape[2],
+            dtype=dtype,
+            kind=GroupKind.WINDOW if shape[0] else GroupKind.FULL,
+            window=shape[0],
+        )
+        for shape, layers in by_shape.items()
+    )
+    own = _places(groups, 0)
+    slots = {call.layer: replace(own[call.source], writes=call.source == call.layer) for call in calls}
+    of_states = _state_groups(parts)
+    return LayerPlaces(groups + of_states, slots, _places(of_states, len(groups)))
+
+
+def _places(groups: Sequence[LayerGroup], first: int) -> dict[int, LayerSlot]:
+    """Of each layer of the groups, whose indices begin at `first`."""
+    return {
+        layer: LayerSlot(index, slot)
+        for index, group in enumerate(groups, first)
+        for slot, layer in enumerate(group.layers)
+    }
+
+
+def _state_groups(parts: Mapping[int, tuple[StatePart, ...]]) -> tuple[LayerGroup, ...]:
+    """parts: of each recurrent layer."""
+    by_parts: dict[tuple[StatePart, ...], list[int]] = {}
+    for layer, of_layer in parts.items():
+        by_parts.setdefault(of_layer, []).append(layer)
+    return tuple(
+        LayerGroup.of_states("states" if len(by_parts) == 1 else f"states-{layers[0]}", tuple(layers), of_layers)
+        for of_layers, layers in by_parts.items()
+    )
+
+
+def _group_name(shape: tuple[int, int, int], shapes: Iterable[tuple[int, int, int]]) -> str:
+    """Such as "full" or "window-512"; with heads and dims, as in "full-2x64", where that alone names several groups."""
+    window, kv_heads, head_dim = shape
+    name = f"window-{window}" if window else "full"
+    alike = sum(other_window == window for other_window, _, _ in shapes)
+    return name if alike == 1 else f"{name}-{kv_heads}x{head_dim}"
+
+
+def _check_window(model_dir: Path, config: PretrainedConfig, calls: list[AttentionCall]) -> None:
     """Some families (phimoe) apply their window only in the mask that transformers builds, and here builds none."""
     window = getattr(config, "sliding_window", None)
     if window is None or getattr(config, "layer_types", None) or window >= _max_model_len(model_dir, config):
@@ -198,12 +257,16 @@ def _check_window(model_dir: Path, config: PretrainedConfig, calls: list[_Call])
         raise ConfigError(f"{model_dir}: sliding_window is {window}, but the layers do not ask attention for it")
 
 
-def _check_call(model_dir: Path, call: _Call, layer_type: str | None, dtype: torch.dtype) -> None:
+def _check_call(model_dir: Path, call: AttentionCall, layer_type: str | None, dtype: torch.dtype) -> None:
     where = f"{model_dir}: layer {call.layer}"
     if call.masked or not call.causal:
         raise ConfigError(f"{where} attends with a mask of its own; only causal attention is served")
     if call.dtypes != {dtype}:
         raise ConfigError(f"{where} attends in {sorted(map(str, call.dtypes))}, not in the model's {dtype}")
+    if call.key_dim != call.value_dim:
+        raise ConfigError(
+            f"{where}: keys have {call.key_dim} dims and values {call.value_dim}, which is not served yet"
+        )
     if call.query_heads % call.kv_heads:
         raise ConfigError(f"{where}: {call.query_heads} query heads do not divide among {call.kv_heads} KV heads")
     unknown = call.options.keys() - HONOURED_OPTIONS - HARMLESS_OPTIONS
@@ -220,6 +283,8 @@ def _max_model_len(model_dir: Path, config: PretrainedConfig) -> int:
     so a request's answer would depend on its neighbours.
     """
     limit = getattr(config, "max_position_embeddings", None)
+    if config.model_type in ATTENTION_FREE:
+        return LONGEST_RECURRENCE
     if not limit:
         raise ConfigError(f"{model_dir}/config.json has no max_position_embeddings")
     rope = getattr(config, "rope_parameters", None) or {}

@@ -1,10 +1,11 @@
-"""A Hugging Face decoder that keeps its KV in our pages.
+"""A Hugging Face decoder that keeps its caches in our pages.
 
 Knows one model on one device. Which tokens to run, where their pages are and what to do with the logits is the caller's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +15,8 @@ from disagg.models.attention import PagedAttention, active
 from disagg.models.batch import ForwardBatch
 from disagg.models.gemv import add_gemv_copies
 from disagg.models.loader import LoadedModel, load
-from disagg.models.pool import KvPool
+from disagg.models.pool import Pool
+from disagg.models.states import PagedStates, active_states
 
 
 class PagedModel:
@@ -22,7 +24,6 @@ class PagedModel:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
-        self._slot_of_layer = {layer: slot for slot, layer in enumerate(loaded.group.layers)}
 
     @classmethod
     def load(cls, model_dir: Path, dtype: str, device: str) -> PagedModel:
@@ -35,8 +36,8 @@ class PagedModel:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Layer groups, each with a pool of its own."""
-        return (self._loaded.group,)
+        """Layer groups, each with pages of its own in the pool."""
+        return self._loaded.places.groups
 
     @property
     def vocab_size(self) -> int:
@@ -52,23 +53,24 @@ class PagedModel:
         return self._loaded.eos_token_ids
 
     @property
-    def num_layers(self) -> int:
-        return len(self._slot_of_layer)
-
-    @property
     def device(self) -> torch.device:
         return self._loaded.module.device
 
-    def make_pool(self, num_pages: int, page_tokens: int) -> KvPool:
-        return KvPool.create(self._loaded.group, num_pages, page_tokens, self.device)
+    def make_pool(self, num_large: int, large_bytes: int, strides: Sequence[int], page_tokens: int) -> Pool:
+        """strides: bytes from one small page to the next, per group."""
+        return Pool.create(self.groups, num_large, large_bytes, strides, page_tokens, self.device)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
-        """Writes the batch's K and V into the pool. Returns logits, float32 [R, vocab], of `batch.logits_rows`."""
-        assert pool.group == self._loaded.group, f"a pool of {pool.group} for a model of {self._loaded.group}"
+    def forward(self, batch: ForwardBatch, pool: Pool) -> torch.Tensor:
+        """Writes the batch's K and V, and the states after its runs, into the pool.
+
+        Returns logits, float32 [R, vocab], of `batch.logits_rows`.
+        """
+        assert pool.groups == self.groups, f"a pool of {pool.groups} for a model of {self.groups}"
         batch.check()
-        attention = PagedAttention(batch, pool, self._slot_of_layer)
-        with active(attention):
+        attention = PagedAttention(batch, pool, self._loaded.places.attention)
+        states = PagedStates(batch, pool, self._loaded.places.states)
+        with active(attention), active_states(states):
             output = self._loaded.module(
                 input_ids=batch.input_ids.unsqueeze(0),
                 position_ids=batch.positions.unsqueeze(0),
@@ -76,5 +78,6 @@ class PagedModel:
                 logits_to_keep=batch.logits_rows,
             )
         attention.assert_every_layer_ran_once()
+        states.assert_every_layer_ran_once()
         logits: torch.Tensor = output.logits[0]
         return logits.float()

@@ -1,55 +1,72 @@
-"""One layer group's KV pages as one tensor of bytes, and the views of it that attention reads and writes.
+"""A worker's caches as one tensor of bytes, and the views of it that the layers of each group read and write.
 
-Knows the layout of a page; nothing of who owns which page, of requests, or of models.
+Knows the layout of pages; nothing of who owns which page, of requests, or of models.
+
+    large page 0                    large page 1                    large page 2
+    ┌───────────────────────────────┬───────────────────────────────┬───────────────────────────────┬── ...
+    │ group 0: page 0 │ 0: page 1   │ group 1: page 3 │ 4  │  5     │ not assigned                  │
+    └───────────────────────────────┴───────────────────────────────┴───────────────────────────────┴── ...
+      └ strides[0] bytes              └ strides[1] bytes
+
+Small page p of group g is at byte p * strides[g]. Every group has a view of the whole pool; whoever hands out pages sees
+to it that a large page is one group's at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from disagg.messages.layout import LayerGroup
+from disagg.messages.layout import LayerGroup, state_offsets
+from disagg.messages.plan import PageCopy
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "uint8": torch.uint8,
+}
 
 
-class KvPool:
-    """The pages of one layer group.
+class AttentionPages:
+    """The pool as the pages of one group of attention layers. bytes: uint8 [num_pages, page_bytes], rows contiguous.
 
-    Whatever is in the pool must be finite numbers: attention reads whole pages and gives the slots past a sequence's
-    end weight zero, and zero times NaN is NaN. A new pool is zeros, and a copied or landed page was computed once.
+    kv: [num_pages, layers, 2, kv_heads, page_tokens, head_dim], strided.
+
+    Whatever is in a page must be finite numbers: attention reads whole pages and gives the slots past a sequence's end
+    weight zero, and zero times NaN is NaN. A new pool is zeros, a copied or landed page was computed once, and where a
+    page may have been one of another group with another dtype, it is zeroed first (`Pool.mixed`).
     """
 
-    def __init__(self, group: LayerGroup, storage: torch.Tensor, page_tokens: int) -> None:
-        """storage: uint8 [num_pages, page_bytes], contiguous, aligned to the group's dtype."""
-        assert storage.dtype == torch.uint8 and storage.is_contiguous(), "the pool's storage is contiguous bytes"
-        assert storage.shape[1] == group.page_bytes(page_tokens), (
-            f"pages of {storage.shape[1]} bytes do not hold {group.page_bytes(page_tokens)}"
-        )
+    def __init__(self, group: LayerGroup, storage: torch.Tensor, stride: int, page_tokens: int) -> None:
+        """storage: the pool's, uint8 [bytes], aligned to the group's dtype. stride: bytes from one page to the next."""
         layers, heads, dim = len(group.layers), group.kv_heads, group.head_dim
+        unit_bytes = group.align_bytes(page_tokens)
+        assert group.planes == 2, f"attention pages hold K and V, not {group.planes} planes"
+        assert stride % unit_bytes == 0, f"a stride of {stride} bytes is no multiple of a unit's {unit_bytes}"
         self.group = group
         self.page_tokens = page_tokens
-        self.num_pages = storage.shape[0]
-        self.page_bytes = storage.shape[1]
-        self.bytes = storage
-        self.kv = storage.view(TORCH_DTYPES[group.dtype]).view(self.num_pages, layers, 2, heads, page_tokens, dim)
+        self.bytes = _page_bytes(storage, stride, group.page_bytes(page_tokens))
+        self.kv = self.bytes.view(TORCH_DTYPES[group.dtype]).view(-1, layers, 2, heads, page_tokens, dim)
         # A page holds layers * 2 * heads units of [page_tokens, head_dim]. Unit (page, slot, K or V, head) is row
         # page * units_per_page + (slot * 2 + which) * heads + head of this view. The views below start at a slot's
         # first unit, so that one index, computed once per forward for slot 0, serves every layer.
-        self.units_per_page = layers * 2 * heads
-        units = self.kv.view(-1, page_tokens * dim)
-        rows = self.kv.view(-1, dim)
+        self._units_per_page = stride // unit_bytes
+        elements = storage.view(TORCH_DTYPES[group.dtype])
+        units = elements.view(-1, page_tokens * dim)
+        rows = elements.view(-1, dim)
         self._slot_units = [units[slot * 2 * heads :] for slot in range(layers)]
         self._slot_rows = [rows[slot * 2 * heads * page_tokens :] for slot in range(layers)]
 
-    @classmethod
-    def create(cls, group: LayerGroup, num_pages: int, page_tokens: int, device: str | torch.device) -> KvPool:
-        """A pool of zeros."""
-        # Not under inference_mode, even when the caller is: an inference tensor could never be written outside it.
-        with torch.inference_mode(False):
-            storage = torch.zeros((num_pages, group.page_bytes(page_tokens)), dtype=torch.uint8, device=device)
-            return cls(group, storage, page_tokens)
+    @property
+    def num_pages(self) -> int:
+        return self.bytes.shape[0]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.bytes.shape[1]
 
     @property
     def device(self) -> torch.device:
@@ -70,7 +87,7 @@ class KvPool:
         """
         heads = self.group.kv_heads
         head_units = torch.arange(2 * heads, device=pages.device).unsqueeze(1)
-        return (pages * self.units_per_page + head_units).view(-1)
+        return (pages * self._units_per_page + head_units).view(-1)
 
     def row_index(self, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Where the tokens' K and V rows of layer slot 0 are: [2 * kv_heads * n], K before V, heads outside tokens.
@@ -79,7 +96,7 @@ class KvPool:
         """
         heads = self.group.kv_heads
         head_units = torch.arange(2 * heads, device=pages.device).unsqueeze(1)
-        return ((pages * self.units_per_page + head_units) * self.page_tokens + offsets).view(-1)
+        return ((pages * self._units_per_page + head_units) * self.page_tokens + offsets).view(-1)
 
     def gather(self, layer_slot: int, unit_index: torch.Tensor, out: torch.Tensor) -> None:
         """Copies units; unit_index: from `unit_index`; out: [len(unit_index), page_tokens * head_dim]."""
@@ -90,13 +107,125 @@ class KvPool:
         rows = torch.cat((keys, values)).view(-1, self.group.head_dim)
         self._slot_rows[layer_slot].index_copy_(0, row_index, rows)
 
-    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole pages, (source, destination), as if all at once: a source is read before any page is written."""
-        if not pairs:
-            return
-        sources, destinations = zip(*pairs, strict=True)
-        assert len(set(destinations)) == len(destinations), "two copies have the same destination page"
-        source_pages = torch.tensor(sources, device=self.device)
-        self.bytes.index_copy_(
-            0, torch.tensor(destinations, device=self.device), self.bytes.index_select(0, source_pages)
+
+class StatePages:
+    """The pool as the pages of one group of recurrent layers. bytes: uint8 [num_pages, page_bytes], rows contiguous."""
+
+    def __init__(self, group: LayerGroup, storage: torch.Tensor, stride: int, page_tokens: int) -> None:
+        """As for AttentionPages. A page is one state, so page_tokens matters to nothing here."""
+        assert group.is_state, f"{group.name} holds no states"
+        assert stride % group.align_bytes(page_tokens) == 0, f"states {stride} bytes apart are not aligned"
+        self.group = group
+        self.bytes = _page_bytes(storage, stride, group.page_bytes(page_tokens))
+        offsets = state_offsets(group.parts)
+        self._parts: list[tuple[torch.Tensor, ...]] = []
+        for slot in range(len(group.layers)):
+            views = []
+            for part, offset in zip(group.parts, offsets, strict=False):  # the last offset is the state's end
+                start = slot * offsets[-1] + offset
+                raw = self.bytes[:, start : start + part.nbytes].view(TORCH_DTYPES[part.dtype])
+                views.append(raw.view(-1, *part.shape))
+            self._parts.append(tuple(views))
+
+    @property
+    def num_pages(self) -> int:
+        return self.bytes.shape[0]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.bytes.shape[1]
+
+    def parts(self, layer_slot: int) -> tuple[torch.Tensor, ...]:
+        """One view per part of the group, in their order: [num_pages, *part.shape] of the part's dtype, strided."""
+        return self._parts[layer_slot]
+
+
+def _page_bytes(storage: torch.Tensor, stride: int, page_bytes: int) -> torch.Tensor:
+    """[num_pages, page_bytes], `stride` bytes from row to row."""
+    assert stride >= page_bytes, f"pages {stride} bytes apart do not hold {page_bytes}"
+    return storage.view(-1, stride)[:, :page_bytes]
+
+
+class Pool:
+    """One rank's caches. bytes: uint8 [num_large * large_bytes]; views: per layer group."""
+
+    def __init__(
+        self,
+        groups: tuple[LayerGroup, ...],
+        storage: torch.Tensor,
+        large_bytes: int,
+        strides: Sequence[int],
+        page_tokens: int,
+    ) -> None:
+        """storage: uint8 [bytes], contiguous; strides: bytes from one small page to the next, per group."""
+        assert storage.dtype == torch.uint8 and storage.is_contiguous(), "the pool's storage is contiguous bytes"
+        assert storage.numel() % large_bytes == 0, f"{storage.numel()} bytes are no whole large pages of {large_bytes}"
+        assert all(large_bytes % stride == 0 for stride in strides), f"{strides} do not divide {large_bytes} bytes"
+        self.groups = groups
+        self.page_tokens = page_tokens
+        self.num_large = storage.numel() // large_bytes
+        self.bytes = storage
+        self.views: tuple[AttentionPages | StatePages, ...] = tuple(
+            (StatePages if group.is_state else AttentionPages)(group, storage, stride, page_tokens)
+            for group, stride in zip(groups, strides, strict=True)
         )
+        # Whether what one group wrote may be NaN to another. (Elements of one size and dtype never straddle each other.)
+        self.mixed = len({dtype for group in groups for dtype in _element_dtypes(group)}) > 1
+
+    @classmethod
+    def create(
+        cls,
+        groups: tuple[LayerGroup, ...],
+        num_large: int,
+        large_bytes: int,
+        strides: Sequence[int],
+        page_tokens: int,
+        device: str | torch.device,
+    ) -> Pool:
+        """A pool of zeros."""
+        # Not under inference_mode, even when the caller is: an inference tensor could never be written outside it.
+        with torch.inference_mode(False):
+            storage = torch.zeros(num_large * large_bytes, dtype=torch.uint8, device=device)
+            return cls(groups, storage, large_bytes, strides, page_tokens)
+
+    @property
+    def device(self) -> torch.device:
+        return self.bytes.device
+
+    def attention(self, group: int) -> AttentionPages:
+        """The view of a group, by its index, that is one of attention layers."""
+        view = self.views[group]
+        assert isinstance(view, AttentionPages), f"group {view.group.name} holds states"
+        return view
+
+    def states(self, group: int) -> StatePages:
+        """The view of a group, by its index, that is one of recurrent layers."""
+        view = self.views[group]
+        assert isinstance(view, StatePages), f"group {view.group.name} holds no states"
+        return view
+
+    def copy_pages(self, copies: Iterable[PageCopy]) -> None:
+        """Copies small pages as if all at once: every source is read before any page is written."""
+        by_group: dict[int, list[PageCopy]] = defaultdict(list)
+        for copy in copies:
+            by_group[copy.group].append(copy)
+        read = []
+        for group, of_group in by_group.items():
+            destinations = [copy.destination for copy in of_group]
+            assert len(set(destinations)) == len(destinations), "two copies have the same destination page"
+            sources = self._longs([copy.source for copy in of_group])
+            read.append((group, destinations, self.views[group].bytes.index_select(0, sources)))
+        for group, destinations, content in read:
+            self.views[group].bytes.index_copy_(0, self._longs(destinations), content)
+
+    def zero_pages(self, group: int, pages: Sequence[int]) -> None:
+        """Makes small pages of a group blank."""
+        if pages:
+            self.views[group].bytes.index_fill_(0, self._longs(pages), 0)
+
+    def _longs(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _element_dtypes(group: LayerGroup) -> set[str]:
+    return {part.dtype for part in group.parts} if group.is_state else {group.dtype}

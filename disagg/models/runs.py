@@ -1,12 +1,13 @@
-"""Attention of one forward's runs over the pages, planned once and executed in every layer.
+"""Attention of one forward's runs over the pages of one layer group, planned once and executed in every layer of it.
 
-Knows batches, pools and tensors; nothing of models. Whatever is equal for all layers (gather indices, masks, which rows
-go together) is computed here once per forward; layers with different sliding windows have different plans.
+Knows batches, pages and tensors; nothing of models. Whatever is equal for the group's layers (gather indices, masks,
+which rows go together) is computed here once per forward.
 
 Decode rows are cut into *buckets*. A bucket's K and V are gathered into one scratch buffer, which attention reads at
 once. On CPU a bucket is small, for two reasons: the buffer stays in the core's cache (at batch 16 and 300 tokens of
 context: 61 ms for 30 layers of SmolLM2, 79 as one bucket), and rows of unlike lengths do not pad each other. On a GPU
-all rows are one bucket: a launch costs more than padding, and lengths are not known to the host.
+rows are padded to the longest, in as few buckets as their bytes allow: a launch costs more than padding, and lengths are
+not known to the host.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from disagg.models.batch import DecodeRun, ForwardBatch, PrefillRun
-from disagg.models.pool import KvPool
+from disagg.models.batch import AttentionTables, DecodeRun, ForwardBatch, PrefillRun, RunPages
+from disagg.models.pool import AttentionPages
 
 # Rows share a bucket on CPU while its K and V of one layer stay below this, a usual L2 cache. Measured: 0.25 to 2 MiB
 # are alike at long contexts, where a row is half a MiB by itself; at short ones each further bucket costs 40 us a layer.
 BUCKET_BYTES = 2 * 1024 * 1024
 # ... and while every row has at least this part of the longest one's pages.
 BUCKET_FILL = 0.75
+# The same on a GPU, where it only keeps long contexts of many rows from taking the whole device.
+PADDED_BUCKET_BYTES = 1024 * 1024 * 1024
+# Scores of a chunk that exist at one time, in float32, where the kernel that never shows its scores cannot be used.
+SCORES_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +53,10 @@ class PageSpan:
     The views that every layer's gather writes and reads are made once, by `bind`.
     """
 
-    def __init__(self, pool: KvPool, pages: torch.Tensor, num_sequences: int, first: int, last: int) -> None:
+    def __init__(self, view: AttentionPages, pages: torch.Tensor, num_sequences: int, first: int, last: int) -> None:
         """pages: [n * pages per sequence] int64."""
-        self._pool = pool
-        self._unit_index = pool.unit_index(pages)
+        self._view = view
+        self._unit_index = view.unit_index(pages)
         self._num_sequences = num_sequences
         self._first = first
         self._last = last
@@ -62,7 +67,7 @@ class PageSpan:
 
     def bind(self, scratch: torch.Tensor) -> None:
         """scratch: [at least num_units, page_tokens * head_dim]; others may use it between two gathers' uses."""
-        group = self._pool.group
+        group = self._view.group
         self._units = scratch[: self.num_units]
         kv = self._units.view(2, group.kv_heads, self._num_sequences, -1, group.head_dim)
         kv = kv[:, :, :, self._first : self._last].transpose(1, 2)
@@ -70,7 +75,7 @@ class PageSpan:
 
     def gather(self, layer_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, each [n, kv_heads, last - first, head_dim]."""
-        self._pool.gather(layer_slot, self._unit_index, self._units)
+        self._view.gather(layer_slot, self._unit_index, self._units)
         return self._keys, self._values
 
 
@@ -133,9 +138,7 @@ class Chunk:
         else:
             keys, values = self.span.gather(layer_slot)
         if scoring.needs_scores:
-            # [1, query_heads, M, D] as [1, kv_heads, group * M, D], and back again
-            grouped = query.reshape(1, keys.shape[1], -1, query.shape[3])
-            out = _attend_with_scores(grouped, keys, values, self.mask(), scoring).view(query.shape)
+            out = self._attend_with_scores(query, keys, values, scoring)
         else:
             out = scaled_dot_product_attention(
                 query,
@@ -147,6 +150,21 @@ class Chunk:
                 enable_gqa=query.shape[1] != keys.shape[1],
             )
         return out[0].transpose(0, 1)
+
+    def _attend_with_scores(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """As many queries at once as SCORES_BYTES holds. query: [1, query_heads, num_tokens, D], and so returns."""
+        _, query_heads, num_tokens, _ = query.shape
+        step = max(1, SCORES_BYTES // (4 * query_heads * keys.shape[2]))
+        parts = []
+        for start in range(0, num_tokens, step):
+            part = query[:, :, start : start + step]
+            # [1, query_heads, M, D] as [1, kv_heads, group * M, D], and back again
+            grouped = part.reshape(1, keys.shape[1], -1, query.shape[3])
+            mask = self.mask()[start : start + step]
+            parts.append(_attend_with_scores(grouped, keys, values, mask, scoring).view(part.shape))
+        return torch.cat(parts, dim=2)
 
 
 def _attend_with_scores(
@@ -181,35 +199,42 @@ def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -math.inf)
 
 
-class WindowPlan:
-    """The runs of one batch as layers with one sliding window (None: full attention) see them."""
+class GroupPlan:
+    """The runs of one batch as the layers of one group see them: through its window, in its pages."""
 
-    def __init__(self, batch: ForwardBatch, pool: KvPool, window: int | None, *, one_bucket: bool) -> None:
-        """one_bucket: keep decode rows together, and do not ask the device for their lengths."""
+    def __init__(
+        self, batch: ForwardBatch, tables: AttentionTables, view: AttentionPages, *, padded_buckets: bool
+    ) -> None:
+        """padded_buckets: make decode rows alike by padding, and do not ask the device for their lengths."""
         self.chunks: list[Chunk] = []
         self.buckets: list[Bucket] = []
+        window = view.group.window or None
         singles: list[_Single] = []
-        for run in batch.prefills:
+        for run, pages in zip(batch.prefills, tables.prefills, strict=True):
             if run.num_tokens == 1:
-                singles.append(_single(run.start, run.pages, run.total_tokens, window, pool.page_tokens))
+                singles.append(_single(run.start, pages.pages, pages.first, run.total_tokens, window, view.page_tokens))
             else:
-                self.chunks.append(_chunk(run, pool, window))
-        if batch.decodes is not None and one_bucket:
-            self.buckets.append(_padded_bucket(batch.decodes, pool, window))
-        elif batch.decodes is not None:
-            rows = zip(batch.decodes.pages.unbind(0), batch.decodes.lengths.tolist(), strict=True)
-            for row, (pages, length) in enumerate(rows, batch.decodes.start):
-                singles.append(_single(row, pages, length, window, pool.page_tokens))
-        self.buckets.extend(_bucket(group, pool) for group in _alike(singles, pool))
+                self.chunks.append(_chunk(run, pages, view, window))
+        if batch.decodes is not None:
+            assert tables.decodes is not None
+            if padded_buckets:
+                self.buckets.extend(_padded_buckets(batch.decodes, tables.decodes, tables.first_pages, view, window))
+            else:
+                lengths = batch.decodes.lengths.tolist()
+                firsts = [0] * len(lengths) if tables.first_pages is None else tables.first_pages.tolist()
+                rows = zip(tables.decodes.unbind(0), firsts, lengths, strict=True)
+                for row, (row_pages, first, length) in enumerate(rows, batch.decodes.start):
+                    singles.append(_single(row, row_pages, first, length, window, view.page_tokens))
+        self.buckets.extend(_bucket(alike, view) for alike in _alike(singles, view))
         spans = [b.span for b in self.buckets] + [c.span for c in self.chunks if c.span is not None]
         scratch_units = max((span.num_units for span in spans), default=0)
         scratch = torch.empty(
-            (scratch_units, pool.page_tokens * pool.group.head_dim), dtype=pool.kv.dtype, device=pool.device
+            (scratch_units, view.page_tokens * view.group.head_dim), dtype=view.kv.dtype, device=view.device
         )
         for span in spans:
             span.bind(scratch)
         self._whole = len(self.buckets) == 1 and not self.chunks and isinstance(self.buckets[0].rows, slice)
-        self._kv_heads = pool.group.kv_heads
+        self._kv_heads = view.group.kv_heads
 
     def attend(
         self, layer_slot: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
@@ -218,7 +243,7 @@ class WindowPlan:
         _, query_heads, num_rows, head_dim = query.shape
         grouped = query[0].transpose(0, 1).view(num_rows, self._kv_heads, -1, head_dim)
         if self._whole:
-            return self.buckets[0].attend(layer_slot, grouped, scoring).view(1, num_rows, query_heads, head_dim)
+            return self.buckets[0].attend(layer_slot, grouped, scoring).reshape(1, num_rows, query_heads, head_dim)
         out = torch.empty(grouped.shape, dtype=query.dtype, device=query.device)
         flat = out.view(num_rows, query_heads, head_dim)
         for chunk in self.chunks:
@@ -238,17 +263,19 @@ class _Single:
     last: int
 
 
-def _single(row: int, pages: torch.Tensor, length: int, window: int | None, page_tokens: int) -> _Single:
-    first_token = 0 if window is None else max(0, length - window)
-    first_page = first_token // page_tokens
+def _single(
+    row: int, pages: torch.Tensor, first_page: int, length: int, window: int | None, page_tokens: int
+) -> _Single:
+    """pages: from page position `first_page` on; length: tokens of the sequence, the row's own among them."""
     skipped = first_page * page_tokens
-    needed = pages[first_page : -(-length // page_tokens)]
+    first_token = 0 if window is None else max(0, length - window)
+    needed = pages[: -(-length // page_tokens) - first_page]
     return _Single(row, needed, first_token - skipped, length - skipped)
 
 
-def _alike(singles: Sequence[_Single], pool: KvPool) -> Iterator[list[_Single]]:
+def _alike(singles: Sequence[_Single], view: AttentionPages) -> Iterator[list[_Single]]:
     """Groups rows of like page counts, as many as BUCKET_BYTES holds."""
-    page_bytes = pool.page_bytes // len(pool.group.layers)
+    page_bytes = view.page_bytes // len(view.group.layers)
     group: list[_Single] = []
     for single in sorted(singles, key=lambda single: -single.pages.shape[0]):
         longest = group[0].pages.shape[0] if group else 0
@@ -261,64 +288,66 @@ def _alike(singles: Sequence[_Single], pool: KvPool) -> Iterator[list[_Single]]:
         yield group
 
 
-def _bucket(group: Sequence[_Single], pool: KvPool) -> Bucket:
+def _bucket(group: Sequence[_Single], view: AttentionPages) -> Bucket:
     num_pages = group[0].pages.shape[0]
     if len(group) == 1:
         (single,) = group
-        span = PageSpan(pool, single.pages, 1, single.first, single.last)
+        span = PageSpan(view, single.pages, 1, single.first, single.last)
         return Bucket(slice(single.row, single.row + 1), span, None)
     group = sorted(group, key=lambda single: single.row)  # so that neighbours make a slice, which is cheaper
     start, stop = group[0].row, group[-1].row + 1
     rows: slice | torch.Tensor = slice(start, stop)
     if stop - start != len(group):
-        rows = torch.tensor([single.row for single in group], device=pool.device)
+        rows = torch.tensor([single.row for single in group], device=view.device)
     num_pages = max(single.pages.shape[0] for single in group)
     # Padding repeats a row's own last page, which is surely initialised; the mask hides it.
     pages = torch.cat([torch.cat((s.pages, s.pages[-1:].expand(num_pages - s.pages.shape[0]))) for s in group])
     first, last = min(single.first for single in group), max(single.last for single in group)
     mask = None
     if any((single.first, single.last) != (first, last) for single in group):
-        keys = torch.arange(first, last, device=pool.device)
-        bounds = torch.tensor([(single.first, single.last) for single in group], device=pool.device)
+        keys = torch.arange(first, last, device=view.device)
+        bounds = torch.tensor([(single.first, single.last) for single in group], device=view.device)
         visible = (keys >= bounds[:, :1]) & (keys < bounds[:, 1:])
-        mask = _additive(visible, pool.kv.dtype)[:, None, None]
-    return Bucket(rows, PageSpan(pool, pages, len(group), first, last), mask)
+        mask = _additive(visible, view.kv.dtype)[:, None, None]
+    return Bucket(rows, PageSpan(view, pages, len(group), first, last), mask)
 
 
-def _padded_bucket(decodes: DecodeRun, pool: KvPool, window: int | None) -> Bucket:
-    """All decode rows as one bucket, without asking the device for anything."""
-    page_tokens = pool.page_tokens
-    lengths = decodes.lengths.unsqueeze(1)
-    num_pages = -(-decodes.max_length // page_tokens)
-    if window is None:
-        pages = decodes.pages[:, :num_pages]
-        first_token = torch.zeros_like(lengths)
-    else:
-        # A window that begins at a page's last token touches one page more than one that begins at its first.
-        num_pages = min(num_pages, (window + page_tokens - 2) // page_tokens + 1)
-        first_page = (lengths - window).clamp_(min=0) // page_tokens
-        columns = first_page + torch.arange(num_pages, device=pool.device)
-        pages = decodes.pages.gather(1, columns.clamp_(max=decodes.pages.shape[1] - 1))
-        first_token = first_page * page_tokens
-    keys = first_token + torch.arange(num_pages * page_tokens, device=pool.device)
-    visible = keys < lengths
-    if window is not None:
-        visible &= keys >= lengths - window
-    rows = slice(decodes.start, decodes.start + decodes.num_sequences)
-    span = PageSpan(pool, pages.reshape(-1), decodes.num_sequences, 0, num_pages * page_tokens)
-    return Bucket(rows, span, _additive(visible, pool.kv.dtype)[:, None, None])
+def _padded_buckets(
+    decodes: DecodeRun,
+    pages: torch.Tensor,
+    first_pages: torch.Tensor | None,
+    view: AttentionPages,
+    window: int | None,
+) -> Iterator[Bucket]:
+    """All decode rows, as many at once as PADDED_BUCKET_BYTES holds, without asking the device for anything.
+
+    pages: [B, max_pages]; first_pages: [B] or None: page positions of the first column.
+    """
+    num_sequences, num_pages = pages.shape
+    page_bytes = view.page_bytes // len(view.group.layers)
+    step = max(1, PADDED_BUCKET_BYTES // (num_pages * page_bytes))
+    places = torch.arange(num_pages * view.page_tokens, device=view.device)
+    for start in range(0, num_sequences, step):
+        some = slice(start, min(start + step, num_sequences))
+        ends = decodes.lengths[some].unsqueeze(1)  # places in a row's pages at which its tokens end
+        if first_pages is not None:
+            ends = ends - first_pages[some].unsqueeze(1) * view.page_tokens
+        visible = places < ends
+        if window is not None:
+            visible &= places >= ends - window
+        span = PageSpan(view, pages[some].reshape(-1), some.stop - some.start, 0, places.shape[0])
+        rows = slice(decodes.start + some.start, decodes.start + some.stop)
+        yield Bucket(rows, span, _additive(visible, view.kv.dtype)[:, None, None])
 
 
-def _chunk(run: PrefillRun, pool: KvPool, window: int | None) -> Chunk:
+def _chunk(run: PrefillRun, run_pages: RunPages, view: AttentionPages, window: int | None) -> Chunk:
     rows = slice(run.start, run.start + run.num_tokens)
     if window is not None and window >= run.total_tokens:
         window = None
-    device, dtype = pool.device, pool.kv.dtype
+    device, dtype = view.device, view.kv.dtype
     if run.context_tokens == 0:
         return Chunk(rows, None, 0, 0, window, device, dtype)
     first_key = 0 if window is None else max(0, run.context_tokens - window + 1)
-    first_page = first_key // pool.page_tokens
-    skipped = first_page * pool.page_tokens
-    pages = run.pages[first_page : -(-run.total_tokens // pool.page_tokens)]
-    span = PageSpan(pool, pages, 1, first_key - skipped, run.total_tokens - skipped)
+    skipped = run_pages.first * view.page_tokens
+    span = PageSpan(view, run_pages.pages, 1, first_key - skipped, run.total_tokens - skipped)
     return Chunk(rows, span, run.context_tokens, first_key, window, device, dtype)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from disagg.messages.legs import ServerState
+from disagg.messages.legs import PeerRef, ServerState
 from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView
 from disagg.types.ids import Role
 
@@ -75,10 +75,13 @@ def pick_pair(
     view: ClusterView,
     facts: RequestFacts,
     policy: Policy,
-    prefer_decode: str | None = None,
+    prefer_decode: PeerRef | None = None,
     avoid: Collection[str] = (),
 ) -> Pair | NoPair:
-    """The best pair that fits together and can hold the request, or why there is none."""
+    """The best pair that fits together and can hold the request, or why there is none.
+
+    prefer_decode: whose prefix cache has what landed there of an attempt before; as another incarnation it has nothing.
+    """
     layouts: dict[tuple[str, str], tuple[list[ServerView], list[ServerView]]] = {}
     for server in view.servers:
         if server.usable and server.hello is not None:
@@ -122,9 +125,10 @@ def pick_pair(
     )
 
 
-def _wishes(server: ServerView, avoid: Collection[str], prefer: str | None) -> tuple[int, int, int]:
+def _wishes(server: ServerView, avoid: Collection[str], prefer: PeerRef | None) -> tuple[int, int, int]:
     """Broken wishes, the gravest first: not the preferred one, one to avoid, one that fell silent."""
-    return (int(prefer is not None and server.name != prefer), int(server.name in avoid), int(not server.fresh))
+    preferred = prefer is None or (server.name, server.peer_ref.incarnation) == (prefer.name, prefer.incarnation)
+    return (int(not preferred), int(server.name in avoid), int(not server.fresh))
 
 
 def _turn(index: int, servers: list[ServerView], facts: RequestFacts) -> int:

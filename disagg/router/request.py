@@ -9,6 +9,8 @@ An *attempt* sends its legs to one pair, one leg per trunk (see `LegKey`). Rules
 - Only the decode server's verdict, or its loss, replays. When the prefill side fails, decode may hold all it needs: it is
   asked for its verdict by waiting, at most `verdict_s`, unless it has begun to speak.
 - A replay takes all unfinished choices, grouped by equal outputs, and retires the whole attempt. Tokens accepted stay.
+- Where the KV did not come over and the decode server is well, the next attempt prefers that server: what landed is in its
+  prefix cache, and shortens the next transfer.
 - What prefill gave back unstarted does not count as an attempt.
 - A request that was present when two worker groups died is poison: it is not tried a third time.
 """
@@ -21,7 +23,7 @@ from collections.abc import Callable, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, Outcome, RouterMessage, StartLeg, TimelineEvent
+from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, Outcome, PeerRef, RouterMessage, StartLeg, TimelineEvent
 from disagg.router.acceptance import AcceptanceTable, Accepted, Dropped
 from disagg.router.policies import RequestFacts
 from disagg.router.view import NoPair, NoPairReason, Pair
@@ -127,7 +129,7 @@ Event = (
 class NeedPair(Struct, frozen=True):
     """Pick a pair, not before `delay_s`; `prefer_decode` and `avoid` are wishes."""
 
-    prefer_decode: str | None
+    prefer_decode: PeerRef | None
     avoid: frozenset[str]
     delay_s: float
     cause: str
@@ -219,7 +221,7 @@ class RequestMachine:
         self.attempt = 0
         self.attempts_counted = 0
         self.pair: Pair | None = None
-        self.cached_tokens = 0
+        self.cached_tokens = 0  # of the prompt, the most that any prefill leg took out of its cache
         self.timeline: list[TimelineEvent] = []
         self.table = AcceptanceTable(params.n)
         self.error: DisaggError | None = None
@@ -232,6 +234,7 @@ class RequestMachine:
         self._serial = serial
         self._legs: dict[LegKey, _Leg] = {}
         self._crashes: set[tuple[str, str]] = set()
+        self._landed_at: PeerRef | None = None  # the decode server that has part of the KV, from an attempt before
         self._cause = "first"
         self._waiting_for = NoPairReason.LOADING.value
         self._given_back = False
@@ -357,8 +360,8 @@ class RequestMachine:
                 return self._fail(InvalidRequest(end.reason))
             if end.outcome is Outcome.DONE:
                 return []
-            if end.outcome is Outcome.GIVEN_BACK:
-                return self._replay(end.outcome.value, f"{event.server}: {end.reason}")  # decode was never told of it
+            if end.outcome is Outcome.GIVEN_BACK:  # decode was never told of it, and has what it had
+                return self._replay(end.outcome.value, f"{event.server}: {end.reason}", landed_at=self._landed_at)
             leg.prefill_failed = True
             return self._await_verdict()
         if all(self.table.finished(choice) is not None for choice in leg.choices):
@@ -367,8 +370,8 @@ class RequestMachine:
             return self._fail(InvalidRequest(end.reason))
         if end.outcome is Outcome.DONE:
             return self._replay("incomplete", f"{event.server} ended the leg before all its tokens were here")
-        prefer = event.server if end.outcome in _STAY_ON_DECODE else None
-        return self._replay(end.outcome.value, f"{event.server}: {end.reason}", prefer_decode=prefer)
+        landed_at = self.pair.decode if end.outcome in _STAY_ON_DECODE else None
+        return self._replay(end.outcome.value, f"{event.server}: {end.reason}", landed_at=landed_at)
 
     def _server_lost(self, event: ServerLost) -> list[Instruction]:
         prefill_hit, decode_hit = self._note_loss(event)
@@ -411,7 +414,8 @@ class RequestMachine:
                 instructions.extend(self._abort(leg))
         return instructions + self._closing_if_finished()
 
-    def _replay(self, cause: str, reason: str, prefer_decode: str | None = None) -> list[Instruction]:
+    def _replay(self, cause: str, reason: str, landed_at: PeerRef | None = None) -> list[Instruction]:
+        """landed_at: the decode server whose prefix cache may have part of the KV."""
         assert self.pair is not None
         aborts = self._abort_all()
         delay_s = 0.0
@@ -429,9 +433,9 @@ class RequestMachine:
         self.phase = Phase.WAITING
         self._cause = cause
         self._waiting_for = reason
-        avoid = {self.pair.prefill.name, self.pair.decode.name} - {prefer_decode}
-        failed = frozenset(name for name in avoid if name is not None)
-        return [*aborts, NeedPair(prefer_decode, failed, delay_s, cause, reason)]
+        self._landed_at = landed_at
+        avoid = frozenset(ref.name for ref in (self.pair.prefill, self.pair.decode) if ref != landed_at)
+        return [*aborts, NeedPair(landed_at, avoid, delay_s, cause, reason)]
 
     def _closing_if_finished(self) -> list[Instruction]:
         if self.table.unfinished():
@@ -528,7 +532,8 @@ class RequestMachine:
         if event.server == self.pair.prefill.name:
             known, leg.prefill_ended = leg.prefill_ended, True
             if not known:
-                self.cached_tokens = min(event.end.cached_tokens, len(self.prompt_token_ids))
+                cached_tokens = min(event.end.cached_tokens, len(self.prompt_token_ids))
+                self.cached_tokens = max(self.cached_tokens, cached_tokens)
         elif event.server == self.pair.decode.name:
             known, leg.decode_ended = leg.decode_ended, True
         else:

@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from msgspec import to_builtins
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
@@ -690,6 +691,8 @@ def _server_status(server: ServerView, view: ClusterView) -> dict[str, Any]:
         "pages_total": load.pages_total if load is not None else 0,
         "pages_free": load.pages_free if load is not None else 0,
         "pages_evictable": load.pages_evictable if load is not None else 0,
+        "memory": to_builtins(load.memory) if load is not None else None,
+        "cached_pages": list(server.cached.counts()),
         "address": server.address,
         "incarnation": hello.incarnation if hello is not None else "",
         "connected": server.connected,

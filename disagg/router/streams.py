@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from disagg.config.tree import ServerRef
 from disagg.messages.channel import Frame, ReliableChannel
 from disagg.messages.legs import LoadReport, RouterMessage, ServerHello, ServerMessage
-from disagg.router.view import ServerView
+from disagg.router.view import CachedPages, ServerView
 from disagg.types.errors import ProtocolError, Unavailable
 from disagg.types.ids import Role, ServerName
 from disagg.wire.server import RouterHello, ServerSays
@@ -89,6 +89,7 @@ class ServerStream:
         self.address = ref.address
         self.hello: ServerHello | None = None
         self.load: LoadReport | None = None
+        self.cached = CachedPages()
         self.connected = False
         self.lost = False
         self.error = ""
@@ -154,6 +155,7 @@ class ServerStream:
             fresh=self._clock() - self._heard_s < FRESH_HEARTBEATS * self._heartbeat_s,
             outstanding_prompt_tokens=outstanding_prompt_tokens,
             outstanding_choices=outstanding_choices,
+            cached=self.cached,
             error=self.error,
         )
 
@@ -289,6 +291,8 @@ class ServerStream:
             elif heard.load is not None and heard.load != self.load:
                 self.load = heard.load
                 self._owner.server_changed(self.name)
+            if heard.kv is not None:
+                self.cached.apply(heard.kv.events, reset=heard.kv.reset)
 
     def _take(self, channel: ReliableChannel[Any], heard: ServerSays) -> None:
         for message in channel.take(heard.frame, self._heard_s):
@@ -308,6 +312,8 @@ class ServerStream:
     def _greeted(self, hello: ServerHello) -> None:
         before, self.hello, self.load = self.hello, hello, hello.load
         was_lost, self.lost = self.lost, False
+        if before is None or before.incarnation != hello.incarnation:
+            self.cached.clear()
         if before is None or was_lost or not before.incarnation:  # it has none while it loads
             return
         if before.incarnation != hello.incarnation:
@@ -324,6 +330,7 @@ class ServerStream:
         if self.hello is None or self.lost:
             return
         self.lost, self.connected = True, False
+        self.cached.clear()
         self._begin_channel()
         self._report(self.hello.incarnation, crashed, reason)
         self._owner.server_changed(self.name)

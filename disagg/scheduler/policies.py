@@ -11,10 +11,18 @@ from msgspec import Struct
 
 
 class Candidate(Struct, frozen=True):
-    """A sequence that could run. remaining: prompt tokens still to be scheduled; 0 for one that decodes."""
+    """A sequence that could run. remaining: tokens that are known and not yet computed; the last one's logits are wanted.
+
+    most: tokens that one run may have at most: of models with states, runs stop at checkpoints. By default any number.
+    """
 
     seq_id: int
     remaining: int
+    most: int = 1 << 31
+
+    def fit(self, budget_tokens: int) -> int:
+        """Tokens of it that the budget allows."""
+        return min(self.remaining, budget_tokens, self.most)
 
 
 class StepRun(Struct, frozen=True):
@@ -26,7 +34,7 @@ class StepRun(Struct, frozen=True):
 
 
 class StepPlan(Struct, frozen=True):
-    """The scheduler's decision for one step; prefill runs come first. Empty: nothing to do."""
+    """The scheduler's decision for one step. Empty: nothing to do."""
 
     runs: tuple[StepRun, ...]
 
@@ -40,23 +48,48 @@ Policy = Callable[[tuple[Candidate, ...], int], StepPlan]
 
 def prefill_only(candidates: tuple[Candidate, ...], budget_tokens: int) -> StepPlan:
     """First come, first served: each prompt takes what is left of the token budget, the last one a part (a chunk)."""
-    runs: list[StepRun] = []
-    left = budget_tokens
-    for candidate in candidates:
-        if left == 0:
-            break
-        if candidate.remaining == 0:
-            continue
-        tokens = min(candidate.remaining, left)
-        runs.append(StepRun(candidate.seq_id, tokens, sample=tokens == candidate.remaining))
-        left -= tokens
-    return StepPlan(tuple(runs))
+    return StepPlan(tuple(_chunks(candidates, budget_tokens)))
 
 
 def decode_only(candidates: tuple[Candidate, ...], budget_tokens: int) -> StepPlan:
-    """Every running sequence, one token each, up to the budget, in order of arrival."""
-    running = [c for c in candidates if c.remaining == 0]
-    return StepPlan(tuple(StepRun(c.seq_id, 1, sample=True) for c in running[:budget_tokens]))
+    """Every decoding sequence, one token each, up to the budget, in order of arrival. What is left of the budget goes to
+    those that compute again what a preemption took from them, so that they never stall the others (Sarathi-Serve).
+    """
+    decodes = [StepRun(c.seq_id, 1, sample=True) for c in candidates if c.remaining == 1][:budget_tokens]
+    recomputed = tuple(c for c in candidates if c.remaining > 1)
+    return StepPlan((*decodes, *_chunks(recomputed, budget_tokens - len(decodes))))
+
+
+def _chunks(candidates: tuple[Candidate, ...], budget_tokens: int) -> list[StepRun]:
+    runs = []
+    for candidate in candidates:
+        tokens = candidate.fit(budget_tokens)
+        if tokens > 0:
+            runs.append(StepRun(candidate.seq_id, tokens, sample=tokens == candidate.remaining))
+            budget_tokens -= tokens
+    return runs
+
+
+class Running(Struct, frozen=True):
+    """A sequence that could give way. arrival: rises with time; tokens: what would have to be computed again."""
+
+    seq_id: int
+    arrival: int
+    tokens: int
+
+
+Victim = Callable[[tuple[Running, ...]], Running]
+
+
+def latest(running: tuple[Running, ...]) -> Running:
+    """Who came last gives way, so that whoever came first always ends (vLLM's choice)."""
+    return max(running, key=lambda each: each.arrival)
+
+
+def fewest_tokens(running: tuple[Running, ...]) -> Running:
+    """Who loses least gives way; among equals, who came last."""
+    return min(running, key=lambda each: (each.tokens, -each.arrival))
 
 
 POLICIES: dict[str, Policy] = {"prefill_only": prefill_only, "decode_only": decode_only}
+PREEMPTION: dict[str, Victim] = {"latest": latest, "fewest_tokens": fewest_tokens}

@@ -16,6 +16,7 @@ OBSERVED = {
     "ttft": "ttft_seconds",
     "grant_wait": "grant_wait_seconds",
     "transfer": "transfer_seconds",
+    "run_pages": "kv_run_pages",
 }
 
 
@@ -40,7 +41,7 @@ class Exporter:
         metrics = self._metrics
         metrics.requests_running.set(load.running)
         metrics.requests_waiting.set(load.waiting)
-        metrics.set_pages(free=load.pages_free, used=load.pages_used, evictable=load.pages_evictable, quarantined=0)
+        metrics.set_memory(load.memory)
         free, leased, quarantined = engine.arena_bytes() if engine is not None else (0, 0, 0)
         metrics.set_arena(free_bytes=free, leased_bytes=leased, quarantined_bytes=quarantined)
         self._up(metrics.router_messages, "router_messages", token_frames)
@@ -68,15 +69,22 @@ class Exporter:
             (metrics.transfer_pieces.labels("received"), "pieces landed", tally.pieces_landed),
             (metrics.checksum_failures, "checksum", tally.checksum_failures),
             (metrics.aborts, "aborts", tally.aborts),
+            (metrics.prefix_query_tokens, "query tokens", tally.query_tokens),
+            (metrics.prefix_hit_tokens.labels("gpu"), "hit tokens", tally.hit_tokens),
+            (metrics.recomputed_tokens, "recomputed", tally.recomputed_tokens),
         ):
             self._up(counter, f"tally {name}", value)
         for outcome, count in tally.legs.items():
             self._up(metrics.legs.labels(outcome), f"tally leg {outcome}", count)
         for reason, count in tally.transfer_failures.items():
             self._up(metrics.transfer_failures.labels(reason), f"tally failure {reason}", count)
+        for group, count in tally.evictions.items():
+            self._up(metrics.kv_evictions.labels(group), f"tally evictions {group}", count)
+        for reason, count in tally.preemptions.items():
+            self._up(metrics.preemptions.labels(reason), f"tally preemption {reason}", count)
         self._steps_after_abort.set(tally.max_steps_after_abort)
-        for name, seconds in tally.observations:
-            getattr(metrics, OBSERVED[name]).observe(seconds)
+        for name, observed in tally.observations:
+            getattr(metrics, OBSERVED[name]).observe(observed)
         tally.observations.clear()
 
     def _up(self, counter: Counter, name: str, value: float) -> None:

@@ -2,7 +2,8 @@
 
 Tokens for a router wait in its lease, merged per choice, until its stream takes them all as one frame; so a slow router
 gets fewer, larger frames and never blocks the engine. A lease ends when nothing has been heard for `lease_s`, when the
-router comes back as another process, or when too much is waiting. Knows streams and frames; nothing of legs' meaning.
+router comes back as another process, or when too much is waiting. News of the prefix cache ride along, a part at a time
+(`kv_feed`). Knows streams and frames; nothing of legs' meaning.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import grpc
 from disagg.messages.channel import Frame, ReliableChannel
 from disagg.messages.legs import (
     AbortLeg,
+    KvEvents,
     LegTokens,
     LoadReport,
     RouterMessage,
@@ -25,6 +27,7 @@ from disagg.messages.legs import (
     ServerMessage,
     StartLeg,
 )
+from disagg.server.kv_feed import KvFeed
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
 from disagg.wire import pb
@@ -43,6 +46,7 @@ MAX_PENDING_BYTES = 8 << 20
 TOKEN_BYTES = 64  # a token with its place, roughly, as it waits here
 LOGPROB_BYTES = 32
 ACK_DELAY_S = 0.1  # an acknowledgement waits this long for a frame to ride on
+KV_EVERY_S = 0.1  # no two parts of cache news follow each other faster: tokens come first
 
 
 class Lease:
@@ -58,6 +62,7 @@ class Lease:
         self._open: dict[tuple[LegKey, int], int] = {}  # (leg, choice) -> index in pending of tokens to merge with
         self.ready = False  # pending may go out
         self.hello_due = False
+        self.kv = KvFeed()  # of the stream that serves this lease now
         self.wake = asyncio.Event()
         self.stream = 0  # number of the stream that serves this lease now; older ones end
 
@@ -93,7 +98,10 @@ class Lease:
 
 
 class RouterStreams(ServerServicer):
-    """Serves Attach and Dump. `tell` and `flush` are called by the server's loop; everything runs on that loop."""
+    """Serves Attach and Dump. `tell`, `publish` and `flush` are called by the server's loop; everything runs on that loop.
+
+    snapshot: everything that is in the prefix cache now, as stored.
+    """
 
     def __init__(
         self,
@@ -101,6 +109,7 @@ class RouterStreams(ServerServicer):
         heartbeat_s: float,
         hello: Callable[[], ServerHello],
         load: Callable[[], LoadReport],
+        snapshot: Callable[[], KvEvents],
         on_message: Callable[[int, RouterMessage], None],
         on_lease_end: Callable[[int, str], None],
         dump: Callable[[], Any],
@@ -109,6 +118,7 @@ class RouterStreams(ServerServicer):
         self._heartbeat_s = heartbeat_s
         self._hello = hello
         self._load = load
+        self._snapshot = snapshot
         self._on_message = on_message
         self._on_lease_end = on_lease_end
         self._dump = dump
@@ -136,8 +146,16 @@ class RouterStreams(ServerServicer):
                 lease.ready = True
                 lease.wake.set()
 
+    def publish(self, events: KvEvents) -> None:
+        """The prefix cache has changed since the last call, or since `snapshot` was asked."""
+        for lease in self._leases.values():
+            idle = not lease.kv.pending
+            lease.kv.add(events)
+            if idle:
+                lease.wake.set()
+
     def announce(self) -> None:
-        """State, workers or load have changed: say hello again to every router."""
+        """State, workers or load have changed: say hello again to every router, and then what the prefix cache has."""
         for lease in self._leases.values():
             lease.hello_due = True
             lease.wake.set()
@@ -167,6 +185,7 @@ class RouterStreams(ServerServicer):
                 "heard s ago": round(time.monotonic() - lease.heard_s, 2),
                 "unacked frames": lease.channel.unacked,
                 "pending": len(lease.pending),
+                "cache news": lease.kv.waiting_pages,
             }
             for lease in self._leases.values()
         }
@@ -227,12 +246,16 @@ class RouterStreams(ServerServicer):
         yield ServerSays(frame=channel.ack_frame(), load=self._load(), hello=self._hello(), attached=attached)
         for frame in channel.repeat(now):
             yield ServerSays(frame=frame)
-        next_beat_s = now + self._heartbeat_s
+        next_beat_s, next_kv_s = now + self._heartbeat_s, now
+        feed = lease.kv = KvFeed()
+        feed.begin()
         while not self._closing and lease.stream == stream and not reader.done():
             now = time.monotonic()
             timeout = max(0.0, next_beat_s - now)
             if channel.ack_owed:
                 timeout = min(timeout, ACK_DELAY_S)
+            if feed.pending:
+                timeout = min(timeout, max(0.0, next_kv_s - now))
             if not (lease.ready or lease.hello_due):
                 try:
                     async with asyncio.timeout(timeout):
@@ -245,17 +268,24 @@ class RouterStreams(ServerServicer):
             now = time.monotonic()
             if lease.hello_due:
                 lease.hello_due = False
+                feed.begin()
                 yield ServerSays(frame=channel.ack_frame(), load=self._load(), hello=self._hello())
+            kv = None
+            if feed.pending and now >= next_kv_s:
+                kv = feed.take(self._snapshot)
+                next_kv_s = now + KV_EVERY_S
             if lease.ready:
                 messages = lease.take()
                 if any(isinstance(message, LegTokens) for message in messages):
                     self.token_frames += 1
-                yield ServerSays(frame=channel.push(messages, now))
+                yield ServerSays(frame=channel.push(messages, now), kv=kv)
             elif now >= next_beat_s or channel.ack_owed:
                 next_beat_s = now + self._heartbeat_s
-                yield ServerSays(frame=channel.ack_frame(), load=self._load())
+                yield ServerSays(frame=channel.ack_frame(), load=self._load(), kv=kv)
                 for frame in channel.overdue(now):
                     yield ServerSays(frame=frame)
+            elif kv is not None:
+                yield ServerSays(frame=channel.ack_frame(), kv=kv)
 
     async def _read(self, lease: Lease, stream: int, requests: AsyncIterator[pb.server.RouterFrame]) -> None:
         """Ends when the stream does."""

@@ -26,13 +26,17 @@ from disagg.convert.inspect import ModelFacts, inspect_model
 from disagg.convert.model_dir import resolve
 from disagg.engine.decode import DecodeEngine
 from disagg.engine.facts import EngineFacts
-from disagg.engine.instructions import DialLink, DropLink, Instruction, ToLane, ToLink, ToRouter, ToWorkers
+from disagg.engine.instructions import DialLink, DropLink, Instruction, PublishKv, ToLane, ToLink, ToRouter, ToWorkers
 from disagg.engine.prefill import PrefillEngine
-from disagg.messages.control import Dump, Dumped, Load, Loaded, MakePool, OpenTransfer, PoolMade, TransferOpen
+from disagg.memory.groups import spec_of
+from disagg.memory.layout import PageSizing, PoolLayout, plan_layout
+from disagg.memory.sizing import size_pool
+from disagg.messages.control import Dump, Dumped, Load, Loaded, MakePool, OpenTransfer, Profile, Profiled, TransferOpen
 from disagg.messages.lane import LaneReport, LaneRequest
-from disagg.messages.layout import PROTOCOL_VERSION, Fingerprint
+from disagg.messages.layout import PROTOCOL_VERSION, Fingerprint, LayerGroup
 from disagg.messages.legs import (
     AbortLeg,
+    KvEvents,
     LegEnd,
     LoadReport,
     Outcome,
@@ -49,6 +53,7 @@ from disagg.server.links import Links
 from disagg.server.pids import host_id, started
 from disagg.server.routers import RouterStreams
 from disagg.server.workers import GroupLost, WorkerGroup
+from disagg.staging.pieces import framed_bytes
 from disagg.staging.slices import SliceError
 from disagg.telemetry.http import TelemetryServer
 from disagg.telemetry.metrics import EngineMetrics, new_registry
@@ -93,6 +98,7 @@ class Server:
             heartbeat_s=config.router.heartbeat_s,
             hello=self._hello,
             load=self._load,
+            snapshot=self._kv_snapshot,
             on_message=self._router_message,
             on_lease_end=self._lease_end,
             dump=self._dump,
@@ -214,15 +220,9 @@ class Server:
         loaded = await group.call(load, timeout_s)
         first = loaded[0]
         assert isinstance(first, Loaded)
-        page_bytes = sum(layers.page_bytes(config.engine.page_tokens) for layers in first.groups)
-        num_pages = config.engine.kv_memory_bytes // page_bytes
-        if num_pages < 1:
-            raise ConfigError(
-                f"engine.kv_memory_bytes is {config.engine.kv_memory_bytes}; one page of "
-                f"{config.engine.page_tokens} tokens of this model takes {page_bytes} bytes"
-            )
-        pools = await group.call(MakePool(num_pages, config.engine.page_tokens, config.engine.max_running), timeout_s)
-        assert isinstance(pools[0], PoolMade)
+        groups = tuple(layers.keeping_all() for layers in first.groups) if config.engine.keep_windows else first.groups
+        self._check_pieces(groups)
+        layout, num_large = await self._make_pool(group, groups)
         decode = self._role is Role.DECODE
         transfer = config.transfer
         opened = await group.call(
@@ -249,15 +249,20 @@ class Server:
         facts = EngineFacts(
             incarnation=group.incarnation,
             tp=config.server.tp,
-            groups=first.groups,
-            page_tokens=config.engine.page_tokens,
-            num_pages=num_pages,
+            groups=groups,
+            layout=layout,
+            num_large=num_large,
+            prefix_cache=config.engine.prefix_cache,
+            cache_root=f"{self._facts.weights_hash} {dtype}",
             max_slots=config.engine.max_running,
             chunk_tokens=config.engine.chunk_tokens,
             max_model_len=self._max_model_len,
             eos_token_ids=first.eos_token_ids,
             max_waiting=config.engine.max_waiting,
             ungranted_share=config.engine.ungranted_share,
+            spare_tokens=config.engine.grant_headroom_tokens,
+            preempt_after_s=config.engine.preempt_after_s,
+            preemption=config.engine.preemption,
             gather_bytes=transfer.gather_bytes,
             arena_bytes=transfer.arena_bytes,
             segment_bytes=transfer.segment_bytes,
@@ -265,22 +270,68 @@ class Server:
             link_idle_s=transfer.link_idle_s,
             progress_s=transfer.progress_s,
         )
-        fingerprint = Fingerprint(PROTOCOL_VERSION, self._facts.weights_hash, config.engine.page_tokens, first.groups)
+        fingerprint = Fingerprint(
+            PROTOCOL_VERSION,
+            self._facts.weights_hash,
+            config.engine.page_tokens,
+            config.engine.checkpoint_tokens,
+            groups,
+        )
         self._fingerprint = fingerprint.digest()
         self._engine = DecodeEngine(facts) if decode else PrefillEngine(facts)
         self._state = ServerState.DRAINING if self._stop.is_set() else ServerState.READY
         self._routers.announce()
         logger.info(
-            "%s is ready: incarnation %s, %s in %s, %d pages of %d tokens, %.0f MiB, model loaded in %.1f s",
+            "%s is ready: incarnation %s, %s in %s, model loaded in %.1f s",
             self._name,
             group.incarnation,
             self._facts.model_type,
             dtype,
-            num_pages,
-            config.engine.page_tokens,
-            pools[0].pool_bytes / 2**20,
             first.load_s,
         )
+
+    def _check_pieces(self, groups: tuple[LayerGroup, ...]) -> None:
+        """Raises ConfigError if the smallest piece, one row of one layer, is too large to be sent."""
+        transfer = self._config.transfer
+        for layers in groups:
+            needed = framed_bytes(layers.bytes_per_token_layer)
+            for name, given in (("gather_bytes", transfer.gather_bytes), ("segment_bytes", transfer.segment_bytes)):
+                if needed > given:
+                    raise ConfigError(
+                        f"transfer.{name} = {given}: one layer of {layers.name} sends at least {needed} bytes at once; "
+                        "it must be as large"
+                    )
+
+    async def _make_pool(self, group: WorkerGroup, groups: tuple[LayerGroup, ...]) -> tuple[PoolLayout, int]:
+        """Decide on the pool's pages and size, and have every rank make it. Raises ConfigError if nothing fits."""
+        engine, timeout_s = self._config.engine, self._config.worker.load_timeout_s
+        specs = [spec_of(layers, engine.page_tokens) for layers in groups]
+        profiled = await group.call(Profile(engine.chunk_tokens, engine.max_running), timeout_s)
+        measured = [rank for rank in profiled if isinstance(rank, Profiled)]
+        try:
+            layout = plan_layout(specs, engine.page_tokens, engine.checkpoint_tokens, PageSizing(engine.page_sizing))
+            size = size_pool(
+                layout,
+                set_bytes=engine.kv_memory_bytes,
+                total_bytes=min(rank.total_bytes for rank in measured),
+                peak_bytes=max(rank.peak_bytes for rank in measured),
+                utilization=engine.gpu_memory_utilization,
+            )
+        except ValueError as error:
+            raise ConfigError(f"engine: {error}") from error
+        if layout.reason:
+            logger.warning("%s", layout.reason)
+        logger.info(
+            "KV memory: %s; per large page %s",
+            size.why,
+            ", ".join(
+                f"{count} of {layers.name} ({len(layers.layers)} layers, {layers.page_bytes(engine.page_tokens)} bytes)"
+                for count, layers in zip(layout.per_large, groups, strict=True)
+            ),
+        )
+        made = MakePool(size.num_large, layout.large_bytes, layout.strides, engine.page_tokens, engine.max_running)
+        await group.call(made, timeout_s)
+        return layout, size.num_large
 
     async def _take_down(self, reason: str) -> None:
         """The workers are lost: tell the routers, end the workers, and then let peers know that nothing can come."""
@@ -429,6 +480,8 @@ class Server:
                         lanes.setdefault(rank, []).append(instruction.message)
                 case ToLink():
                     self._links.send(instruction.link, instruction.message)
+                case PublishKv():
+                    self._routers.publish(instruction.events)
                 case DialLink():
                     self._links.dial(instruction.peer)
                 case DropLink():
@@ -440,6 +493,9 @@ class Server:
             self._routers.flush()
         for drop in drops:
             self._links.drop(drop.link, drop.reason)
+
+    def _kv_snapshot(self) -> KvEvents:
+        return self._engine.kv_snapshot() if self._engine is not None else KvEvents()
 
     def _tell(self, instruction: ToRouter) -> None:
         message = instruction.message

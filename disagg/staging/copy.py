@@ -1,11 +1,11 @@
-"""Gather pieces out of a KV pool and scatter them into one, bit for bit. The torch implementation, used on CPU.
+"""Gather pieces out of one layer group's pages and scatter them into them, bit for bit. The torch implementation, for CPU.
 
-    pool     [num_pages, page_bytes] uint8; a page is [layers, planes, kv_heads, page_tokens, head_dim]
+    pool     [num_pages, page_bytes] uint8, strided; a page is [layers, planes, kv_heads, page_tokens, head_dim]
     staging  [layers, planes, heads, tokens, head_dim], zero bytes up to a word, checksum (see pieces)
 
 Only the rows of the piece travel: a token range need not begin or end with a page, and the two pools may have pages of
-different sizes. Elements are moved as integers of the widest size that fits, so no dtype is ever converted. Knows
-nothing of requests, peers or rings.
+different sizes, at different distances. A state is a page of one row: one plane, one head, one position. Elements are
+moved as integers of the widest size that fits, so no dtype is ever converted. Knows nothing of requests, peers or rings.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import torch
 from msgspec import Struct
 
+from disagg.messages.lane import Piece
+from disagg.messages.layout import LayerGroup
 from disagg.staging.checksum import checksum
-from disagg.staging.pieces import TRAILER_BYTES, Piece, framed_bytes, payload_bytes
+from disagg.staging.pieces import TRAILER_BYTES, framed_bytes
 
 _INTEGERS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
@@ -24,10 +26,16 @@ class PageShape(Struct, frozen=True):
 
     layers: int
     kv_heads: int  # that this rank holds
-    page_tokens: int
+    page_tokens: int  # 1 where a page is a state
     head_dim: int
     dtype_bytes: int
     planes: int = 2  # K and V
+
+    @classmethod
+    def of(cls, group: LayerGroup, page_tokens: int) -> PageShape:
+        """group: as this rank holds it."""
+        rows = group.rows_per_page(page_tokens)
+        return cls(len(group.layers), group.kv_heads, rows, group.head_dim, group.dtype_bytes, group.planes)
 
     @property
     def nbytes(self) -> int:
@@ -37,6 +45,10 @@ class PageShape(Struct, frozen=True):
     def row_bytes(self) -> int:
         """One token of one head of one plane of one layer."""
         return self.head_dim * self.dtype_bytes
+
+    def payload_bytes(self, piece: Piece, heads: int) -> int:
+        """Bytes of a piece's rows in a slice of `heads` heads."""
+        return piece.layers * self.planes * heads * piece.tokens * self.row_bytes
 
 
 def gather(
@@ -50,11 +62,11 @@ def gather(
     seed: int,
     first_page: int = 0,
 ) -> int:
-    """Copy a piece into `out` with its checksum; returns the bytes written (`piece_bytes`).
+    """Copy a piece into `out` with its checksum; returns the bytes written (pieces.group_piece_bytes).
 
-    pool: [num_pages, >= shape.nbytes] uint8, rows contiguous; page_ids: [n] int64, entry i being the page of tokens
-    [(first_page + i) * page_tokens, ...); out: [>= returned] uint8, contiguous, 8-byte aligned. `seed` is the piece's
-    identity.
+    pool: [num_pages, >= shape.nbytes] uint8, rows contiguous, any distance apart; page_ids: [n] int64, entry i being
+    the page of tokens [(first_page + i) * page_tokens, ...); out: [>= returned] uint8, contiguous, 8-byte aligned.
+    `seed` is the piece's identity.
     """
     rows = _Rows(pool, page_ids, shape, piece, head_start, heads, first_page)
     staged, framed = rows.staged(out)
@@ -86,7 +98,7 @@ def scatter(
 ) -> bool:
     """Copy a piece into the pool, if its checksum is right: False, and not one byte written, if it is not.
 
-    staging: [>= piece_bytes] uint8, contiguous, 8-byte aligned; everything else as in `gather`. Bytes of the pages
+    staging: [>= bytes of the piece] uint8, contiguous, 8-byte aligned; everything else as in `gather`. Bytes of the pages
     outside of the piece are left alone. Pages of one call are distinct.
     """
     rows = _Rows(pool, page_ids, shape, piece, head_start, heads, first_page)
@@ -141,7 +153,7 @@ class _Rows:
         self._shape = shape
         self._page_ids = page_ids
         self._first_page = first_page
-        self.payload = payload_bytes(piece, heads, shape.head_dim, shape.dtype_bytes, shape.planes)
+        self.payload = shape.payload_bytes(piece, heads)
         row_bytes = shape.row_bytes
         unit = next(
             (size, dtype)
@@ -182,7 +194,9 @@ class _Rows:
         spans: list[tuple[_Span, int | torch.Tensor]] = []
         if start % size:
             spans.append((_Span(0, first_whole * size - start, start % size), self._page(start // size)))
-        if first_whole < last_whole:
+        if last_whole - first_whole == 1:  # directly; an index would copy a large state twice
+            spans.append((_Span(first_whole * size - start, last_whole * size - start, 0), self._page(first_whole)))
+        elif first_whole < last_whole:
             pages = self._page_ids[first_whole - self._first_page : last_whole - self._first_page]
             assert len(pages) == last_whole - first_whole, f"the page table ends before token {last_whole * size}"
             assert first_whole >= self._first_page, f"the page table begins after token {first_whole * size}"

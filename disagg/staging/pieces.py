@@ -1,6 +1,6 @@
-"""Pieces of KV: rectangles of layers and tokens of one layer group, how many bytes they take, and what has landed.
+"""Pieces: rectangles of layers and positions of one layer group, how many bytes they take, and what has landed.
 
-A piece in the ring:
+A piece in the ring (positions are tokens; of a state group they are states, each one head of one plane):
 
     [layers, planes, heads, tokens, head_dim]   valid rows only, canonical order
     zero bytes up to a multiple of 8
@@ -17,14 +17,15 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from disagg.messages.lane import Piece
+from disagg.messages.layout import LayerGroup
 
 TRAILER_BYTES = 8
 WORD_BYTES = 8
 
 
-def payload_bytes(piece: Piece, heads: int, head_dim: int, dtype_bytes: int, planes: int = 2) -> int:
-    """Bytes of the valid rows. `heads` of the slice; `planes` is 2 for K and V."""
-    return piece.layers * planes * heads * piece.tokens * head_dim * dtype_bytes
+def group_payload_bytes(piece: Piece, heads: int, group: LayerGroup) -> int:
+    """Bytes of the valid rows of a slice of `heads` heads: rows of tokens, or whole states."""
+    return piece.layers * group.planes * heads * piece.tokens * group.head_dim * group.dtype_bytes
 
 
 def framed_bytes(payload: int) -> int:
@@ -32,15 +33,23 @@ def framed_bytes(payload: int) -> int:
     return -(-payload // WORD_BYTES) * WORD_BYTES + TRAILER_BYTES
 
 
-def piece_bytes(piece: Piece, heads: int, head_dim: int, dtype_bytes: int, planes: int = 2) -> int:
-    """Bytes that a piece takes in the ring, trailer included."""
-    return framed_bytes(payload_bytes(piece, heads, head_dim, dtype_bytes, planes))
+def group_piece_bytes(piece: Piece, heads: int, group: LayerGroup) -> int:
+    """Bytes that a slice of a piece takes in the ring, trailer included."""
+    return framed_bytes(group_payload_bytes(piece, heads, group))
+
+
+def split_group_piece(
+    whole: Piece, heads: int, group: LayerGroup, max_bytes: int, page_tokens: int
+) -> tuple[Piece, ...]:
+    """`split_pieces` for slices of at most `heads` heads of this group. A state is cut by layers only."""
+    row_bytes = group.planes * heads * group.head_dim * group.dtype_bytes
+    return split_pieces(whole, row_bytes, max_bytes, group.rows_per_page(page_tokens))
 
 
 def split_pieces(whole: Piece, bytes_per_token_layer: int, max_bytes: int, page_tokens: int = 1) -> tuple[Piece, ...]:
     """Cut `whole` into pieces of at most `max_bytes` in the ring each, by layers then tokens in order.
 
-    `bytes_per_token_layer`: of one token of one layer in the widest slice, K and V together. Cuts by tokens, at page
+    `bytes_per_token_layer`: of one token of one layer in the widest slice, all planes together. Cuts by tokens, at page
     boundaries unless a single page is too large; by layers only if one token of all layers is too large. Raises
     ValueError if not even one token of one layer fits.
     """

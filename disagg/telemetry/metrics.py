@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
 
+from disagg.messages.legs import MemoryReport
+
 # From one CPU step of a tiny model to a prompt of 100k tokens.
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TRANSFER_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 WAIT_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+RUN_PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
-PAGE_STATES = ("free", "used", "evictable", "quarantined")
+LARGE_PAGE_STATES = ("free", "evictable", "used")
+PAGE_STATES = ("empty", "evictable", "used")
+NO_MEMORY = MemoryReport("", 0, 0, 0, 0, 0, ())
 ARENA_STATES = ("free", "leased", "quarantined")
 
 
@@ -41,10 +46,56 @@ class EngineMetrics:
         )
         self.engine_steps = Counter("disagg_engine_steps", "Steps run by the engine", registry=registry)
         self.step_seconds = Histogram(
-            "disagg_step_seconds", "From sending a plan to its result", buckets=STEP_SECONDS, registry=registry
+            "disagg_step_seconds", "Computing one step, on rank 0", buckets=STEP_SECONDS, registry=registry
         )
-        self.router_messages = Counter("disagg_router_messages", "Data frames sent to routers", registry=registry)
-        self.kv_pages = Gauge("disagg_kv_pages", "Pages of the KV pool by state", ["state"], registry=registry)
+        self.router_messages = Counter(
+            "disagg_router_messages", "Frames with tokens sent to routers", registry=registry
+        )
+        self.kv_large_pages = Gauge(
+            "disagg_kv_large_pages",
+            "Large pages of each rank's KV pool by state (free, evictable, used)",
+            ["state"],
+            registry=registry,
+        )
+        self.kv_pages = Gauge(
+            "disagg_kv_pages",
+            "Small pages in the large pages that a layer group has, by state (empty, evictable, used)",
+            ["group", "state"],
+            registry=registry,
+        )
+        self.kv_bytes = Gauge("disagg_kv_bytes", "The bytes of disagg_kv_pages", ["group", "state"], registry=registry)
+        self.kv_fragmentation_bytes = Gauge(
+            "disagg_kv_fragmentation_bytes",
+            "Bytes of large pages that layer groups have, in which no KV can be: empty small pages, and padding",
+            registry=registry,
+        )
+        self.kv_run_pages = Histogram(
+            "disagg_kv_run_pages",
+            "Mean length, in small pages, of the runs of adjacent pages that one allocation got",
+            buckets=RUN_PAGES,
+            registry=registry,
+        )
+        self.kv_evictions = Counter(
+            "disagg_kv_evictions",
+            "Cached small pages given up for others, by layer group",
+            ["group"],
+            registry=registry,
+        )
+        self.prefix_query_tokens = Counter(
+            "disagg_prefix_query_tokens", "Tokens that were looked up in the prefix cache", registry=registry
+        )
+        self.prefix_hit_tokens = Counter(
+            "disagg_prefix_hit_tokens", "Tokens that were in the prefix cache, by tier", ["tier"], registry=registry
+        )
+        self.preemptions = Counter(
+            "disagg_preemptions",
+            "Running sequences that gave their pages to another (memory) or to a waiting grant (grant)",
+            ["reason"],
+            registry=registry,
+        )
+        self.recomputed_tokens = Counter(
+            "disagg_recomputed_tokens", "Tokens computed again after a preemption", registry=registry
+        )
         self.arena_bytes = Gauge(
             "disagg_arena_bytes", "Bytes of the staging arena by state", ["state"], registry=registry
         )
@@ -55,7 +106,10 @@ class EngineMetrics:
             registry=registry,
         )
         self.transfer_pieces = Counter(
-            "disagg_transfer_pieces", "Pieces moved, by direction (sent, received)", ["direction"], registry=registry
+            "disagg_transfer_pieces",
+            "Rank slices of pieces moved, by direction (sent, received)",
+            ["direction"],
+            registry=registry,
         )
         self.transfer_seconds = Histogram(
             "disagg_transfer_seconds",
@@ -67,7 +121,9 @@ class EngineMetrics:
             "disagg_transfer_failures", "Transfers given up, by reason", ["reason"], registry=registry
         )
         self.checksum_failures = Counter(
-            "disagg_checksum_failures", "Pieces that landed and did not match their checksum", registry=registry
+            "disagg_checksum_failures",
+            "Rank slices of pieces that landed, did not match their checksum, and were not copied",
+            registry=registry,
         )
         self.grant_wait_seconds = Histogram(
             "disagg_grant_wait_seconds", "From the announcement to the grant", buckets=WAIT_SECONDS, registry=registry
@@ -89,18 +145,32 @@ class EngineMetrics:
         self.queue_seconds = Histogram(
             "disagg_queue_seconds", "From a leg's arrival to its first step", buckets=WAIT_SECONDS, registry=registry
         )
-        for state in PAGE_STATES:
-            self.kv_pages.labels(state)
+        for state in LARGE_PAGE_STATES:
+            self.kv_large_pages.labels(state)
+        for reason in ("memory", "grant"):
+            self.preemptions.labels(reason)
+        self.prefix_hit_tokens.labels("gpu")
         for state in ARENA_STATES:
             self.arena_bytes.labels(state)
         for direction in ("sent", "received"):
             self.transfer_bytes.labels(direction)
             self.transfer_pieces.labels(direction)
 
-    def set_pages(self, *, free: int, used: int, evictable: int, quarantined: int) -> None:
-        """Pages by state, all at once, so that what a scrape sees adds up."""
-        for state, pages in zip(PAGE_STATES, (free, used, evictable, quarantined), strict=True):
-            self.kv_pages.labels(state).set(pages)
+    def set_memory(self, memory: MemoryReport | None) -> None:
+        """The pool, all at once, so that what a scrape sees adds up. None: there is no pool now."""
+        if memory is None:
+            memory = NO_MEMORY
+            self.kv_pages.clear()
+            self.kv_bytes.clear()
+        large = (memory.large_free, memory.large_evictable, memory.large_used)
+        for state, count in zip(LARGE_PAGE_STATES, large, strict=True):
+            self.kv_large_pages.labels(state).set(count)
+        for group in memory.groups:
+            pages = (group.empty_pages, group.evictable_pages, group.used_pages)
+            for state, count in zip(PAGE_STATES, pages, strict=True):
+                self.kv_pages.labels(group.name, state).set(count)
+                self.kv_bytes.labels(group.name, state).set(count * group.page_bytes)
+        self.kv_fragmentation_bytes.set(memory.fragmentation_bytes)
 
     def set_arena(self, *, free_bytes: int, leased_bytes: int, quarantined_bytes: int) -> None:
         """Arena bytes by state, all at once."""

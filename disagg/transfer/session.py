@@ -13,7 +13,13 @@
                                                                  LEAVING ── quiet ──> CLOSED <────┘
 
 A transfer is complete when its rectangles cover the plan of every layer group on every rank; there is no counter to
-trust. Every event is legal in every state that a late, repeated or reordered message can meet; what no peer could
+trust. What is planned, per group, is what decode wants of it:
+
+    full       tokens ░░░░░░░░████████████  decode's prefix cache has the first ones
+    window     tokens ░░░░░░░░░░░░░░██████  what is out of the window is needed no more, and prefill may have let go of it
+    states     0: after the last token      1: the last checkpoint before it, a gift: taken when it comes, never waited for
+
+Every event is legal in every state that a late, repeated or reordered message can meet; what no peer could
 rightly say is a ProtocolError. Knows pieces and entries; nothing of links, rings, pages or clocks (times are arguments).
 """
 
@@ -26,13 +32,26 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from disagg.messages.lane import Piece
+from disagg.messages.layout import LayerGroup
 from disagg.messages.link import Entry, FirstToken
 from disagg.staging.pieces import Coverage
 from disagg.types.errors import ProtocolError
 
-SplitFn = Callable[[Piece], tuple[Piece, ...]]
+Cut = Callable[[Piece], tuple[Piece, ...]]  # a rectangle into pieces that fit a ring entry
 
 MAX_PIECES = 1 << 16  # of one leg; more is refused rather than kept
+
+FINAL_STATE = 0  # positions of a state group
+CHECKPOINT = 1
+NUM_STATES = 2
+
+
+def _positions(group: LayerGroup, num_tokens: int) -> int:
+    return NUM_STATES if group.is_state else num_tokens
+
+
+def _is_gift(group: LayerGroup, piece: Piece) -> bool:
+    return group.is_state and piece.token_start >= CHECKPOINT
 
 
 class SendState(enum.Enum):
@@ -92,28 +111,31 @@ class Write(Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class _Chunk:
-    """KV of tokens [start, stop) is final once plan_no has been computed."""
-
-    start: int
-    stop: int
-    plan_no: int
-
-
-@dataclass(slots=True)
 class SendSession:
-    """Prefill side of one leg. num_tokens: of the whole trunk; num_slices: rank slices of each piece, set by the grant."""
+    """Prefill side of one leg. num_tokens: of the whole trunk.
+
+    first_held: per layer group, the first position that pages still hold when prefill ends; not 0 in window groups only.
+    num_slices: rank slices of each piece, per group; wants: per group the first position to send; both set by the grant.
+    """
 
     num_tokens: int
-    num_slices: int = 1
+    groups: tuple[LayerGroup, ...]
+    first_held: tuple[int, ...]
+    num_slices: tuple[int, ...] = ()
+    wants: tuple[int, ...] = ()
     state: SendState = SendState.WAITING
-    hit_tokens: int = 0
-    _chunks: list[_Chunk] = field(default_factory=list)
+    _ungranted: list[tuple[Piece, int]] = field(default_factory=list)  # (rectangle, plan that makes it final)
     _offered: dict[int, tuple[Piece, int]] = field(default_factory=dict)  # piece_no -> (piece, after_plan)
     _unassigned: dict[int, int] = field(default_factory=dict)  # piece_no -> slices without an entry
     _writing: set[int] = field(default_factory=set)  # entry ids handed out by `assign` and not reported sent
     _next_piece_no: int = 0
-    _scheduled: int = 0  # tokens whose chunks have been scheduled
+    _scheduled: int = 0  # tokens whose chunks have been scheduled, or that were here already
+    _last_plan: int = -1  # of the last chunk
+    _checkpoint: bool = False  # position CHECKPOINT of the state groups is final, or will be
+
+    def __post_init__(self) -> None:
+        assert len(self.first_held) == len(self.groups)
+        self.wants = self.first_held
 
     def _go(self, event: SendEvent) -> SendState:
         following = SEND_NEXT.get((self.state, event))
@@ -122,55 +144,105 @@ class SendSession:
         self.state = following
         return following
 
-    def chunk(self, start: int, stop: int, plan_no: int, cut: Cutter) -> Offer | None:
-        """A chunk has been scheduled. An offer, if the leg is granted and the chunk holds wanted tokens."""
+    def hit(self, tokens: int, cut: Cut, *, checkpoint: bool = False) -> Offer | None:
+        """Before the first chunk: prefill's own prefix cache holds tokens [0, tokens). An offer as in `chunk`.
+
+        checkpoint: the state after these tokens is the leg's last checkpoint.
+        """
+        assert self._scheduled == 0 and 0 < tokens < self.num_tokens
+        self._scheduled = tokens
+        self._checkpoint = checkpoint
+        return self._final(self._tokens(0, tokens) + (self._states(CHECKPOINT) if checkpoint else []), -1, cut)
+
+    def chunk(self, start: int, stop: int, plan_no: int, cut: Cut) -> Offer | None:
+        """A chunk has been scheduled. An offer, if the leg is granted and the chunk gives anything that is wanted."""
         assert start == self._scheduled and start < stop <= self.num_tokens
         self._scheduled = stop
-        if self.state is SendState.WAITING:
-            self._chunks.append(_Chunk(start, stop, plan_no))
-            return None
-        if self.state is not SendState.SENDING:
-            return None
-        return self._offer([_Chunk(start, stop, plan_no)], cut)
+        self._last_plan = plan_no
+        last = self._states(FINAL_STATE) if stop == self.num_tokens else []
+        return self._final(self._tokens(start, stop) + last, plan_no, cut)
 
-    def grant(self, hit_tokens: int, num_slices: int, cut: Cutter) -> Offer | None:
-        """Pages are bound. An offer of everything scheduled so far."""
-        if not 0 <= hit_tokens <= self.num_tokens:
-            raise ProtocolError(f"a grant says that {hit_tokens} of {self.num_tokens} tokens are there already")
+    def checkpoint(self, plan_no: int, cut: Cut) -> Offer | None:
+        """The state at the leg's last checkpoint will be final with plan_no, and is kept. An offer as in `chunk`."""
+        assert not self._checkpoint, "a leg has one last checkpoint"
+        self._checkpoint = True
+        return self._final(self._states(CHECKPOINT), plan_no, cut)
+
+    def grant(self, wants: tuple[int, ...], num_slices: tuple[int, ...], cut: Cut) -> Offer | None:
+        """Pages are bound; `wants` as in link.Grant. An offer of everything wanted that has been scheduled so far."""
+        if len(wants) != len(self.groups):
+            raise ProtocolError(f"a grant wants {len(wants)} layer groups; there are {len(self.groups)}")
+        for group, first_held, want in zip(self.groups, self.first_held, wants, strict=True):
+            if not first_held <= want <= _positions(group, self.num_tokens):
+                stop = _positions(group, self.num_tokens)
+                raise ProtocolError(f"a grant wants {group.name} from {want} on; {first_held} to {stop} can be had")
         if self._go(SendEvent.GRANT) is not SendState.SENDING:
             return None
-        self.hit_tokens = hit_tokens
-        self.num_slices = num_slices
-        chunks, self._chunks = self._chunks, []
-        return self._offer(chunks, cut)
+        assert len(num_slices) == len(self.groups)
+        self.wants, self.num_slices = wants, num_slices
+        rectangles, self._ungranted = self._ungranted, []
+        return self._offer(rectangles, cut)
 
-    def want(self, pieces: Iterable[Piece], cut: Cutter) -> Offer | None:
+    def want(self, pieces: Iterable[Piece], cut: Cut) -> Offer | None:
         """Rectangles are missing on the decode side although we wrote them: offer them again."""
         wanted = list(pieces)
         for piece in wanted:
-            if piece.token_stop > self._scheduled:
-                raise ProtocolError(f"{piece} is wanted; only {self._scheduled} tokens have been computed")
+            if piece.group >= len(self.groups) or piece.layer_stop > len(self.groups[piece.group].layers):
+                raise ProtocolError(f"{piece} is wanted; there is no such group, or it has fewer layers")
+            if piece.token_start < self.wants[piece.group] or piece.token_stop > self._available(piece.group):
+                raise ProtocolError(
+                    f"{piece} is wanted; {self.wants[piece.group]} to {self._available(piece.group)} can be had"
+                )
         if self._go(SendEvent.WANT) is not SendState.SENDING:
             return None
-        return self._number([(piece, -1) for whole in wanted for piece in cut(whole)])
+        return self._offer([(piece, self._last_plan) for piece in wanted], cut)
 
-    def _offer(self, chunks: list[_Chunk], cut: Cutter) -> Offer | None:
-        pieces: list[tuple[Piece, int]] = []
-        for chunk in chunks:
-            start = max(chunk.start, self.hit_tokens)
-            if start < chunk.stop:
-                pieces += [(piece, chunk.plan_no) for piece in cut(None, start, chunk.stop)]
-        return self._number(pieces)
+    def _available(self, group: int) -> int:
+        """Where the positions end that are final, or will be with a plan that has been sent."""
+        if not self.groups[group].is_state:
+            return self._scheduled
+        if self._scheduled < self.num_tokens:
+            return 0
+        return NUM_STATES if self._checkpoint else CHECKPOINT
 
-    def _number(self, pieces: list[tuple[Piece, int]]) -> Offer | None:
-        if not pieces:
-            return None
+    def _tokens(self, start: int, stop: int) -> list[Piece]:
+        """Tokens [start, stop) of every group that has tokens."""
+        return [
+            Piece(number, 0, len(group.layers), start, stop)
+            for number, group in enumerate(self.groups)
+            if not group.is_state
+        ]
+
+    def _states(self, position: int) -> list[Piece]:
+        """One state of every state group."""
+        return [
+            Piece(number, 0, len(group.layers), position, position + 1)
+            for number, group in enumerate(self.groups)
+            if group.is_state
+        ]
+
+    def _final(self, rectangles: list[Piece], plan_no: int, cut: Cut) -> Offer | None:
+        """These will be final once plan_no has been computed: offered now, or with the grant."""
+        if self.state is SendState.WAITING:
+            self._ungranted += [(rectangle, plan_no) for rectangle in rectangles]
+        elif self.state is SendState.SENDING:
+            return self._offer([(rectangle, plan_no) for rectangle in rectangles], cut)
+        return None
+
+    def _offer(self, rectangles: list[tuple[Piece, int]], cut: Cut) -> Offer | None:
+        """What of these is wanted, cut into pieces and numbered."""
         first = self._next_piece_no
-        for piece_no, item in enumerate(pieces, start=first):
-            self._offered[piece_no] = item
-            self._unassigned[piece_no] = self.num_slices
-        self._next_piece_no = first + len(pieces)
-        return Offer(first, tuple(piece for piece, _ in pieces))
+        pieces: list[Piece] = []
+        for whole, after_plan in rectangles:
+            start = max(whole.token_start, self.wants[whole.group])
+            if start >= whole.token_stop:
+                continue
+            for piece in cut(Piece(whole.group, whole.layer_start, whole.layer_stop, start, whole.token_stop)):
+                self._offered[first + len(pieces)] = (piece, after_plan)
+                self._unassigned[first + len(pieces)] = self.num_slices[piece.group]
+                pieces.append(piece)
+        self._next_piece_no += len(pieces)
+        return Offer(first, tuple(pieces)) if pieces else None
 
     def assign(self, entries: Iterable[Entry]) -> tuple[Write, ...]:
         """The decode side said where. The writes to do; none once the leg has been given up."""
@@ -196,10 +268,11 @@ class SendSession:
         return self.finish_if_sent()
 
     def finish_if_sent(self) -> bool:
-        """True, once, when everything wanted has been offered, assigned and written."""
-        if self.state is not SendState.SENDING or self._scheduled < self.num_tokens:
+        """True, once, when everything wanted has been offered, assigned and written. Decode may leave gifts lying."""
+        if self.state is not SendState.SENDING or self._scheduled < self.num_tokens or self._writing:
             return False
-        if self._writing or self._unassigned:
+        unassigned = (self._offered[piece_no][0] for piece_no in self._unassigned)
+        if any(not _is_gift(self.groups[piece.group], piece) for piece in unassigned):
             return False
         self._go(SendEvent.ALL_SENT)
         return True
@@ -222,24 +295,6 @@ class SendSession:
         """The workers say that nothing is under way."""
         self._writing.clear()
         self._go(SendEvent.DROPPED)
-
-
-class Cutter:
-    """Cuts token ranges of every layer group, or one rectangle, into pieces that fit a ring entry."""
-
-    def __init__(self, split: SplitFn, groups: tuple[int, ...]) -> None:
-        """split: (piece) -> pieces that fit. groups: layers of each group."""
-        self._split = split
-        self._groups = groups
-
-    def __call__(self, whole: Piece | None, start: int = 0, stop: int = 0) -> tuple[Piece, ...]:
-        if whole is not None:
-            return self._split(whole)
-        return tuple(
-            piece
-            for group, layers in enumerate(self._groups)
-            for piece in self._split(Piece(group, 0, layers, start, stop))
-        )
 
 
 class ReceiveState(enum.Enum):
@@ -285,24 +340,26 @@ RECEIVE_NEXT: dict[tuple[ReceiveState, ReceiveEvent], ReceiveState] = {
 
 @dataclass(slots=True)
 class ReceiveSession:
-    """Decode side of one leg. groups: layers of each layer group; slices: head slices of a piece, per decode rank.
+    """Decode side of one leg. slices: head slices of a piece, by layer group and then decode rank.
 
     plan: the rectangles that must land on every rank, known from the moment of binding.
     """
 
     num_tokens: int
-    groups: tuple[int, ...]
-    slices: tuple[int, ...]
+    groups: tuple[LayerGroup, ...]
+    slices: tuple[tuple[int, ...], ...]
     state: ReceiveState = ReceiveState.WAITING
-    hit_tokens: int = 0
+    wants: tuple[int, ...] = ()
+    plan: tuple[Piece, ...] = ()
     first_tokens: tuple[FirstToken, ...] = ()
     sent_all: bool = False
     peer_quiet: bool = False  # prefill has nothing of this leg under way, and will not have
     wants_sent: int = 0
+    _takes_checkpoint: bool = False
     _bound: set[int] = field(default_factory=set)
     _unbound: set[int] = field(default_factory=set)
     _pieces: dict[int, Piece] = field(default_factory=dict)
-    _landed: list[Coverage] = field(default_factory=list)
+    _landed: list[Coverage] = field(default_factory=list)  # by rank; empty until ranks are asked to bind
     _slices_landed: dict[tuple[int, int], int] = field(default_factory=dict)  # (piece_no, rank) -> slices
 
     def _go(self, event: ReceiveEvent) -> ReceiveState:
@@ -312,36 +369,42 @@ class ReceiveSession:
         self.state = following
         return following
 
-    @property
-    def plan(self) -> tuple[Piece, ...]:
-        if self.hit_tokens >= self.num_tokens:
-            return ()
-        return tuple(
-            Piece(group, 0, layers, self.hit_tokens, self.num_tokens) for group, layers in enumerate(self.groups)
-        )
-
     def announce(self, num_tokens: int) -> None:
         if num_tokens != self.num_tokens:
             raise ProtocolError(f"prefill announces {num_tokens} tokens where the router sent {self.num_tokens}")
         if self.state in (ReceiveState.WAITING, ReceiveState.QUEUED):
             self._go(ReceiveEvent.ANNOUNCE)
 
-    def bind(self, hit_tokens: int) -> None:
-        """Pages are allocated; ranks are asked to bind them."""
-        self.hit_tokens = hit_tokens
-        self._landed = [Coverage() for _ in self.slices]
+    def bind(self, wants: tuple[int, ...], *, checkpoint: bool = False) -> None:
+        """Pages are allocated; ranks are asked to bind them. wants: as in link.Grant.
+
+        checkpoint: of the state groups, pages for the last checkpoint are bound too.
+        """
+        assert len(wants) == len(self.groups) == len(self.slices)
         self._go(ReceiveEvent.BIND)
+        self.wants = wants
+        self._takes_checkpoint = checkpoint
+        self._landed = [Coverage() for _ in self.slices[0]]
+        stops = [CHECKPOINT if group.is_state else self.num_tokens for group in self.groups]
+        self.plan = tuple(
+            Piece(number, 0, len(group.layers), want, stop)
+            for number, (group, want, stop) in enumerate(zip(self.groups, wants, stops, strict=True))
+            if want < stop
+        )
 
     def bound(self, rank: int) -> bool:
         """A rank has acknowledged. True when it was the last one: send the grant."""
         self._bound.add(rank)
-        if self.state is not ReceiveState.BINDING or len(self._bound) < len(self.slices):
+        if self.state is not ReceiveState.BINDING or len(self._bound) < len(self._landed):
             return False
         self._go(ReceiveEvent.ALL_BOUND)
         return True
 
     def offer(self, first_piece_no: int, pieces: tuple[Piece, ...]) -> tuple[tuple[int, Piece], ...]:
-        """Prefill will write these. The ones to assign entries to: none once the leg is complete or given up."""
+        """Prefill will write these. The ones to assign entries to: none once the leg is complete or given up.
+
+        A checkpoint for which no page is bound is left lying.
+        """
         if self.state is not ReceiveState.RECEIVING:
             if self.state in (ReceiveState.WAITING, ReceiveState.QUEUED, ReceiveState.BINDING):
                 raise ProtocolError(
@@ -354,23 +417,28 @@ class ReceiveSession:
                 raise ProtocolError(f"piece number {piece_no} was offered twice, or is not below {MAX_PIECES}")
             if (
                 piece.group >= len(self.groups)
-                or piece.layer_stop > self.groups[piece.group]
-                or piece.token_stop > self.num_tokens
-                or piece.token_start < self.hit_tokens
+                or piece.layer_stop > len(self.groups[piece.group].layers)
+                or piece.token_stop > _positions(self.groups[piece.group], self.num_tokens)
+                or piece.token_start < self.wants[piece.group]
             ):
                 raise ProtocolError(f"{piece} was offered; it is not within what was granted")
         self._pieces.update(numbered)
         self.sent_all = False
-        return numbered
+        return tuple(
+            (piece_no, piece)
+            for piece_no, piece in numbered
+            if self._takes_checkpoint or not _is_gift(self.groups[piece.group], piece)
+        )
 
     def landed(self, piece_no: int, rank: int) -> None:
         """One rank slice of a piece has been scattered on `rank`."""
         if self.state is not ReceiveState.RECEIVING:
             return
+        piece = self._pieces[piece_no]
         slices = self._slices_landed.get((piece_no, rank), 0) + 1
         self._slices_landed[piece_no, rank] = slices
-        if slices == self.slices[rank]:
-            self._landed[rank].add(self._pieces[piece_no])
+        if slices == self.slices[piece.group][rank]:
+            self._landed[rank].add(piece)
 
     @property
     def covered(self) -> bool:
@@ -382,6 +450,26 @@ class ReceiveSession:
         if self.state is not ReceiveState.RECEIVING:
             return ()
         return tuple(dict.fromkeys(piece for c in self._landed for piece in c.missing(self.plan)))
+
+    def landed_whole(self, group: int, page_tokens: int, first: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Which whole pages of positions [first, stop) have landed on every rank, in every layer of the group.
+
+        Ranges [first page, stop page), in order and apart from each other. Also of a transfer that was given up: what had
+        landed by then is right. A page of a state group is one position.
+        """
+        if not self._landed or first >= stop:
+            return ()
+        rows = self.groups[group].rows_per_page(page_tokens)
+        whole = Piece(group, 0, len(self.groups[group].layers), first, stop)
+        holes = sorted((hole.token_start, hole.token_stop) for c in self._landed for hole in c.missing([whole]))
+        ranges = []
+        position = first  # every hole so far ends here or before
+        for hole_start, hole_stop in (*holes, (stop, stop)):
+            first_page, stop_page = -(-position // rows), hole_start // rows
+            if first_page < stop_page:
+                ranges.append((first_page, stop_page))
+            position = max(position, hole_stop)
+        return tuple(ranges)
 
     def try_complete(self) -> bool:
         """True, once, when the sequence can join the running batch, or has ended with its first tokens."""
@@ -415,7 +503,7 @@ class ReceiveSession:
     @property
     def all_unbound(self) -> bool:
         """Every rank has let go of the pages, or none ever had them: they are the engine's alone."""
-        return not self.ever_bound or len(self._unbound) == len(self.slices)
+        return len(self._unbound) == len(self._landed)
 
     def quiet(self) -> None:
         """Ranks are unbound and nothing is under way: the end."""

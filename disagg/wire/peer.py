@@ -136,11 +136,14 @@ def _read_announce(message: pb.peer.Announce) -> Announce:
 
 def _fill_grant(out: pb.peer.Grant, message: Grant) -> None:
     fill_key(out.key, message.key)
-    out.hit_tokens = message.hit_tokens
+    out.wants.extend(message.wants)
 
 
 def _read_grant(message: pb.peer.Grant) -> Grant:
-    return Grant(key=read_key(message), hit_tokens=message.hit_tokens)
+    key = read_key(message)
+    if not message.wants:
+        refuse(message, "wants", "is empty; every layer group has an entry")
+    return Grant(key=key, wants=tuple(message.wants))
 
 
 def _fill_pieces(out: Any, pieces: Iterable[Piece]) -> None:

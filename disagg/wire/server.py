@@ -10,9 +10,12 @@ from msgspec import Struct
 from disagg.messages.channel import Frame
 from disagg.messages.legs import (
     AbortLeg,
+    GroupMemory,
+    KvEvents,
     LegEnd,
     LegTokens,
     LoadReport,
+    MemoryReport,
     Outcome,
     PeerRef,
     RouterMessage,
@@ -90,16 +93,25 @@ class AttachReply(Struct, frozen=True):
     resumed: bool
 
 
+class KvUpdate(Struct, frozen=True):
+    """What a router should know of a server's prefix cache. reset: all that was said before is void."""
+
+    events: KvEvents
+    reset: bool = False
+
+
 class ServerSays(Struct, frozen=True):
     """One message of a server on a stream.
 
-    attached: in the first message only. hello: in the first, and again when a new incarnation of the workers is up.
+    attached: in the first message only. hello: in the first, and again when a new incarnation of the workers is up. kv:
+    after every hello comes a reset, with all that the cache has in one message or several, and then what has changed.
     """
 
     frame: Frame[ServerMessage]
     load: LoadReport | None = None
     hello: ServerHello | None = None
     attached: AttachReply | None = None
+    kv: KvUpdate | None = None
 
 
 # ---- router -> server
@@ -205,6 +217,8 @@ def server_says_to_proto(says: ServerSays) -> pb.server.ServerFrame:
         out.attached.last_received = says.attached.last_received
         out.attached.resumed = says.attached.resumed
         out.attached.SetInParent()
+    if says.kv is not None:
+        _fill_kv(out.kv, says.kv)
     return out
 
 
@@ -219,6 +233,7 @@ def server_says_from_proto(message: pb.server.ServerFrame) -> ServerSays:
         load=_read_load(message.load) if message.HasField("load") else None,
         hello=_read_server_hello(message.hello) if message.HasField("hello") else None,
         attached=attached,
+        kv=_read_kv(message.kv) if message.HasField("kv") else None,
     )
 
 
@@ -230,6 +245,8 @@ def _fill_load(out: pb.server.LoadReport, load: LoadReport) -> None:
     out.pages_free = load.pages_free
     out.pages_evictable = load.pages_evictable
     out.pages_total = load.pages_total
+    if load.memory is not None:
+        _fill_memory(out.memory, load.memory)
 
 
 def _read_load(message: pb.server.LoadReport) -> LoadReport:
@@ -241,7 +258,67 @@ def _read_load(message: pb.server.LoadReport) -> LoadReport:
         pages_free=message.pages_free,
         pages_evictable=message.pages_evictable,
         pages_total=message.pages_total,
+        memory=_read_memory(message.memory) if message.HasField("memory") else None,
     )
+
+
+def _fill_memory(out: pb.server.MemoryReport, memory: MemoryReport) -> None:
+    out.SetInParent()
+    out.sizing = memory.sizing
+    out.large_bytes = memory.large_bytes
+    out.large_free = memory.large_free
+    out.large_evictable = memory.large_evictable
+    out.large_used = memory.large_used
+    out.fragmentation_bytes = memory.fragmentation_bytes
+    for group in memory.groups:
+        out.groups.add(
+            name=group.name,
+            kind=group.kind,
+            page_bytes=group.page_bytes,
+            empty_pages=group.empty_pages,
+            evictable_pages=group.evictable_pages,
+            used_pages=group.used_pages,
+        )
+
+
+def _read_memory(message: pb.server.MemoryReport) -> MemoryReport:
+    return MemoryReport(
+        sizing=message.sizing,
+        large_bytes=message.large_bytes,
+        large_free=message.large_free,
+        large_evictable=message.large_evictable,
+        large_used=message.large_used,
+        fragmentation_bytes=message.fragmentation_bytes,
+        groups=tuple(
+            GroupMemory(
+                name=group.name,
+                kind=group.kind,
+                page_bytes=group.page_bytes,
+                empty_pages=group.empty_pages,
+                evictable_pages=group.evictable_pages,
+                used_pages=group.used_pages,
+            )
+            for group in message.groups
+        ),
+    )
+
+
+def _fill_kv(out: pb.server.KvUpdate, kv: KvUpdate) -> None:
+    out.SetInParent()
+    out.reset = kv.reset
+    for column, pages in (("stored", kv.events.stored), ("removed", kv.events.removed)):
+        getattr(out, column).extend(key for _, key in pages)
+        getattr(out, f"{column}_groups").extend(group for group, _ in pages)
+
+
+def _read_kv(message: pb.server.KvUpdate) -> KvUpdate:
+    columns = {}
+    for column in ("stored", "removed"):
+        keys, groups = getattr(message, column), getattr(message, f"{column}_groups")
+        if len(keys) != len(groups):
+            refuse(message, f"{column}_groups", f"has {len(groups)} entries for {len(keys)} of {column}")
+        columns[column] = tuple(zip(groups, keys, strict=True))
+    return KvUpdate(KvEvents(**columns), message.reset)
 
 
 def _fill_server_hello(out: pb.server.ServerHello, hello: ServerHello) -> None:

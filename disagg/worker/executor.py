@@ -6,6 +6,7 @@ Knows the mirror of the engine's sequences, the pool and the sampler; nothing of
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,20 +15,21 @@ import transformers
 from disagg.messages.layout import LayerGroup
 from disagg.messages.mirror import Mirror, MirrorSequence, RunView
 from disagg.messages.plan import SampledToken, StepResult, TokenLogprobs, WorkerPlan
-from disagg.models.batch import DecodeRun, ForwardBatch, PrefillRun
 from disagg.models.model import PagedModel
-from disagg.models.pool import KvPool
+from disagg.models.pool import Pool
+from disagg.worker.batch import build_batch
+from disagg.worker.profile import measure_largest_step
 from disagg.worker.sampler import Sampler
 
 
 class Executor:
-    """One rank's model, pool and sampler. `load`, then `make_pool`, then `run` plan after plan."""
+    """One rank's model, pool and sampler. `load`, perhaps `profile`, then `make_pool`, then `run` plan after plan."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._mirror = Mirror()
         self._model: PagedModel | None = None
-        self._pool: KvPool | None = None
+        self._pool: Pool | None = None
         self._sampler: Sampler | None = None
         self._device = "cpu"
 
@@ -37,13 +39,13 @@ class Executor:
         return self._model
 
     @property
-    def pool(self) -> KvPool:
+    def pool(self) -> Pool:
         assert self._pool is not None, "no pool was made"
         return self._pool
 
     @property
-    def group(self) -> LayerGroup:
-        return self.model.groups[0]
+    def groups(self) -> tuple[LayerGroup, ...]:
+        return self.model.groups
 
     def load(self, model_dir: Path, dtype: str, device: str, threads: int, gemv_copies: bool = False) -> None:
         """Raises ConfigError for a model that cannot be served."""
@@ -54,11 +56,18 @@ class Executor:
         if gemv_copies:
             self._model.add_gemv_copies()
 
-    def make_pool(self, num_pages: int, page_tokens: int, max_slots: int) -> int:
-        """Bytes of the pool."""
-        self._pool = self.model.make_pool(num_pages, page_tokens)
+    def profile(self, chunk_tokens: int, max_slots: int) -> tuple[int, int]:
+        """(bytes of the device, most that the largest step had in use); zeros on CPU. Raises ConfigError if it does not
+        fit."""
+        return measure_largest_step(self.model, chunk_tokens, max_slots)
+
+    def make_pool(
+        self, num_large: int, large_bytes: int, strides: Sequence[int], page_tokens: int, max_slots: int
+    ) -> int:
+        """Bytes of the pool. Arguments: see messages/control.MakePool."""
+        self._pool = self.model.make_pool(num_large, large_bytes, strides, page_tokens)
         self._sampler = Sampler(self.model.vocab_size, max_slots, self._device)
-        return self._pool.num_pages * self._pool.page_bytes
+        return self._pool.bytes.nbytes
 
     @torch.inference_mode()
     def run(self, plan: WorkerPlan) -> StepResult:
@@ -71,6 +80,8 @@ class Executor:
             for sampling in sequence.samplers:
                 sampler.remove(sampling.slot)
         self.pool.copy_pages(plan.copies)
+        if self.pool.mixed:
+            self._zero_new_pages(plan)
         for sequence in begun:
             self._open_slots(sampler, sequence)
         sampled = self._compute(sampler, runs) if runs else ()
@@ -83,6 +94,14 @@ class Executor:
             ended_unix_s=time.time(),
         )
 
+    def _zero_new_pages(self, plan: WorkerPlan) -> None:
+        """Another group's elements may be NaN to attention, which reads whole pages, though it weighs the rest zero."""
+        for index, group in enumerate(self.groups):
+            if not group.is_state:
+                self.pool.zero_pages(
+                    index, [page for run in plan.runs if run.new_pages for page in run.new_pages[index]]
+                )
+
     def _open_slots(self, sampler: Sampler, sequence: MirrorSequence) -> None:
         prompt, outputs = sequence.tokens[: sequence.num_prompt], sequence.tokens[sequence.num_prompt :]
         for sampling in sequence.samplers:
@@ -90,7 +109,7 @@ class Executor:
             sampler.add(sampling.slot, sequence.params, sampling.choice, prompt, outputs, eos)
 
     def _compute(self, sampler: Sampler, runs: list[RunView]) -> tuple[SampledToken, ...]:
-        batch, ordered = self._batch(runs)
+        batch, ordered = build_batch(runs, self.groups, self.pool.page_tokens, self._device)
         logits = self.model.forward(batch, self.pool)
         slots: list[int] = []
         rows: list[int] = []
@@ -111,53 +130,3 @@ class Executor:
             if len(sequence.samplers) == 1:
                 sequence.tokens.append(chosen.token_id)
         return tuple(out)
-
-    def _batch(self, runs: list[RunView]) -> tuple[ForwardBatch, list[RunView]]:
-        """The tensors of one forward, and the runs in row order: prefill runs, then single tokens after a context."""
-        page_tokens = self.pool.page_tokens
-        decodes = [run for run in runs if run.num_tokens == 1 and run.start > 0]
-        prefills = [run for run in runs if run.num_tokens > 1 or run.start == 0]
-        ordered = prefills + decodes
-        ids: list[int] = []
-        positions: list[int] = []
-        pages: list[int] = []
-        logits_rows: list[int] = []
-        prefill_runs: list[PrefillRun] = []
-        for run in ordered:
-            first = len(ids)
-            ids += run.token_ids
-            stop = run.start + run.num_tokens
-            positions += range(run.start, stop)
-            table = run.sequence.pages
-            pages += [table[position // page_tokens] for position in range(run.start, stop)]
-            assert len(ids) == first + run.num_tokens, "a run names tokens that this worker does not know"
-            if run.sample:
-                logits_rows.append(len(ids) - 1)
-            if len(prefill_runs) < len(prefills):
-                used = table[: -(-stop // page_tokens)]
-                prefill_runs.append(PrefillRun(first, run.num_tokens, run.start, self._longs(used)))
-        decode_run = None
-        if decodes:
-            lengths = [run.start + 1 for run in decodes]
-            longest = max(lengths)
-            width = -(-longest // page_tokens)
-            tables = []
-            for run, length in zip(decodes, lengths, strict=True):
-                used = run.sequence.pages[: -(-length // page_tokens)]
-                tables.append(used + [used[0]] * (width - len(used)))
-            start = len(ids) - len(decodes)
-            decode_run = DecodeRun(start, self._longs(tables), self._longs(lengths), longest)
-        position_ids = self._longs(positions)
-        batch = ForwardBatch(
-            input_ids=self._longs(ids),
-            positions=position_ids,
-            slot_pages=self._longs(pages),
-            slot_offsets=position_ids % page_tokens,
-            prefills=tuple(prefill_runs),
-            decodes=decode_run,
-            logits_rows=self._longs(logits_rows),
-        )
-        return batch, ordered
-
-    def _longs(self, values: list[int] | list[list[int]]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -30,6 +30,8 @@ from disagg.messages.control import (
     MakePool,
     OpenTransfer,
     PoolMade,
+    Profile,
+    Profiled,
     Shutdown,
     decode_request,
     encode_reply,
@@ -163,9 +165,16 @@ class WorkerProcess:
                     eos_token_ids=model.eos_token_ids,
                     load_s=time.perf_counter() - started,
                 )
+            case Profile():
+                assert self._executor is not None
+                total_bytes, peak_bytes = self._executor.profile(job.chunk_tokens, job.max_slots)
+                return Profiled(self._rank, total_bytes, peak_bytes)
             case MakePool():
                 assert self._executor is not None
-                return PoolMade(self._rank, self._executor.make_pool(job.num_pages, job.page_tokens, job.max_slots))
+                pool_bytes = self._executor.make_pool(
+                    job.num_large, job.large_bytes, job.strides, job.page_tokens, job.max_slots
+                )
+                return PoolMade(self._rank, pool_bytes)
             case _:
                 raise ProtocolError(f"{type(job).__name__} is no job of the compute thread")
 
@@ -260,7 +269,7 @@ class WorkerProcess:
 
         assert self._executor is not None
         try:
-            driver = TransferDriver(self._rank, request, self._executor.pool, self._executor.group)
+            driver = TransferDriver(self._rank, request, self._executor.pool)
         except BackendError as error:
             return ControlFailed(self._rank, str(error), config=True)
         opened = driver.opened(os.getpid())

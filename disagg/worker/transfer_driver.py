@@ -34,12 +34,12 @@ from disagg.messages.lane import (
     Unbind,
     Unbound,
 )
-from disagg.messages.layout import LayerGroup
-from disagg.models.pool import KvPool
+from disagg.models.pool import Pool
 from disagg.staging.copy import PageShape, gather, scatter
 from disagg.staging.identity import identity_seed
-from disagg.staging.pieces import payload_bytes
+from disagg.staging.pieces import group_payload_bytes
 from disagg.transfer.backends.base import BackendError, Peer, Region, TransferBackend, create
+from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
 
 MAX_UNKNOWN = 1 << 16  # notifications without an entry, and entries without a leg, that are remembered
@@ -57,23 +57,24 @@ class _Writing:
     posted_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _BoundPages:
+    """A leg's pages of one layer group, from page position `first` on. pages: [n] int64."""
+
+    first: int
+    pages: torch.Tensor
+
+
 class TransferDriver:
     """`handle` requests, `turn` while `busy`, and pass the reports of both on to the engine."""
 
-    def __init__(self, rank: int, opened: OpenTransfer, pool: KvPool, group: LayerGroup) -> None:
+    def __init__(self, rank: int, opened: OpenTransfer, pool: Pool) -> None:
         """Raises BackendError if the agent cannot start. Made by the thread that will use it."""
         # OpenMP counts threads per calling thread: a second one here would spin on the core that computes.
         torch.set_num_threads(1)
         self._rank = rank
         self._pool = pool
-        self._group = group
-        self._shape = PageShape(
-            layers=len(group.layers),
-            kv_heads=group.kv_heads,
-            page_tokens=pool.page_tokens,
-            head_dim=group.head_dim,
-            dtype_bytes=group.dtype_bytes,
-        )
+        self._shapes = tuple(PageShape.of(group, pool.page_tokens) for group in pool.groups)
         self._backend: TransferBackend = create(
             opened.backend,
             name=f"{opened.incarnation}/{rank}",
@@ -99,7 +100,7 @@ class TransferDriver:
         self._to_send: deque[SendPiece] = deque()
         self._writing: dict[int, _Writing] = {}
         self._dropping: dict[tuple[int, LegKey], None] = {}
-        self._bound: dict[LegKey, torch.Tensor] = {}
+        self._bound: dict[LegKey, tuple[_BoundPages, ...]] = {}  # by layer group
         self._expected: dict[int, ExpectPiece] = {}
         self._abandoned: OrderedDict[int, ExpectPiece] = OrderedDict()
         self._early: OrderedDict[int, None] = OrderedDict()
@@ -152,8 +153,7 @@ class TransferDriver:
                 self._dropping[request.link, request.key] = None
                 self._report_dropped()
             case Bind():
-                self._bound[request.key] = torch.tensor(request.pages, dtype=torch.int64, device=self._pool.device)
-                self._reports.append(Bound(request.key))
+                self._bind(request)
             case ExpectPiece():
                 self._expected[request.entry_id] = request
                 if request.entry_id in self._early:
@@ -242,16 +242,17 @@ class TransferDriver:
             started = time.perf_counter()
             assert self._buffers is not None
             assert self._buffers_region is not None
+            piece, shape = request.piece, self._shapes[request.piece.group]
             nbytes = gather(
-                self._pool.bytes,
-                torch.tensor(request.pages, dtype=torch.int64, device=self._pool.device),
-                self._shape,
-                request.piece,
+                self._pool.views[piece.group].bytes,
+                self._page_ids(request.pages),
+                shape,
+                piece,
                 request.src_head_start,
                 request.heads,
                 self._buffers[buffer],
                 _seed(request),
-                first_page=request.piece.token_start // self._pool.page_tokens,
+                first_page=piece.token_start // shape.page_tokens,
             )
             posted = time.perf_counter()
             assert nbytes == request.nbytes, f"a piece takes {nbytes} bytes; its entry has {request.nbytes}"
@@ -273,7 +274,7 @@ class TransferDriver:
         if failure:
             self._failed(request, failure)
         else:
-            payload = payload_bytes(request.piece, request.heads, self._group.head_dim, self._group.dtype_bytes)
+            payload = group_payload_bytes(request.piece, request.heads, self._pool.groups[request.piece.group])
             wire_s = time.perf_counter() - writing.posted_s
             self._reports.append(
                 PieceSent(request.link, request.entry_id, request.key, payload, writing.gather_s, wire_s)
@@ -294,6 +295,21 @@ class TransferDriver:
 
     # ---- decode side
 
+    def _bind(self, request: Bind) -> None:
+        assert len(request.tables) == len(self._pool.groups), f"{len(request.tables)} page tables are bound"
+        if self._pool.mixed:
+            # Rows that no piece fills are read by attention too, with weight zero, and must be numbers.
+            for number, (group, table) in enumerate(zip(self._pool.groups, request.tables, strict=True)):
+                if not group.is_state:
+                    self._pool.zero_pages(number, table.pages)
+        self._bound[request.key] = tuple(
+            _BoundPages(table.first, self._page_ids(table.pages)) for table in request.tables
+        )
+        self._reports.append(Bound(request.key))
+
+    def _page_ids(self, pages: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor(pages, dtype=torch.int64, device=self._pool.device)
+
     def _notified(self, entry_id: int) -> None:
         if entry_id in self._expected:
             self._land(entry_id)
@@ -307,27 +323,30 @@ class TransferDriver:
 
     def _land(self, entry_id: int) -> None:
         expected = self._expected.pop(entry_id)
-        pages = self._bound.get(expected.key)
-        if pages is None:
+        tables = self._bound.get(expected.key)
+        if tables is None:
             self._landing(expected, ok=False, reason="unbound", payload=0, scatter_s=0.0)
             return
         assert self._arena is not None
         started = time.perf_counter()
-        page_tokens = self._pool.page_tokens
-        first_page = expected.piece.token_start // page_tokens
-        last_page = -(-expected.piece.token_stop // page_tokens)
+        piece, shape, table = expected.piece, self._shapes[expected.piece.group], tables[expected.piece.group]
+        first_page = piece.token_start // shape.page_tokens
+        stop_page = -(-piece.token_stop // shape.page_tokens)
+        if first_page < table.first or stop_page > table.first + len(table.pages):
+            bound = f"{table.first} to {table.first + len(table.pages)}"
+            raise ProtocolError(f"{piece} of {expected.key} was to land where only page positions {bound} are bound")
         ok = scatter(
             self._arena[expected.arena_offset : expected.arena_offset + expected.nbytes],
-            self._pool.bytes,
-            pages[first_page:last_page],
-            self._shape,
-            expected.piece,
+            self._pool.views[piece.group].bytes,
+            table.pages[first_page - table.first : stop_page - table.first],
+            shape,
+            piece,
             expected.dst_head_start,
             expected.heads,
             _seed(expected),
             first_page=first_page,
         )
-        payload = payload_bytes(expected.piece, expected.heads, self._group.head_dim, self._group.dtype_bytes)
+        payload = group_payload_bytes(piece, expected.heads, self._pool.groups[piece.group])
         seconds = time.perf_counter() - started
         self._landing(expected, ok=ok, reason="" if ok else "checksum", payload=payload, scatter_s=seconds)
 

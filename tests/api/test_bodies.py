@@ -91,7 +91,6 @@ def test_every_served_field_reaches_the_router() -> None:
         logprobs=3,
         n=2,
     )
-    assert completion(cache_salt="s").requests[0].cache_salt == "s"
 
 
 def test_null_means_absent_for_every_field() -> None:
@@ -128,6 +127,12 @@ def test_null_means_absent_for_every_field() -> None:
     assert completion(**fields) == completion()
     assert chat(tools=None, top_logprobs=None, response_format=None, store=None) == chat()
     assert completion(stream=True, stream_options={"include_usage": None}).usage_last is False
+
+
+def test_every_prompt_of_a_call_has_its_cache_salt_and_none_means_the_common_cache() -> None:
+    assert [r.cache_salt for r in completion(prompt=["a", "b"], cache_salt="s").requests] == ["s", "s"]
+    assert [r.cache_salt for r in chat(cache_salt="s").requests] == ["s"]
+    assert [completion().requests[0].cache_salt, chat(cache_salt=None).requests[0].cache_salt] == ["", ""]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from disagg.cli import generate as generate_module
 from disagg.cli.demo import sse_events
 from disagg.cli.generate import GenerateOptions, ask
 from disagg.cli.router_process import dump_server
-from disagg.cli.status import pool_table, render_dump
+from disagg.cli.status import pool_table, print_pools, render_dump
 from disagg.messages.legs import TimelineEvent
 from disagg.types.errors import ConfigError, DisaggError, InvalidRequest, UnknownModel
 from disagg.types.ids import FinishReason
@@ -160,6 +160,14 @@ def test_a_pool_shows_each_server_and_an_empty_one_says_so() -> None:
     console.print(pool_table("prefill", []))
     for each in ("decode pool", "decode-0", "ready", "5/10", "42", "43", "127.0.0.1:5000", "(empty)"):
         assert each in out.getvalue()
+
+
+@pytest.mark.parametrize(("state", "last"), [("ready", "2 queued"), ("draining", "2 queued, draining")])
+def test_the_router_says_what_it_has_and_that_it_drains(state: str, last: str) -> None:
+    out = io.StringIO()
+    router = {"name": "router-0", "pid": 7, "inflight": 3, "queued": 2}
+    print_pools(Console(file=out, width=120), {"state": state, "servers": [], "routers": [router]})
+    assert out.getvalue().splitlines()[-1] == f"router router-0 (pid 7): 3 in flight, {last}"
 
 
 def test_stacks_in_a_dump_keep_their_lines() -> None:

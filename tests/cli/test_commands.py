@@ -35,7 +35,7 @@ def run(*args: str, env: dict[str, str] | None = None) -> Result:
             ["generate"],
             ["PROMPT", "--grpc", "--max-tokens", "--temperature", "--stop", "--chat", "--raw", "--timeline", "--json"],
         ),
-        (["status"], ["--json", "--http"]),
+        (["status"], ["--json", "--http", "--memory"]),
         (["debug"], ["dump"]),
         (["debug", "dump"], ["--http"]),
         (["model"], ["path", "convert", "inspect", "list"]),
@@ -79,7 +79,7 @@ def test_help_is_there_at_once_and_imports_nothing_heavy() -> None:
         (["config", "show", "--config", "/does/not/exist.toml"], 3, "error: configuration file"),
         (["up", "--prefill-tp", "2"], 3, "error: --prefill-tp = 2: tensor parallelism arrives with a later version"),
         (["up", "--decode-tp", "2"], 3, "error: --decode-tp = 2: tensor parallelism arrives with a later version"),
-        (["up", "--prefix-cache", "on"], 3, "error: engine.prefix_cache = on: the prefix cache arrives with a later"),
+        (["up", "--page-tokens", "24"], 3, "error: engine.checkpoint_tokens = 512: it must be a multiple"),
         (["up", "--kv-memory", "plenty"], 3, 'error: engine.kv_memory_bytes = "plenty"'),
         (["up", "--model", "/does/not/exist", "--http-port", "0", "--grpc-port", "0"], 3, "error: model"),
         (["prefill", "--set", "server.tp=4"], 3, "error: server.tp = 4"),
@@ -104,7 +104,7 @@ def test_config_show_says_what_file_environment_and_flags_come_to(tmp_path: Path
     env = {"DISAGG__ENGINE__CHUNK_TOKENS": "128"}
     result = run("config", "show", "--config", str(file), "--set", "engine.max_running=3", env=env)
     assert result.exit_code == 0
-    for line in ("page_tokens = 8", "chunk_tokens = 128", "max_running = 3", 'kv_memory_bytes = "512MiB"'):
+    for line in ("page_tokens = 8", "chunk_tokens = 128", "max_running = 3", 'arena_bytes = "64MiB"'):
         assert line in result.output.splitlines()
 
 

@@ -144,7 +144,7 @@ class Cluster:
         )
 
     def check_adds_up(self, timeout_s: float = 30.0) -> None:
-        """The two sums of the design, on every rank, with nothing used, leased or quarantined."""
+        """The two sums of the design, on every rank, with nothing used, leased or quarantined. KV may be cached."""
 
         def quiet() -> bool:
             return all(not self._debts(server["name"]) for server in self.status()["servers"])
@@ -157,12 +157,12 @@ class Cluster:
 
     def _debts(self, name: str) -> dict[str, float]:
         m = self.metrics(name)
-        pages = {state: m[f'disagg_kv_pages{{state="{state}"}}'] for state in ("free", "used", "evictable")}
+        pages = {state: m[f'disagg_kv_large_pages{{state="{state}"}}'] for state in ("free", "used", "evictable")}
         arena = {state: m[f'disagg_arena_bytes{{state="{state}"}}'] for state in ("free", "leased", "quarantined")}
         status = self.server(name)
         debts = {
-            "pages used": pages["used"],
-            "pages missing": status["pages_total"] - sum(pages.values()),
+            "large pages used": pages["used"],
+            "large pages missing": status["pages_total"] - sum(pages.values()),
             "arena leased": arena["leased"],
             "arena quarantined": arena["quarantined"],
             "running": m["disagg_requests_running"],

@@ -53,10 +53,14 @@ def test_boundary_prompts_come_out_as_transformers_says_and_the_counters_prove_t
     facts = inspect_model(smollm2)
     token_bytes = facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * FP32_BYTES
     prompt_tokens = sum(len(answer.prompt) for answer in answers)
+    # What was in a prefix cache was not computed there, and not sent there.
+    hits = {name: grown(name, 'disagg_prefix_hit_tokens_total{tier="gpu"}') for name in before}
+    sent_bytes = (prompt_tokens - hits["decode-0"]) * token_bytes
     assert grown("decode-0", "disagg_prefill_tokens_total") == 0
-    assert grown("prefill-0", "disagg_prefill_tokens_total") == prompt_tokens
-    assert grown("prefill-0", 'disagg_transfer_payload_bytes_total{direction="sent"}') == prompt_tokens * token_bytes
-    assert grown("decode-0", 'disagg_transfer_payload_bytes_total{direction="received"}') == prompt_tokens * token_bytes
+    assert grown("decode-0", "disagg_recomputed_tokens_total") == 0
+    assert grown("prefill-0", "disagg_prefill_tokens_total") == prompt_tokens - hits["prefill-0"]
+    assert grown("prefill-0", 'disagg_transfer_payload_bytes_total{direction="sent"}') == sent_bytes
+    assert grown("decode-0", 'disagg_transfer_payload_bytes_total{direction="received"}') == sent_bytes
     assert grown("decode-0", "disagg_decode_tokens_total") == len(answers) * (reference.BOUNDARY_OUTPUTS - 1)
     assert grown("decode-0", "disagg_checksum_failures_total") == 0
     for server in ("prefill-0", "decode-0"):

@@ -19,7 +19,14 @@ def ref(name: str, address: str) -> ServerRef:
     ("config", "says"),
     [
         (Config(server=ServerConfig(tp=2)), "server.tp = 2: tensor parallelism arrives with a later version"),
-        (Config(engine=EngineConfig(prefix_cache=True)), "the prefix cache arrives with a later version"),
+        (
+            Config(engine=EngineConfig(kv_memory_bytes=1024)),
+            "engine.kv_memory_bytes = 1KiB: it must be at least 64KiB, or 0",
+        ),
+        (
+            Config(engine=EngineConfig(page_tokens=24)),
+            "engine.checkpoint_tokens = 512: it must be a multiple of engine.page_tokens = 24",
+        ),
         (Config(transfer=TransferConfig(segment_bytes=32 * MIB)), "a quarter of transfer.arena_bytes = 64MiB"),
         (
             Config(transfer=TransferConfig(segment_bytes=3 * MIB, gather_bytes=MIB)),

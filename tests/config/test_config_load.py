@@ -90,7 +90,12 @@ def test_lists_in_the_environment_are_json_or_words() -> None:
         ("engine.page_tokens", 0, ["engine.page_tokens = 0", "at least 1", "at most 1024"]),
         ("engine.page_tokens", "many", ['engine.page_tokens = "many"', "a whole number"]),
         ("engine.page_tokens", 1.5, ["engine.page_tokens = 1.5", "a whole number"]),
-        ("engine.kv_memory_bytes", "5 apples", ['engine.kv_memory_bytes = "5 apples"', "MiB", "at least 64KiB"]),
+        ("engine.kv_memory_bytes", "5 apples", ['engine.kv_memory_bytes = "5 apples"', "MiB", "at least 0"]),
+        ("engine.kv_memory_bytes", "63KiB", ["engine.kv_memory_bytes = 63KiB", "at least 64KiB", "or 0"]),
+        ("engine.gpu_memory_utilization", 1.1, ["engine.gpu_memory_utilization = 1.1", "above 0 and at most 1"]),
+        ("engine.page_sizing", "gcd", ['engine.page_sizing = "gcd"', "lcm, max"]),
+        ("engine.preemption", "oldest", ['engine.preemption = "oldest"', "fewest_tokens, latest"]),
+        ("engine.preempt_after_s", 0, ["engine.preempt_after_s = 0", "a number of seconds", "above 0"]),
         ("engine.prefix_cache", "maybe", ['engine.prefix_cache = "maybe"', "on, off"]),
         ("engine.ungranted_share", 2, ["engine.ungranted_share", "a number", "at most 1"]),
         ("model.dtype", "int8", ['model.dtype = "int8"', "auto, bfloat16, float16, float32"]),
@@ -106,7 +111,7 @@ def test_lists_in_the_environment_are_json_or_words() -> None:
         ("engine.qqqqqqqq", 1, ["engine has page_tokens"]),
         ("zzz.qqqqqqqq", 1, ["the sections are model, engine"]),
         ("server.tp", 2, ["server.tp = 2", "later version"]),
-        ("engine.prefix_cache", "on", ["engine.prefix_cache", "later version"]),
+        ("engine.checkpoint_tokens", 40, ["engine.checkpoint_tokens = 40", "a multiple of engine.page_tokens = 16"]),
     ],
 )
 def test_a_wrong_setting_says_its_path_its_value_and_what_is_allowed(path: str, value: object, says: list[str]) -> None:
@@ -184,6 +189,7 @@ def test_a_dumped_tree_reads_back_equal(tmp_path: Path, tree: Config) -> None:
 
 def test_a_dumped_tree_is_fit_for_people() -> None:
     text = dump_config(Config())
-    assert 'kv_memory_bytes = "512MiB"' in text
+    assert 'arena_bytes = "64MiB"' in text
     assert "[router]" in text
-    assert "prefix_cache = false" in text
+    assert "kv_memory_bytes = 0" in text
+    assert "prefix_cache = true" in text

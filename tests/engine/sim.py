@@ -1,9 +1,10 @@
 """A deterministic world for the two engines: real engines, simulated links, lanes, workers, memory, router and time.
 
 Every queue delivers in order, after any delay; what happens next is drawn from a seed. Pools hold (token id, position)
-cells per layer and head, arenas hold the writes that lie in them, and a "model" checks every cell that it attends over:
-a wrong page, a stale byte of a ring, a page reused too early or a missing copy-on-write is an assertion here, at the
-step where it would have become text. Knows the engines' public calls; carries out their instructions as servers do.
+cells per layer and head, or states that name every token they have seen; arenas hold the writes that lie in them; and a
+"model" checks every cell that it attends over: a wrong page, a page that another layer group has taken, a stale byte of a
+ring, a page reused too early or a missing copy-on-write is an assertion here, at the step where it would have become
+text. Knows the engines' public calls; carries out their instructions as servers do.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from msgspec import Struct
 
 from disagg.engine.decode import DecodeEngine
 from disagg.engine.facts import EngineFacts
-from disagg.engine.instructions import DialLink, DropLink, Instruction, ToLane, ToLink, ToRouter, ToWorkers
+from disagg.engine.instructions import DialLink, DropLink, Instruction, PublishKv, ToLane, ToLink, ToRouter, ToWorkers
 from disagg.engine.prefill import PrefillEngine
-from disagg.memory.pages import LegPages, pages_for
+from disagg.memory.groups import spec_of
+from disagg.memory.layout import PageSizing, plan_layout
+from disagg.memory.sequence import KvMemory
 from disagg.messages.lane import (
     AddPeer,
     Bind,
@@ -41,22 +44,34 @@ from disagg.messages.lane import (
     Unbind,
     Unbound,
 )
-from disagg.messages.layout import LayerGroup
+from disagg.messages.layout import GroupKind, GroupPages, LayerGroup, StatePart
 from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, Outcome, PeerRef, ServerState, StartLeg
 from disagg.messages.link import LinkHello, RankInfo
-from disagg.messages.mirror import Mirror
+from disagg.messages.mirror import Mirror, RunView
 from disagg.messages.plan import SampledToken, StepResult, WorkerPlan
 from disagg.staging.slices import heads_per_rank
 from disagg.types.ids import FinishReason, LegKey
 from disagg.types.sampling import SamplingParams
 
-LAYERS, KV_HEADS, VOCAB, EOS = 2, 2, 24, 0
-GROUP = LayerGroup("full", (0, 1), KV_HEADS, 1, "float32")
+VOCAB, EOS = 24, 0
+FULL = LayerGroup("full", (0, 1), 2, 1, "float32")
+STATE = LayerGroup.of_states("state", (2,), (StatePart("conv", (2,), "float32"),))
 GRANULE = 8
 STALL_S = 8.0  # the router's patience where prefill failed or a dispatch was lost
 MAX_ATTEMPTS = 40  # faults are bounded, so attempts are: more is a livelock
 
-Cell = tuple[int, int]  # (token id, position)
+Cell = tuple[int, ...]  # (token id, position), or all tokens that a state has seen
+
+
+def window(tokens: int) -> LayerGroup:
+    return LayerGroup(f"window-{tokens}", (3, 4, 5), 2, 1, "float32", GroupKind.WINDOW, window=tokens)
+
+
+def models(rng: random.Random) -> tuple[LayerGroup, ...]:
+    """The layer groups of some model."""
+    windowed = window(rng.choice((1, 2, 5, 13)))
+    kinds = ((FULL,), (FULL,), (FULL, windowed), (windowed,), (FULL, STATE), (STATE,), (FULL, windowed, STATE))
+    return rng.choice(kinds)
 
 
 def next_token(token_ids: tuple[int, ...], choice: int, seed: int) -> int:
@@ -138,13 +153,16 @@ class Worker:
         self.mirror = Mirror()
         self.computed_plan = -1
         self.slots: dict[int, int] = {}  # slot -> sequence
-        self.cells: dict[tuple[int, int, int, int], Cell] = {}  # (page, offset, layer, own head)
+        self.pages: dict[
+            tuple[int, int], dict[tuple[int, int, int], Cell]
+        ] = {}  # (group, page) -> (row, layer, own head)
+        self.large_group: dict[int, int] = {}  # who wrote last into a large page
         self.arena: list[ArenaWrite | None] = [None] * (server.facts.arena_bytes // GRANULE)
         self.peers: set[tuple[int, int]] = set()
         self.to_send: deque[SendPiece] = deque()
         self.writing: list[Write] = []
         self.dropping: dict[tuple[int, LegKey], None] = {}
-        self.bound: dict[LegKey, tuple[int, ...]] = {}
+        self.bound: dict[LegKey, tuple[GroupPages, ...]] = {}
         self.expected: dict[int, ExpectPiece] = {}
         self.abandoned: dict[int, ExpectPiece] = {}
         self.early: set[int] = set()
@@ -158,28 +176,25 @@ class Worker:
         for sequence in ended:
             for sampler in sequence.samplers:
                 assert self.slots.pop(sampler.slot) == sequence.seq_id
-        page_tokens = self.server.facts.page_tokens
-        for source, destination in plan.copies:
-            for offset, layer, head in itertools.product(range(page_tokens), range(LAYERS), range(self.heads)):
-                cell = self.cells.get((source, offset, layer, head))
-                self.cells.pop((destination, offset, layer, head), None)
-                if cell is not None:
-                    self.cells[destination, offset, layer, head] = cell
+        for copy in plan.copies:
+            source = dict(self.pages.get((copy.group, copy.source), {}))
+            self._page(copy.group, copy.destination).clear()
+            self._page(copy.group, copy.destination).update(source)
         for sequence in begun:
             for sampler in sequence.samplers:
                 assert sampler.slot not in self.slots, "a sampling slot was opened twice"
                 self.slots[sampler.slot] = sequence.seq_id
         sampled = []
         for run in runs:
-            sequence, table = run.sequence, run.sequence.pages
+            sequence = run.sequence
             stop = run.start + run.num_tokens
             assert stop <= len(sequence.tokens), "a run names tokens that this worker does not know"
-            for position in range(run.start, stop):
-                for layer, head in itertools.product(range(LAYERS), range(self.heads)):
-                    where = (table[position // page_tokens], position % page_tokens, layer, head)
-                    self.cells[where] = (sequence.tokens[position], position)
-            context = self._attend(table, stop)
-            assert context == tuple(sequence.tokens[:stop]), f"{self.server.name} attends over {context}"
+            for g, group in enumerate(self.groups):
+                if group.is_state:
+                    self._update_state(g, run)
+                else:
+                    self._attend(g, run)
+            context = tuple(sequence.tokens[:stop])
             if not run.sample:
                 continue
             for sampler in sequence.samplers:
@@ -192,24 +207,56 @@ class Worker:
         self.results.append(StepResult(self.rank, plan.plan_no, tokens, 0.001, 0.0, 0.0))
 
     @property
-    def heads(self) -> int:
-        return heads_per_rank(self.server.facts.tp, KV_HEADS)
+    def groups(self) -> tuple[LayerGroup, ...]:
+        return self.server.facts.groups
 
-    def _attend(self, table: list[int], stop: int) -> tuple[int, ...]:
-        page_tokens = self.server.facts.page_tokens
-        out = []
-        for position in range(stop):
-            page, offset = table[position // page_tokens], position % page_tokens
-            found = {
-                self.cells.get((page, offset, layer, head))
-                for layer, head in itertools.product(range(LAYERS), range(self.heads))
-            }
-            assert len(found) == 1, f"{self.server.name} rank {self.rank} position {position}: cells differ: {found}"
-            cell = found.pop()
-            assert cell is not None, f"{self.server.name} rank {self.rank}: position {position} was never written"
-            assert cell[1] == position, f"{self.server.name} rank {self.rank}: position {position} holds {cell}"
-            out.append(cell[0])
-        return tuple(out)
+    def heads(self, group: LayerGroup) -> int:
+        return heads_per_rank(self.server.facts.tp, group.kv_heads)
+
+    def _page(self, g: int, page: int) -> dict[tuple[int, int, int], Cell]:
+        """A page to write to: what another group had in its large page is lost."""
+        large = page // self.server.facts.layout.per_large[g]
+        if self.large_group.get(large) != g:
+            for other, per_large in enumerate(self.server.facts.layout.per_large):
+                for lost in range(large * per_large, (large + 1) * per_large):
+                    self.pages.pop((other, lost), None)
+            self.large_group[large] = g
+        return self.pages.setdefault((g, page), {})
+
+    def _row(self, g: int, page: int, offset: int) -> Cell:
+        """What all layers and heads hold of one position."""
+        cells = self.pages.get((g, page), {})
+        layers, heads = range(len(self.groups[g].layers)), range(self.heads(self.groups[g]))
+        found = {cells.get((offset, layer, head)) for layer, head in itertools.product(layers, heads)}
+        where = f"{self.server.name} rank {self.rank} group {g} page {page}"
+        assert len(found) == 1, f"{where}: cells differ: {found}"
+        cell = found.pop()
+        assert cell is not None, f"{where}: row {offset} was never written, or was lost"
+        return cell
+
+    def _write(self, g: int, page: int, offset: int, cell: Cell) -> None:
+        layers, heads = range(len(self.groups[g].layers)), range(self.heads(self.groups[g]))
+        cells = self._page(g, page)
+        for layer, head in itertools.product(layers, heads):
+            cells[offset, layer, head] = cell
+
+    def _update_state(self, g: int, run: RunView) -> None:
+        tokens, stop = tuple(run.sequence.tokens), run.start + run.num_tokens
+        if run.start:
+            assert self._row(g, run.last_pages[g], 0) == tokens[: run.start]
+        self._write(g, run.sequence.tables[g][-1], 0, tokens[:stop])
+        checkpoint = self.server.facts.checkpoint_tokens
+        assert (stop - 1) // checkpoint == run.start // checkpoint, "a run crosses a checkpoint"
+
+    def _attend(self, g: int, run: RunView) -> None:
+        page_tokens, table, tokens = self.server.facts.page_tokens, run.sequence.tables[g], run.sequence.tokens
+        stop = run.start + run.num_tokens
+        for position in range(run.start, stop):
+            self._write(g, table[position // page_tokens], position % page_tokens, (tokens[position], position))
+        seen = self.groups[g].window or stop
+        for position in range(max(0, run.start - seen + 1), stop):
+            cell = self._row(g, table[position // page_tokens], position % page_tokens)
+            assert cell == (tokens[position], position), f"{self.server.name} group {g}: {position} holds {cell}"
 
     # ---- transfer thread
 
@@ -237,7 +284,7 @@ class Worker:
                 self.dropping[request.link, request.key] = None
                 self._report_dropped()
             case Bind():
-                self.bound[request.key] = request.pages
+                self.bound[request.key] = request.tables
                 self.reports.append(Bound(request.key))
             case ExpectPiece():
                 self.expected[request.entry_id] = request
@@ -272,13 +319,16 @@ class Worker:
             return
         facts = self.server.facts
         assert request.nbytes <= facts.gather_bytes
-        first_page = request.piece.token_start // facts.page_tokens
+        piece = request.piece
+        rows = self.groups[piece.group].rows_per_page(facts.page_tokens)
+        first_page = piece.token_start // rows
         cells: dict[tuple[int, int, int], Cell] = {}
-        for position in range(request.piece.token_start, request.piece.token_stop):
-            page, offset = request.pages[position // facts.page_tokens - first_page], position % facts.page_tokens
-            for layer in range(request.piece.layer_start, request.piece.layer_stop):
+        for position in range(piece.token_start, piece.token_stop):
+            page, offset = request.pages[position // rows - first_page], position % rows
+            for layer in range(piece.layer_start, piece.layer_stop):
                 for head in range(request.heads):
-                    cells[layer, head, position] = self.cells[page, offset, layer, request.src_head_start + head]
+                    cell = self.pages[piece.group, page][offset, layer, request.src_head_start + head]
+                    cells[layer, head, position] = cell
         target = self.server.world.worker_behind(self.server, request.link, request.dst_rank)
         if target is None or not target.alive:
             self._failed(request, "its peer has exited")
@@ -310,6 +360,8 @@ class Worker:
         self._report_dropped()
         if not world.spend("lost_notifications", 0.1):
             write.target.notifications.append(request.entry_id)
+        elif world.rng.random() < 0.5:  # not lost: it comes when nobody waits for it any more
+            world.late.append((world.steps + world.rng.randrange(3000), write.target, request.entry_id))
 
     def notified(self, entry_id: int) -> None:
         self.notifications.remove(entry_id)
@@ -322,8 +374,8 @@ class Worker:
 
     def _land(self, entry_id: int) -> None:
         expected = self.expected.pop(entry_id)
-        pages = self.bound.get(expected.key)
-        if pages is None:
+        tables = self.bound.get(expected.key)
+        if tables is None:
             self._landing(expected, False, "unbound")
             return
         first = expected.arena_offset // GRANULE
@@ -336,10 +388,12 @@ class Worker:
             assert world.bad_checksums <= world.spent["corrupt_pieces"], "a checksum failed that nobody corrupted"
             self._landing(expected, False, "checksum")
             return
-        page_tokens = self.server.facts.page_tokens
+        table = tables[expected.piece.group]
+        rows = self.groups[expected.piece.group].rows_per_page(self.server.facts.page_tokens)
         for (layer, head, position), cell in data.cells.items():
-            where = (pages[position // page_tokens], position % page_tokens, layer, expected.dst_head_start + head)
-            self.cells[where] = cell
+            assert position // rows >= table.first, "a piece lands outside of what was bound"
+            page = self._page(expected.piece.group, table.pages[position // rows - table.first])
+            page[position % rows, layer, expected.dst_head_start + head] = cell
         self._landing(expected, True, "")
 
     def _landing(self, expected: ExpectPiece, ok: bool, reason: str) -> None:
@@ -363,6 +417,7 @@ class Server:
         self.incarnations += 1
         incarnation = f"{self.name}.{self.incarnations}"
         self.facts = EngineFacts(**{**_fields(self.facts), "incarnation": incarnation})
+        self.known: set[tuple[int, bytes]] = set()  # what the cache events came to
         self.engine = (PrefillEngine if self.role == "prefill" else DecodeEngine)(self.facts)
         self.workers = [Worker(self, rank) for rank in range(self.facts.tp)]
 
@@ -390,12 +445,16 @@ class Server:
                             worker.requests.append(instruction.message)
                 case ToLink():
                     world.send(self, instruction.link, instruction.message)
+                case PublishKv():
+                    self.known.update(instruction.events.stored)
+                    self.known.difference_update(instruction.events.removed)
                 case DialLink():
                     world.dial(self, instruction.peer)
                 case DropLink():
                     drops.append(instruction)
         assert len(self.engine.pipeline.in_flight) <= 2
         self.engine.check_integrity()
+        assert self.known == set(self.engine.kv_snapshot().stored), "cache events do not add up to the cache"
         for drop in drops:
             world.lose(self, drop.link, drop.reason)
 
@@ -468,6 +527,7 @@ class World:
         self.settling = False
         self.gather_buffers = rng.choice((1, 2))
         self.links: list[SimLink] = []
+        self.late: list[tuple[int, Worker, int]] = []  # notifications: (step at which they come, worker, entry)
         self.dials: list[tuple[Server, str, PeerRef]] = []
         self._numbers = itertools.count()
         self._weights: dict[object, float] = {}
@@ -478,21 +538,35 @@ class World:
         self.max_model_len = max_prompt + max_new + rng.choice((-1, 2))
         segment = rng.choice((48, 128, 256))
         segments = rng.choice((1, 2, 4, 8))
-        most = max_prompt + max_new
-        decode_pages = LegPages.count(max_prompt, most, max_n, page_tokens) + max_n
-        prefill_pages = pages_for(most, page_tokens)
+        most = min(max_prompt + max_new, self.max_model_len)
+        groups = models(rng)
+        layout = plan_layout(
+            [spec_of(group, page_tokens) for group in groups],
+            page_tokens,
+            page_tokens * rng.choice((1, 2, 4)),
+            rng.choice((PageSizing.LCM, PageSizing.LCM, PageSizing.MAX)),
+        )
+        chunk_tokens = rng.choice((4, 8, 16, 64))
+        kv = KvMemory(layout, 1)
+        to_prefill = max(kv.large_pages_to_prefill(k, chunk_tokens) for k in range(1, most + 1))
+        to_decode = max(to_prefill, *(kv.large_pages_to_decode(k, most, max_n) for k in range(most)))
         facts = EngineFacts(
             incarnation="",
             tp=1,
-            groups=(GROUP,),
-            page_tokens=page_tokens,
-            num_pages=0,
+            groups=groups,
+            layout=layout,
+            num_large=0,
+            prefix_cache=rng.random() < 0.75,
+            cache_root="weights",
             max_slots=max_n + rng.choice((0, 1, 5)),
-            chunk_tokens=rng.choice((4, 8, 16, 64)),
+            chunk_tokens=chunk_tokens,
             max_model_len=self.max_model_len,
             eos_token_ids=(EOS,),
             max_waiting=10_000,
             ungranted_share=rng.choice((0.1, 0.5)),
+            spare_tokens=rng.choice((0, 1, 5, 64)),
+            preempt_after_s=rng.choice((0.2, 2.0)),
+            preemption=rng.choice(("latest", "fewest_tokens")),
             gather_bytes=rng.choice((48, 128, 256)),
             arena_bytes=segment * segments,
             segment_bytes=segment,
@@ -503,17 +577,19 @@ class World:
         everything = _fields(facts)
 
         def server(name: str, role: str, pages: int) -> Server:
-            own = {"num_pages": pages, "tp": rng.choice((1, 1, 2))}
+            own = {"num_large": pages, "tp": rng.choice((1, 1, 2))}
             return Server(self, name, role, EngineFacts(**{**everything, **own}))
 
         grow = rng.choice((1, 1, 2, 4))
-        self.prefills = [server(f"P{i}", "prefill", prefill_pages * grow) for i in range(rng.choice((1, 1, 2)))]
-        self.decodes = [server(f"D{i}", "decode", decode_pages * grow) for i in range(rng.choice((1, 1, 2)))]
+        self.prefills = [server(f"P{i}", "prefill", to_prefill * grow) for i in range(rng.choice((1, 1, 2)))]
+        self.decodes = [server(f"D{i}", "decode", to_decode * grow) for i in range(rng.choice((1, 1, 2)))]
         self.servers = self.prefills + self.decodes
         self.requests: list[Request] = []
+        documents = [tuple(rng.randrange(VOCAB) for _ in range(max_prompt)) for _ in range(rng.choice((1, 3)))]
         for i in range(rng.choice((1, 4, 8, 14))):
             length = rng.randint(1, max(1, min(max_prompt, self.max_model_len - 1)))
-            prompt = tuple(rng.randrange(VOCAB) for _ in range(length))
+            shared = rng.choice(documents)[: rng.choice((0, length // 2, length))]
+            prompt = shared + tuple(rng.randrange(VOCAB) for _ in range(length - len(shared)))
             new = rng.randint(1, max_new)
             params = SamplingParams(
                 max_tokens=new,
@@ -884,6 +960,9 @@ class World:
         """One thing happens. False if only time could pass."""
         self.steps += 1
         self._fault()
+        for late in [late for late in self.late if late[0] <= self.steps or self.settling]:
+            self.late.remove(late)
+            late[1].notifications.append(late[2])
         actions = self._actions()
         if not actions or self.rng.random() < 0.01:
             self._tick()
@@ -931,20 +1010,21 @@ class World:
             engine.check_integrity()
             where = f"{server.name} (seed {self.seed})"
             assert engine.idle, f"{where}: legs {engine.dump()['legs']}"
-            assert engine.pages.used == 0, where
+            assert engine.pool.kv.allocator.used_large == 0, where
             assert engine.slots.free == engine.slots.total, where
             assert not engine.pipeline.in_flight, where
-            assert not engine._by_seq and not engine._running, where
             assert engine.tally.max_steps_after_abort <= 2, where
             for worker in server.workers:
                 assert not worker.mirror.sequences and not worker.slots, f"{where}: the worker remembers sequences"
                 assert not worker.bound and not worker.expected, f"{where}: {worker.expected}"
                 assert not worker.to_send and not worker.writing and not worker.dropping, where
             if server.role == "prefill":
+                assert not engine._by_seq and not engine._running, where
                 assert not engine._waiting and not engine._lost_links, where
                 for link in engine._links.values():
                     assert not link.writing and not link.rings, f"{where}: {link}"
             else:
+                assert not engine.batch.pages() and not engine.batch.running and not engine.batch.parked, where
                 for link in engine._links.values():
                     assert not link.early and not link.early_tokens, f"{where}: {link.early}"
                 assert not any(ring.live for ring in engine.rings.links.values()), where

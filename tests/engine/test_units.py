@@ -1,214 +1,58 @@
-"""Each engine alone, call by call: which instructions an event gives."""
+"""Each engine alone, call by call: which instructions an event gives. What memory has to do with it: test_memory_units."""
 
 from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
 
-from disagg.engine.decode import MAX_WANTS, WANT_AFTER_S, DecodeEngine
-from disagg.engine.facts import EngineFacts
-from disagg.engine.instructions import DialLink, DropLink, Instruction, ToLane, ToLink, ToRouter, ToWorkers
-from disagg.engine.prefill import PrefillEngine
+from disagg.engine.decode import MAX_WANTS, WANT_AFTER_S
+from disagg.engine.instructions import DialLink, DropLink
 from disagg.messages import link as m
 from disagg.messages.lane import (
-    AddPeer,
     Bind,
     Bound,
     DropSends,
     ExpectPiece,
-    Landing,
     PeerAdded,
     PeerRemoved,
     Piece,
     PieceFailed,
-    PieceSent,
     RemovePeer,
     SendPiece,
     SendsDropped,
     Unbind,
     Unbound,
 )
-from disagg.messages.layout import LayerGroup
-from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, Outcome, PeerRef, StartLeg
-from disagg.messages.plan import SampledToken, StepResult, WorkerPlan
+from disagg.messages.legs import LegEnd, LegTokens, Outcome, PeerRef, StartLeg
+from disagg.messages.plan import PageCopy, SampledToken
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import FinishReason, LegKey
-from disagg.types.sampling import SamplingParams
-
-FACTS = EngineFacts(
-    incarnation="own",
-    tp=1,
-    groups=(LayerGroup("full", (0, 1), 2, 1, "float32"),),
-    page_tokens=4,
-    num_pages=12,
-    max_slots=4,
-    chunk_tokens=8,
-    max_model_len=64,
-    eos_token_ids=(0,),
-    max_waiting=8,
-    ungranted_share=0.5,
-    gather_bytes=4096,
-    arena_bytes=4 * 4096,
-    segment_bytes=4096,
-    link_segments=1,
-    link_idle_s=1.0,
-    progress_s=30.0,
+from tests.engine.units import (
+    D_REF,
+    LINK,
+    P_REF,
+    Decode,
+    Prefill,
+    facts,
+    hello,
+    outcomes,
+    pages_of,
+    plans,
+    sent,
+    start,
+    to_lane,
+    to_link,
+    to_router,
 )
-P_REF, D_REF = PeerRef("P", "p:1", "p1"), PeerRef("D", "d:1", "d1")
-RANK = m.RankInfo(0, 1, 1, b"agent", 4096, 0)
-LINK = 7
-PARAMS = SamplingParams(max_tokens=5)
 
-
-def hello(ref: PeerRef) -> m.LinkHello:
-    return m.LinkHello(ref.name, "generation", ref.incarnation, "same", 1, "host", (RANK,))
-
-
-def start(
-    name: str = "r", tokens: int = 6, choices: int = 1, params: SamplingParams = PARAMS, peer: PeerRef = D_REF
-) -> StartLeg:
-    return StartLeg(LegKey(name, 0, 0), tuple(range(1, tokens + 1)), tokens, params, tuple(range(choices)), peer, 600.0)
-
-
-def result(plan_no: int, *sampled: SampledToken) -> StepResult:
-    return StepResult(0, plan_no, sampled, 0.01, 1.0, 2.0)
-
-
-def to_router(out: list[Instruction]) -> list[object]:
-    return [i.message for i in out if isinstance(i, ToRouter)]
-
-
-def to_link(out: list[Instruction]) -> list[object]:
-    return [i.message for i in out if isinstance(i, ToLink)]
-
-
-def to_lane(out: list[Instruction]) -> list[object]:
-    return [i.message for i in out if isinstance(i, ToLane)]
-
-
-def plans(out: list[Instruction]) -> list[WorkerPlan]:
-    return [i.plan for i in out if isinstance(i, ToWorkers)]
-
-
-def outcomes(out: list[Instruction]) -> list[Outcome]:
-    return [message.outcome for message in to_router(out) if isinstance(message, LegEnd)]
-
-
-class Prefill:
-    """A prefill engine; `do` schedules after each call, as the server does."""
-
-    def __init__(self, facts: EngineFacts = FACTS, linked: bool = True) -> None:
-        self.engine = PrefillEngine(facts)
-        if linked:
-            assert to_lane(self.engine.link_up(LINK, hello(D_REF))) == [AddPeer(LINK, 0, b"agent", 4096, 0)]
-
-    def do(self, out: list[Instruction]) -> list[Instruction]:
-        out = [*out, *self.engine.schedule(0.0, 0.0)]
-        self.engine.check_integrity()
-        return out
-
-    def start(self, leg: StartLeg) -> list[Instruction]:
-        return self.do(self.engine.start_leg(1, leg, 0.0, 0.0))
-
-    def link(self, message: m.LinkMessage) -> list[Instruction]:
-        return self.do(self.engine.link_message(LINK, message, 0.0))
-
-    def lane(self, report: object) -> list[Instruction]:
-        return self.do(self.engine.lane_report(0, report, 0.0))  # type: ignore[arg-type]
-
-    def step(self, plan_no: int, *sampled: SampledToken) -> list[Instruction]:
-        return self.do(self.engine.step_done(result(plan_no, *sampled), 0.0, 0.0))
-
-    def open_ring(self) -> None:
-        assert self.link(m.OpenRing(0, 0, 4096, (4096,))) == []
-
-    def granted(self, leg: StartLeg) -> m.OfferPieces:
-        """Up to the offer."""
-        self.open_ring()
-        self.start(leg)
-        (offer,) = to_link(self.link(m.Grant(leg.key, 0)))
-        assert isinstance(offer, m.OfferPieces)
-        return offer
-
-    def sending(self, leg: StartLeg) -> SendPiece:
-        """Up to the first write."""
-        self.granted(leg)
-        entry = m.Entry(3, 0, 0, 0, 0, 2, 0, 200)
-        (send,) = to_lane(self.link(m.AssignEntries(leg.key, 0, (entry,))))
-        assert isinstance(send, SendPiece)
-        return send
-
-
-def sent(send: SendPiece) -> PieceSent:
-    return PieceSent(LINK, send.entry_id, send.key, 192, 0.0, 0.0)
-
-
-class Decode:
-    """A decode engine; `do` schedules after each call, as the server does."""
-
-    def __init__(self, facts: EngineFacts = FACTS, linked: bool = True) -> None:
-        self.engine = DecodeEngine(facts)
-        self.now_s = 0.0
-        if linked:
-            assert to_lane(self.engine.link_up(LINK, hello(P_REF), 0.0, 0.0)) == [AddPeer(LINK, 0, b"agent", 0, 0)]
-
-    def do(self, out: list[Instruction]) -> list[Instruction]:
-        out = [*out, *self.engine.schedule(self.now_s, 0.0)]
-        self.engine.check_integrity()
-        return out
-
-    def start(self, leg: StartLeg) -> list[Instruction]:
-        return self.do(self.engine.start_leg(1, leg, self.now_s, 0.0))
-
-    def link(self, message: m.LinkMessage) -> list[Instruction]:
-        return self.do(self.engine.link_message(LINK, message, self.now_s, 0.0))
-
-    def lane(self, report: object) -> list[Instruction]:
-        return self.do(self.engine.lane_report(0, report, self.now_s, 0.0))  # type: ignore[arg-type]
-
-    def step(self, plan_no: int, *sampled: SampledToken) -> list[Instruction]:
-        return self.do(self.engine.step_done(result(plan_no, *sampled), self.now_s, 0.0))
-
-    def tick(self, now_s: float) -> list[Instruction]:
-        self.now_s = now_s
-        return self.do(self.engine.tick(now_s, 0.0))
-
-    def abort(self, leg: StartLeg, choice: int | None = None) -> list[Instruction]:
-        return self.do(self.engine.abort_leg(AbortLeg(leg.key, choice), self.now_s))
-
-    def granted(self, leg: StartLeg) -> None:
-        self.start(leg)
-        self.link(m.Announce(leg.key, len(leg.token_ids)))
-        assert to_link(self.lane(Bound(leg.key))) == [m.Grant(leg.key, 0)]
-
-    def receiving(self, leg: StartLeg) -> ExpectPiece:
-        """Up to the entry of the one piece."""
-        self.granted(leg)
-        return self.offered(leg, 0)
-
-    def offered(self, leg: StartLeg, piece_no: int) -> ExpectPiece:
-        out = self.link(m.OfferPieces(leg.key, piece_no, (Piece(0, 0, 2, 0, len(leg.token_ids)),)))
-        (expect,) = to_lane(out)
-        assert isinstance(expect, ExpectPiece)
-        return expect
-
-    def land(self, expect: ExpectPiece, ok: bool = True) -> list[Instruction]:
-        reason = "" if ok else "checksum"
-        return self.lane(Landing(LINK, expect.entry_id, expect.key, ok, reason, 192, 0.0, 0.0))
-
-    def running(self, leg: StartLeg) -> list[Instruction]:
-        """Up to the first plan of its own."""
-        expect = self.receiving(leg)
-        first = tuple(m.FirstToken(choice, 9, None, None) for choice in leg.choices)
-        assert self.link(m.FirstTokens(leg.key, first)) == []
-        return self.land(expect)
+FACTS = facts(prefix_cache=False)
 
 
 # ---- prefill
 
 
 def test_prefill_goes_from_the_leg_to_the_end_of_the_transfer() -> None:
-    prefill = Prefill()
+    prefill = Prefill(FACTS)
     prefill.open_ring()
     leg = start()
     out = prefill.start(leg)
@@ -216,7 +60,7 @@ def test_prefill_goes_from_the_leg_to_the_end_of_the_transfer() -> None:
     assert [(r.num_tokens, r.sample) for r in plan.runs] == [(6, True)]
     assert to_link(out) == [m.Announce(leg.key, 6)]
     piece = Piece(0, 0, 2, 0, 6)
-    assert to_link(prefill.link(m.Grant(leg.key, 0))) == [m.OfferPieces(leg.key, 0, (piece,))]
+    assert to_link(prefill.link(m.Grant(leg.key, (0,)))) == [m.OfferPieces(leg.key, 0, (piece,))]
     entry = m.Entry(3, 0, 0, 0, 0, 2, 0, 200)
     (send,) = to_lane(prefill.link(m.AssignEntries(leg.key, 0, (entry,))))
     assert isinstance(send, SendPiece)
@@ -226,14 +70,14 @@ def test_prefill_goes_from_the_leg_to_the_end_of_the_transfer() -> None:
     assert to_router(out) == [LegTokens(leg.key, 0, 0, (9,))]
     assert to_link(out) == [m.FirstTokens(leg.key, (m.FirstToken(0, 9, None, None),))]
     assert to_link(prefill.lane(sent(send))) == [m.SentAll(leg.key, 1)]
-    assert prefill.engine.pages.used == 2, "kept until decode confirms"
+    assert prefill.used == 2, "kept until decode confirms"
     assert outcomes(prefill.link(m.Complete(leg.key))) == [Outcome.DONE]
     assert prefill.engine.idle
-    assert prefill.engine.pages.used == 0
+    assert prefill.used == 0
 
 
 def test_prefill_announces_when_decode_dials_late_and_repeats_its_first_tokens() -> None:
-    prefill = Prefill(linked=False)
+    prefill = Prefill(FACTS, linked=False)
     leg = start()
     assert to_link(prefill.start(leg)) == []
     assert to_link(prefill.step(0, SampledToken(0, 0, 9))) == []
@@ -243,14 +87,14 @@ def test_prefill_announces_when_decode_dials_late_and_repeats_its_first_tokens()
 
 
 def test_prefill_has_no_more_than_two_plans_in_flight() -> None:
-    prefill = Prefill()
+    prefill = Prefill(FACTS)
     assert len(plans(prefill.start(start(tokens=40)))) == 2, "five chunks of eight"
     assert plans(prefill.start(start("s"))) == []
     assert len(plans(prefill.step(0))) == 1
 
 
 def test_a_write_waits_for_its_ring_bytes() -> None:
-    prefill = Prefill()
+    prefill = Prefill(FACTS)
     leg = start()
     prefill.granted(leg)
     beyond = m.Entry(3, 0, 0, 0, 0, 2, 4096, 200)
@@ -262,11 +106,11 @@ def test_a_write_waits_for_its_ring_bytes() -> None:
 
 
 def test_an_abort_while_waiting_frees_at_once_and_tells_decode_nothing() -> None:
-    prefill = Prefill(replace(FACTS, num_pages=2))
+    prefill = Prefill(replace(FACTS, num_large=2))
     prefill.start(start("first"))
     waiting = start("second")
     prefill.start(waiting)
-    out = prefill.do(prefill.engine.abort_leg(AbortLeg(waiting.key)))
+    out = prefill.abort(waiting)
     assert outcomes(out) == [Outcome.ABORTED]
     assert to_link(out) == []
     out = prefill.lane(SendsDropped(LINK, waiting.key))
@@ -275,34 +119,34 @@ def test_an_abort_while_waiting_frees_at_once_and_tells_decode_nothing() -> None
 
 
 def test_an_abort_while_computing_keeps_pages_until_the_plan_has_reported() -> None:
-    prefill = Prefill()
+    prefill = Prefill(FACTS)
     leg = start()
     prefill.start(leg)
-    out = prefill.do(prefill.engine.abort_leg(AbortLeg(leg.key)))
+    out = prefill.abort(leg)
     assert outcomes(out) == [Outcome.ABORTED]
     assert to_lane(out) == [DropSends(LINK, leg.key)]
     assert to_link(prefill.lane(SendsDropped(LINK, leg.key))) == [m.Withdraw(leg.key, "aborted by the router")]
-    assert prefill.engine.pages.used == 2
+    assert prefill.used == 2
     assert to_router(prefill.step(0, SampledToken(0, 0, 9))) == [], "the token of an aborted leg is nobody's"
-    assert prefill.engine.pages.used == 0
+    assert prefill.used == 0
     assert prefill.engine.tally.max_steps_after_abort == 1
 
 
 def test_an_abort_while_sending_keeps_pages_until_the_writers_are_quiet() -> None:
-    prefill = Prefill()
+    prefill = Prefill(FACTS)
     leg = start()
     send = prefill.sending(leg)
     prefill.step(0, SampledToken(0, 0, 9))
-    out = prefill.do(prefill.engine.abort_leg(AbortLeg(leg.key)))
+    out = prefill.abort(leg)
     assert to_link(out) == [], "Withdraw means that nothing is under way, so not yet"
     assert to_link(prefill.lane(sent(send))) == []
-    assert prefill.engine.pages.used == 2
+    assert prefill.used == 2
     assert to_link(prefill.lane(SendsDropped(LINK, leg.key))) == [m.Withdraw(leg.key, "aborted by the router")]
-    assert prefill.engine.pages.used == 0
+    assert prefill.used == 0
 
 
 def test_a_revocation_is_answered_when_the_writers_are_quiet() -> None:
-    prefill = Prefill()
+    prefill = Prefill(FACTS)
     leg = start()
     prefill.sending(leg)
     out = prefill.link(m.Revoke(leg.key, "no"))
@@ -312,15 +156,15 @@ def test_a_revocation_is_answered_when_the_writers_are_quiet() -> None:
 
 
 def test_what_concerns_a_leg_that_has_gone_is_answered_with_drained() -> None:
-    prefill = Prefill()
+    prefill = Prefill(FACTS)
     key = LegKey("gone", 0, 0)
     assert to_link(prefill.link(m.Revoke(key, "no"))) == [m.Drained(key)]
-    assert to_link(prefill.link(m.Grant(key, 0))) == [m.Drained(key)]
+    assert to_link(prefill.link(m.Grant(key, (0,)))) == [m.Drained(key)]
     assert to_link(prefill.link(m.Complete(key))) == []
 
 
 def test_completion_before_the_first_token_is_refused() -> None:
-    prefill = Prefill()
+    prefill = Prefill(FACTS)
     leg = start()
     prefill.granted(leg)
     with pytest.raises(ProtocolError, match="before its first token"):
@@ -329,7 +173,7 @@ def test_completion_before_the_first_token_is_refused() -> None:
 
 
 def test_a_lost_link_frees_pages_only_when_the_workers_have_removed_the_peer() -> None:
-    prefill = Prefill()
+    prefill = Prefill(FACTS)
     leg = start()
     send = prefill.sending(leg)
     prefill.step(0, SampledToken(0, 0, 9))
@@ -337,14 +181,14 @@ def test_a_lost_link_frees_pages_only_when_the_workers_have_removed_the_peer() -
     assert to_lane(out) == [RemovePeer(LINK)]
     assert outcomes(out) == [Outcome.PEER_LOST]
     prefill.lane(PieceFailed(LINK, send.entry_id, leg.key, "removed"))
-    assert prefill.engine.pages.used == 2
+    assert prefill.used == 2
     prefill.lane(PeerRemoved(LINK))
-    assert prefill.engine.pages.used == 0
+    assert prefill.used == 0
     assert prefill.engine.idle
 
 
 def test_a_failed_write_drops_the_link() -> None:
-    prefill = Prefill()
+    prefill = Prefill(FACTS)
     leg = start()
     send = prefill.sending(leg)
     out = prefill.lane(PieceFailed(LINK, send.entry_id, leg.key, "broken"))
@@ -352,11 +196,11 @@ def test_a_failed_write_drops_the_link() -> None:
 
 
 def test_a_peer_that_cannot_be_met_drops_the_link() -> None:
-    assert Prefill().lane(PeerAdded(LINK, 0, "no route", 0.0)) == [DropLink(LINK, "no route")]
+    assert Prefill(FACTS).lane(PeerAdded(LINK, 0, "no route", 0.0)) == [DropLink(LINK, "no route")]
 
 
 def test_a_ring_is_closed_when_no_write_of_it_is_under_way() -> None:
-    prefill = Prefill()
+    prefill = Prefill(FACTS)
     send = prefill.sending(start())
     assert to_link(prefill.link(m.CloseRing(0))) == []
     assert m.RingClosed(0) in to_link(prefill.lane(sent(send)))
@@ -373,17 +217,17 @@ def test_finished_prompts_that_nobody_grants_are_capped() -> None:
     for plan_no in range(2):
         prefill.step(plan_no, SampledToken(plan_no, 0, 9))
     assert {key.request_id for key in prefill.engine._legs} == set("abcd")
-    used = prefill.engine.pages.used
+    used = prefill.used
     prefill.start(start("e", tokens=8))
-    assert prefill.engine.pages.used == used, "past the cap nobody is admitted"
+    assert prefill.used == used, "past the cap nobody is admitted"
     prefill.open_ring()
     for name in "abcd":
-        prefill.link(m.Grant(LegKey(name, 0, 0), 8))
+        prefill.link(m.Grant(LegKey(name, 0, 0), (8,)))
     assert any(leg.key.request_id == "e" for leg in prefill.engine._running.values())
 
 
 def test_prefill_admits_in_order_and_nobody_overtakes() -> None:
-    prefill = Prefill(replace(FACTS, num_pages=4))
+    prefill = Prefill(replace(FACTS, num_large=4))
     prefill.start(start("a", tokens=8))
     prefill.start(start("long", tokens=16))
     prefill.start(start("short", tokens=1))
@@ -400,11 +244,11 @@ def test_prefill_admits_in_order_and_nobody_overtakes() -> None:
     ],
 )
 def test_prefill_refuses_what_can_never_run_and_says_why(leg: StartLeg, reason: str) -> None:
-    assert to_router(Prefill().start(leg)) == [LegEnd(leg.key, Outcome.REFUSED, reason)]
+    assert to_router(Prefill(FACTS).start(leg)) == [LegEnd(leg.key, Outcome.REFUSED, reason)]
 
 
 def test_prefill_gives_back_what_it_has_no_room_to_queue() -> None:
-    prefill = Prefill(replace(FACTS, num_pages=2, max_waiting=1))
+    prefill = Prefill(replace(FACTS, num_large=2, max_waiting=1))
     prefill.start(start("a"))
     prefill.start(start("b"))
     assert outcomes(prefill.start(start("c"))) == [Outcome.GIVEN_BACK]
@@ -414,13 +258,14 @@ def test_prefill_gives_back_what_it_has_no_room_to_queue() -> None:
 
 
 def test_decode_goes_from_the_leg_to_its_last_token() -> None:
-    decode = Decode()
+    decode = Decode(FACTS)
     leg = start(peer=P_REF)
     assert decode.start(leg) == []
     out = decode.link(m.Announce(leg.key, 6))
     assert to_link(out) == [m.OpenRing(0, 0, 4096, (0,))]
-    assert to_lane(out) == [Bind(leg.key, (0, 1, 2))], "prompt and four more outputs"
-    assert to_link(decode.lane(Bound(leg.key))) == [m.Grant(leg.key, 0)]
+    assert to_lane(out) == [Bind(leg.key, pages_of((0, (0, 1))))]
+    assert decode.used == 3, "and a page for more outputs"
+    assert to_link(decode.lane(Bound(leg.key))) == [m.Grant(leg.key, (0,))]
     out = decode.link(m.OfferPieces(leg.key, 0, (Piece(0, 0, 2, 0, 6),)))
     (expect,) = to_lane(out)
     assert isinstance(expect, ExpectPiece)
@@ -433,59 +278,65 @@ def test_decode_goes_from_the_leg_to_its_last_token() -> None:
     assert to_lane(out) == [Unbind(leg.key)]
     first, second = plans(out)
     (sequence,) = first.starts
-    assert (sequence.token_ids, sequence.computed, sequence.pages) == ((1, 2, 3, 4, 5, 6, 9), 6, (0, 1, 2))
-    assert [run.num_tokens for run in (*first.runs, *second.runs)] == [1, 1]
+    assert (sequence.token_ids, sequence.computed) == ((1, 2, 3, 4, 5, 6, 9), 6)
+    assert sequence.tables == pages_of((0, (0, 1)))
+    assert [(run.num_tokens, run.new_pages) for run in (*first.runs, *second.runs)] == [(1, ()), (1, ())]
     decode.lane(Unbound(leg.key))
     said: list[object] = []
+    new_pages = []
     for plan_no, token in enumerate((11, 12, 13, 14)):
-        said += to_router(decode.step(plan_no, SampledToken(0, 0, token)))
+        out = decode.step(plan_no, SampledToken(0, 0, token))
+        said += to_router(out)
+        new_pages += [run.new_pages for plan in plans(out) for run in plan.runs]
     assert said[:3] == [LegTokens(leg.key, 0, i, (10 + i,)) for i in (1, 2, 3)]
     assert said[3] == LegTokens(leg.key, 0, 4, (14,), (), FinishReason.LENGTH)
     assert isinstance(said[4], LegEnd)
     assert said[4].outcome is Outcome.DONE
-    assert decode.engine.pages.used == 0
+    assert decode.used == 0
+    assert new_pages == [((2,),), ()], "for the ninth token"
     assert decode.engine.tally.discarded_tokens == 0, "the length is known ahead"
 
 
 def test_a_stop_is_learnt_one_step_late_and_the_extra_token_is_discarded_and_counted() -> None:
-    decode = Decode()
+    decode = Decode(FACTS)
     leg = start(peer=P_REF)
     assert len(plans(decode.running(leg))) == 2
     out = decode.step(0, SampledToken(0, 0, 0))
     assert to_router(out)[0] == LegTokens(leg.key, 0, 1, (0,), (), FinishReason.STOP)
     decode.lane(Unbound(leg.key))
-    assert decode.engine.pages.used == 3, "plan 1 still names them"
+    assert decode.used == 3, "plan 1 still names them"
     out = decode.step(1, SampledToken(0, 0, 5))
     assert to_router(out) == []
     assert decode.engine.tally.discarded_tokens == 1
-    assert decode.engine.pages.used == 0
+    assert decode.used == 0
 
 
 def test_a_first_token_that_ends_it_needs_no_transfer() -> None:
-    decode = Decode()
+    decode = Decode(FACTS)
     leg = start(peer=P_REF)
     decode.granted(leg)
     out = decode.link(m.FirstTokens(leg.key, (m.FirstToken(0, 0, None, FinishReason.STOP),)))
     assert to_link(out) == [m.Complete(leg.key)]
     assert to_router(out)[0] == LegTokens(leg.key, 0, 0, (0,), (), FinishReason.STOP)
     assert outcomes(out) == [Outcome.DONE]
-    assert decode.engine.pages.used == 3
+    assert decode.used == 3
     decode.lane(Unbound(leg.key))
     assert decode.engine.idle
-    assert decode.engine.pages.used == 0
+    assert decode.used == 0
 
 
 def test_choices_share_full_pages_and_copy_the_partial_one() -> None:
-    decode = Decode()
+    decode = Decode(FACTS)
     first = plans(decode.running(start(choices=3, peer=P_REF)))[0]
-    tables = [s.pages for s in first.starts]
+    tables = [s.tables[0].pages for s in first.starts]
     assert [table[0] for table in tables] == [0, 0, 0]
-    assert first.copies == tuple((tables[0][1], table[1]) for table in tables[1:])
+    assert first.copies == tuple(PageCopy(0, tables[0][1], table[1]) for table in tables[1:])
+    assert len({table[1] for table in tables}) == 3
     assert len({s.samplers[0].slot for s in first.starts}) == 3
 
 
 def test_an_announcement_before_the_leg_is_remembered() -> None:
-    decode = Decode()
+    decode = Decode(FACTS)
     leg = start(peer=P_REF)
     first = m.FirstTokens(leg.key, (m.FirstToken(0, 0, None, FinishReason.STOP),))
     assert decode.link(m.Announce(leg.key, 6)) == []
@@ -496,7 +347,7 @@ def test_an_announcement_before_the_leg_is_remembered() -> None:
 
 
 def test_an_announcement_of_a_leg_that_has_ended_is_revoked() -> None:
-    decode = Decode()
+    decode = Decode(FACTS)
     leg = start(peer=P_REF)
     decode.start(leg)
     assert outcomes(decode.abort(leg)) == [Outcome.ABORTED]
@@ -504,7 +355,7 @@ def test_an_announcement_of_a_leg_that_has_ended_is_revoked() -> None:
 
 
 def test_an_unknown_peer_is_dialled_and_its_failure_ends_the_leg() -> None:
-    decode = Decode(linked=False)
+    decode = Decode(FACTS, linked=False)
     leg = start(peer=P_REF)
     assert decode.start(leg) == [DialLink(P_REF)]
     out = decode.do(decode.engine.dial_failed("P", "p1", "nobody there"))
@@ -512,7 +363,7 @@ def test_an_unknown_peer_is_dialled_and_its_failure_ends_the_leg() -> None:
 
 
 def test_a_peer_that_has_restarted_ends_the_legs_of_its_former_self() -> None:
-    decode = Decode(linked=False)
+    decode = Decode(FACTS, linked=False)
     leg = start(peer=P_REF)
     decode.start(leg)
     out = decode.do(decode.engine.link_up(LINK, hello(PeerRef("P", "p:1", "p2")), 0.0, 0.0))
@@ -521,7 +372,7 @@ def test_a_peer_that_has_restarted_ends_the_legs_of_its_former_self() -> None:
 
 @pytest.mark.parametrize("phase", ["waiting", "queued", "binding", "receiving", "running"])
 def test_an_abort_in_any_phase_gives_everything_back(phase: str) -> None:
-    decode = Decode(replace(FACTS, num_pages=3) if phase == "queued" else FACTS)
+    decode = Decode(replace(FACTS, num_large=3) if phase == "queued" else FACTS)
     other, leg = start("other", peer=P_REF), start(peer=P_REF)
     if phase == "queued":
         decode.granted(other)
@@ -546,24 +397,24 @@ def test_an_abort_in_any_phase_gives_everything_back(phase: str) -> None:
     decode.lane(Unbound(leg.key))
     decode.link(m.Drained(leg.key))
     assert leg.key not in decode.engine._legs
-    assert decode.engine.pages.used == (3 if phase == "queued" else 0)
+    assert decode.used == (3 if phase == "queued" else 0)
     assert not decode.engine.rings.links[LINK].live
 
 
 def test_entries_of_a_revoked_leg_are_kept_until_prefill_is_quiet() -> None:
-    decode = Decode()
+    decode = Decode(FACTS)
     leg = start(peer=P_REF)
     decode.receiving(leg)
     decode.abort(leg)
     decode.lane(Unbound(leg.key))
-    assert decode.engine.pages.used == 0
+    assert decode.used == 0
     assert decode.engine.rings.links[LINK].live, "prefill may still write there"
     assert to_link(decode.link(m.Drained(leg.key))) == [m.Watermarks(0, (208,))]
     assert not decode.engine.rings.links[LINK].live
 
 
 def test_an_aborted_choice_leaves_the_others_running() -> None:
-    decode = Decode()
+    decode = Decode(FACTS)
     leg = start(choices=2, peer=P_REF)
     decode.running(leg)
     assert outcomes(decode.abort(leg, 0)) == []
@@ -573,7 +424,7 @@ def test_an_aborted_choice_leaves_the_others_running() -> None:
 
 
 def test_a_piece_with_a_wrong_checksum_ends_the_attempt() -> None:
-    decode = Decode()
+    decode = Decode(FACTS)
     leg = start(peer=P_REF)
     out = decode.land(decode.receiving(leg), ok=False)
     assert outcomes(out) == [Outcome.BAD_TRANSFER]
@@ -582,7 +433,7 @@ def test_a_piece_with_a_wrong_checksum_ends_the_attempt() -> None:
 
 
 def test_pieces_that_were_sent_and_did_not_come_are_wanted_again_and_at_last_given_up() -> None:
-    decode = Decode()
+    decode = Decode(FACTS)
     leg = start(peer=P_REF)
     decode.receiving(leg)
     now_s = 0.0
@@ -590,19 +441,19 @@ def test_pieces_that_were_sent_and_did_not_come_are_wanted_again_and_at_last_giv
         decode.link(m.SentAll(leg.key, attempt + 1))
         now_s += WANT_AFTER_S + 0.1
         assert m.WantPieces(leg.key, (Piece(0, 0, 2, 0, 6),)) in to_link(decode.tick(now_s))
-        decode.offered(leg, attempt + 1)
+        decode.offer(leg, Piece(0, 0, 2, 0, 6))
     decode.link(m.SentAll(leg.key, MAX_WANTS + 1))
     assert outcomes(decode.tick(now_s + WANT_AFTER_S + 0.1)) == [Outcome.BAD_TRANSFER]
 
 
 def test_the_entry_of_a_lost_notification_does_not_stay_live_for_ever() -> None:
     """Its piece was sent twice and came once; it would pin the watermark and keep the ring from ever closing."""
-    decode = Decode()
+    decode = Decode(FACTS)
     leg = start(peer=P_REF)
     decode.receiving(leg)  # written, but its notification is lost
     decode.link(m.SentAll(leg.key, 1))
     decode.tick(WANT_AFTER_S + 0.1)
-    again = decode.offered(leg, 1)
+    (again,) = decode.offer(leg, Piece(0, 0, 2, 0, 6))
     decode.link(m.FirstTokens(leg.key, (m.FirstToken(0, 9, None, None),)))
     decode.link(m.SentAll(leg.key, 2))  # before the second one lands
     decode.land(again)
@@ -612,7 +463,7 @@ def test_the_entry_of_a_lost_notification_does_not_stay_live_for_ever() -> None:
 
 
 def test_a_transfer_that_stands_still_is_given_up() -> None:
-    decode = Decode()
+    decode = Decode(FACTS)
     leg = start(peer=P_REF)
     decode.receiving(leg)
     assert outcomes(decode.tick(FACTS.progress_s)) == []
@@ -620,7 +471,7 @@ def test_a_transfer_that_stands_still_is_given_up() -> None:
 
 
 def test_a_lost_link_after_everything_landed_costs_nothing() -> None:
-    decode = Decode()
+    decode = Decode(FACTS)
     leg = start(peer=P_REF)
     decode.running(leg)
     assert outcomes(decode.do(decode.engine.link_down(LINK, False, "silence"))) == []
@@ -629,7 +480,7 @@ def test_a_lost_link_after_everything_landed_costs_nothing() -> None:
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_the_segments_of_a_lost_link_are_quarantined_unless_its_workers_are_gone(gone: bool) -> None:
-    decode = Decode()
+    decode = Decode(FACTS)
     decode.receiving(start(peer=P_REF))
     out = decode.do(decode.engine.link_down(LINK, gone, "silence"))
     assert outcomes(out) == [Outcome.PEER_LOST]
@@ -640,7 +491,7 @@ def test_the_segments_of_a_lost_link_are_quarantined_unless_its_workers_are_gone
 
 def test_a_leg_whose_peer_can_get_no_ring_is_given_back_and_not_kept() -> None:
     """The peer's share is quarantined, and it lives: no ring for it until its workers exit."""
-    decode = Decode()
+    decode = Decode(FACTS)
     decode.receiving(start("a", peer=P_REF))
     decode.do(decode.engine.link_down(LINK, False, "silence"))
     decode.do(decode.engine.link_up(LINK + 1, hello(P_REF), 0.0, 0.0))
@@ -652,19 +503,19 @@ def test_a_leg_whose_peer_can_get_no_ring_is_given_back_and_not_kept() -> None:
 
 
 def test_grants_go_to_the_oldest_first_and_nobody_overtakes() -> None:
-    decode = Decode(replace(FACTS, num_pages=7))
+    decode = Decode(replace(FACTS, num_large=7))
     a, b, c = start("a", peer=P_REF), start("b", tokens=20, peer=P_REF), start("c", tokens=1, peer=P_REF)
     for leg in (a, b, c):
         decode.start(leg)
     bound = [to_lane(decode.link(m.Announce(leg.key, len(leg.token_ids)))) for leg in (a, b, c)]
-    assert bound == [[Bind(a.key, (0, 1, 2))], [], []], "c would fit, but b waits for pages before it"
+    assert bound == [[Bind(a.key, pages_of((0, (0, 1))))], [], []], "c would fit, but b waits for pages before it"
     decode.abort(a)
     out = decode.lane(Unbound(a.key))
-    assert to_lane(out) == [Bind(b.key, (0, 1, 2, 3, 4, 5))]
+    assert to_lane(out) == [Bind(b.key, pages_of((0, (0, 1, 2, 3, 4))))]
 
 
 def test_an_idle_ring_is_closed_and_its_segments_come_back() -> None:
-    decode = Decode()
+    decode = Decode(FACTS)
     leg = start(peer=P_REF)
     decode.receiving(leg)
     decode.abort(leg)
@@ -685,23 +536,23 @@ def test_an_idle_ring_is_closed_and_its_segments_come_back() -> None:
         (start(tokens=64), "64 tokens leave no room within the model's 64"),
         (
             start(tokens=50),
-            "prompt and max_tokens of all choices need 14 KV pages of 4 tokens; the decode server has 12",
+            "prompt and max_tokens come to 54 tokens for each of 1 choices; the decode server has KV memory for 48 tokens of one",
         ),
         (start(tokens=1, choices=5), "5 choices are more than the server's 4 slots"),
         (replace(start(), token_ids=()), "a leg needs at least one token and one choice"),
     ],
 )
 def test_decode_refuses_what_can_never_run_and_says_why(leg: StartLeg, reason: str) -> None:
-    assert to_router(Decode().start(leg)) == [LegEnd(leg.key, Outcome.REFUSED, reason)]
+    assert to_router(Decode(FACTS).start(leg)) == [LegEnd(leg.key, Outcome.REFUSED, reason)]
 
 
 def test_messages_that_a_side_may_not_send_are_errors() -> None:
     key = LegKey("r", 0, 0)
     with pytest.raises(ProtocolError, match="decode server may not send Announce"):
-        Prefill().link(m.Announce(key, 1))
+        Prefill(FACTS).link(m.Announce(key, 1))
     with pytest.raises(ProtocolError, match="prefill server may not send Grant"):
-        Decode().link(m.Grant(key, 0))
+        Decode(FACTS).link(m.Grant(key, (0,)))
     with pytest.raises(ProtocolError, match="prefill worker may not report Bound"):
-        Prefill().lane(Bound(key))
+        Prefill(FACTS).lane(Bound(key))
     with pytest.raises(ProtocolError, match="decode worker may not report SendsDropped"):
-        Decode().lane(SendsDropped(LINK, key))
+        Decode(FACTS).lane(SendsDropped(LINK, key))

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from disagg.messages.layout import GroupPages
 from disagg.messages.mirror import Mirror, MirrorEncoder
-from disagg.messages.plan import Run, SamplerStart, SequenceStart, decode_to_worker, encode_to_worker
+from disagg.messages.plan import PageCopy, Run, SamplerStart, SequenceStart, decode_to_worker, encode_to_worker
 from disagg.types.errors import ProtocolError
 from disagg.types.sampling import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8)
+# Of three groups: everything, a window, and a state that has not been written yet.
+PAGES = (GroupPages(0, (3, 4)), GroupPages(2, (5,)), GroupPages(0, ()))
+NEW_PAGES: tuple[tuple[tuple[int, ...], ...], ...] = ((), ((7,), (), ()), ((8, 9), (8,), (6,)), ((), (), (1,)))
 
 
 def start(seq_id: int, tokens: int, computed: int = 0, slot: int = 0) -> SequenceStart:
-    return SequenceStart(
-        seq_id, tuple(range(tokens)), tokens, computed, (seq_id, seq_id + 1), PARAMS, (SamplerStart(slot, 0),)
-    )
+    return SequenceStart(seq_id, tuple(range(tokens)), tokens, computed, PAGES, PARAMS, (SamplerStart(slot, 0),))
+
+
+@dataclass
+class Truth:
+    """A sequence as the engine knows it."""
+
+    tokens: list[int]
+    computed: int
+    tables: list[list[int]]
 
 
 class MirrorMachine(RuleBasedStateMachine):
@@ -27,9 +40,9 @@ class MirrorMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.mirror = MirrorEncoder(), Mirror()
-        self.truth: dict[int, dict[str, list[int] | int]] = {}  # live in the engine
+        self.truth: dict[int, Truth] = {}  # live in the engine
         self.seen: set[int] = set()  # have run at least once
-        self.copies: list[tuple[int, int]] = []
+        self.copies: list[PageCopy] = []
         self.next_id = 0
 
     @rule(tokens=st.integers(1, 12), data=st.data())
@@ -37,7 +50,7 @@ class MirrorMachine(RuleBasedStateMachine):
         computed = data.draw(st.integers(0, tokens - 1))
         seq_id, self.next_id = self.next_id, self.next_id + 1
         self.encoder.start(start(seq_id, tokens, computed))
-        self.truth[seq_id] = {"tokens": list(range(tokens)), "computed": computed, "pages": [seq_id, seq_id + 1]}
+        self.truth[seq_id] = Truth(list(range(tokens)), computed, [[3, 4], [0, 0, 5], []])
 
     @precondition(lambda self: self.truth)
     @rule(data=st.data())
@@ -47,22 +60,19 @@ class MirrorMachine(RuleBasedStateMachine):
         self.encoder.end(seq_id)
         self.encoder.end(seq_id)  # again: nothing
 
-    @rule(pages=st.tuples(st.integers(0, 9), st.integers(0, 9)))
-    def copy(self, pages: tuple[int, int]) -> None:
-        self.encoder.copy_pages([pages])
-        self.copies.append(pages)
+    @rule(copy=st.builds(PageCopy, st.integers(0, 2), st.integers(0, 9), st.integers(0, 9)))
+    def copy(self, copy: PageCopy) -> None:
+        self.encoder.copy_pages([copy])
+        self.copies.append(copy)
 
     @rule(data=st.data())
     def plan(self, data: st.DataObject) -> None:
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.truth)), unique=True)) if self.truth else []
         runs = []
         for seq_id in chosen:
-            known = self.truth[seq_id]
-            assert isinstance(known["tokens"], list)
-            assert isinstance(known["computed"], int)
-            left = len(known["tokens"]) - known["computed"]
+            left = len(self.truth[seq_id].tokens) - self.truth[seq_id].computed
             if left:
-                pages = data.draw(st.sampled_from([(), (7,), (8, 9)]))
+                pages = data.draw(st.sampled_from(NEW_PAGES))
                 runs.append(Run(seq_id, data.draw(st.integers(1, left)), True, pages))
         plan = self.encoder.encode(runs)
         assert not self.encoder.has_housekeeping
@@ -70,7 +80,6 @@ class MirrorMachine(RuleBasedStateMachine):
         assert crossed == plan
         assert list(plan.copies) == self.copies
         self.copies.clear()
-        before = {run.seq_id: self.truth[run.seq_id]["computed"] for run in runs}
         ended, started, views = self.mirror.apply(plan)
         assert {s.seq_id for s in ended} <= self.seen
         assert {s.seq_id for s in started} == {run.seq_id for run in runs} - self.seen, (
@@ -78,16 +87,15 @@ class MirrorMachine(RuleBasedStateMachine):
         )
         for run, view in zip(runs, views, strict=True):
             known = self.truth[run.seq_id]
-            assert isinstance(known["tokens"], list)
-            assert isinstance(known["pages"], list)
-            assert isinstance(known["computed"], int)
-            assert (view.start, view.num_tokens) == (before[run.seq_id], run.num_tokens)
-            assert view.token_ids == known["tokens"][view.start : view.start + view.num_tokens]
-            known["computed"] += run.num_tokens
-            known["pages"] += run.new_pages
-            if known["computed"] == len(known["tokens"]):
+            assert (view.start, view.num_tokens) == (known.computed, run.num_tokens)
+            assert view.token_ids == known.tokens[view.start : view.start + view.num_tokens]
+            assert view.last_pages == tuple(table[-1] if table else -1 for table in known.tables), "before new ones"
+            known.computed += run.num_tokens
+            for table, fresh in zip(known.tables, run.new_pages or ((), (), ()), strict=True):
+                table += fresh
+            if known.computed == len(known.tokens):
                 token = data.draw(st.integers(100, 200))
-                known["tokens"].append(token)
+                known.tokens.append(token)
                 self.mirror.append_token(run.seq_id, token)
         self.seen |= {run.seq_id for run in runs}
         self.check()
@@ -97,11 +105,7 @@ class MirrorMachine(RuleBasedStateMachine):
         assert set(self.mirror.sequences) == self.seen & set(self.truth)
         for seq_id, sequence in self.mirror.sequences.items():
             known = self.truth[seq_id]
-            assert (sequence.tokens, sequence.computed, sequence.pages) == (
-                known["tokens"],
-                known["computed"],
-                known["pages"],
-            )
+            assert (sequence.tokens, sequence.computed, sequence.tables) == (known.tokens, known.computed, known.tables)
 
     @invariant()
     def the_worker_lags_only_by_what_housekeeping_will_say(self) -> None:
@@ -154,3 +158,30 @@ def test_a_sequence_that_ends_makes_room_for_one_that_starts_in_the_same_plan() 
     ended, started, _ = mirror.apply(encoder.encode([Run(1, 2, True)]))
     assert [s.seq_id for s in ended] == [0]
     assert [s.seq_id for s in started] == [1]
+
+
+def test_a_position_means_the_same_whichever_page_a_table_begins_with() -> None:
+    encoder, mirror = MirrorEncoder(), Mirror()
+    encoder.start(start(0, 9, computed=8))
+    _, (sequence,), _ = mirror.apply(encoder.encode([Run(0, 1, True)]))
+    assert sequence.tables == [[3, 4], [0, 0, 5], []], "what left the window is not there, and counts"
+
+
+def test_a_run_reads_the_state_before_its_own_pages_and_writes_the_last() -> None:
+    encoder, mirror = MirrorEncoder(), Mirror()
+    encoder.start(start(0, 6))
+    seen = []
+    for pages in (((), (), (1,)), (), ((), (), (2,)), ()):
+        _, _, (view,) = mirror.apply(encoder.encode([Run(0, 1, False, pages)]))
+        seen.append((view.last_pages[2], view.sequence.tables[2][-1]))
+    assert seen == [(-1, 1), (1, 1), (1, 2), (2, 2)], "nothing, then in place, then apart from a checkpoint"
+
+
+def test_pages_are_copied_once_and_before_anything_else_of_the_next_plan() -> None:
+    encoder = MirrorEncoder()
+    copy = PageCopy(1, 5, 6)
+    encoder.copy_pages([copy])
+    assert encoder.has_housekeeping
+    assert encoder.encode([]).copies == (copy,)
+    assert not encoder.has_housekeeping
+    assert encoder.encode([]).copies == ()

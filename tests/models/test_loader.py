@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from disagg.messages.layout import LayerGroup
-from disagg.models.attention import paged_attention
+from disagg.messages.layout import GroupKind, LayerGroup
+from disagg.models.attention import LayerSlot, paged_attention
+from disagg.models.loader import lay_out
 from disagg.models.model import PagedModel
 from disagg.types.errors import ConfigError
-from tests.models.driver import Driver, build_batch
-from tests.models.tiny import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny
+from disagg.worker.batch import build_batch
+from tests.models.driver import Driver, run_of, sequence_of
+from tests.models.tiny import EOS_TOKEN_ID, VOCAB_SIZE, WINDOW, make_tiny
 
 
 @pytest.fixture
@@ -33,8 +35,52 @@ def test_a_loaded_model_tells_what_the_worker_needs(llama_dir: Path) -> None:
     model = PagedModel.load(llama_dir, "bfloat16", "cpu")
     assert model.groups == (LayerGroup("full", (0, 1, 2), kv_heads=2, head_dim=16, dtype="bfloat16"),)
     assert (model.vocab_size, model.max_model_len, model.eos_token_ids) == (VOCAB_SIZE, 2048, (EOS_TOKEN_ID,))
-    assert model.num_layers == 3
-    assert model.make_pool(5, 16).bytes.shape == (5, model.groups[0].page_bytes(16))
+
+
+def group(name: str, layers: tuple[int, ...], *, heads: int = 2, dim: int = 16) -> LayerGroup:
+    """A tiny model's layer group; its name says whether it has a window."""
+    window = WINDOW if name.startswith("window") else 0
+    return LayerGroup(name, layers, heads, dim, "float32", GroupKind.WINDOW if window else GroupKind.FULL, window)
+
+
+def test_layers_with_one_window_and_shape_are_one_group(tmp_path: Path) -> None:
+    model = PagedModel.load(make_tiny("gemma3_text", tmp_path), "float32", "cpu")
+    assert model.groups == (group("window-16", (0, 2)), group("full", (1,)))
+
+
+def test_a_window_that_no_sequence_outgrows_is_full_attention(tmp_path: Path) -> None:
+    make_tiny("gemma3_text", tmp_path, max_position_embeddings=WINDOW)
+    assert PagedModel.load(tmp_path, "float32", "cpu").groups == (group("full", (0, 1, 2)),)
+
+
+def test_layers_that_share_kv_have_the_slot_of_the_layer_that_has_it(tmp_path: Path) -> None:
+    model = PagedModel.load(make_tiny("gemma3n_text", tmp_path), "float32", "cpu")
+    assert model.groups == (group("window-16", (0, 2)), group("full", (1,)))
+    assert model._loaded.places.attention == {
+        0: LayerSlot(0, 0),
+        1: LayerSlot(1, 0),
+        2: LayerSlot(0, 1),
+        3: LayerSlot(0, 1, writes=False),
+        4: LayerSlot(1, 0, writes=False),
+    }
+
+
+def test_a_layer_that_shares_kv_but_not_the_window_is_refused(tmp_path: Path) -> None:
+    module = PagedModel.load(make_tiny("gemma3n_text", tmp_path), "float32", "cpu")._loaded.module
+    module.model.layers[3].self_attn.sliding_window = WINDOW // 2
+    with pytest.raises(ConfigError, match="layer 3 shares the KV of layer 2, but not its window"):
+        lay_out(tmp_path, module, "float32", 2048)
+
+
+def test_groups_of_one_kind_are_named_by_their_shapes(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+    model = PagedModel.load(tmp_path, "float32", "cpu")
+    attention = model._loaded.module.model.layers[1].self_attn
+    attention.k_proj, attention.v_proj = (torch.nn.Linear(64, 16, bias=False) for _ in range(2))
+    attention.num_key_value_groups = 4
+    places = lay_out(tmp_path, model._loaded.module, "float32", 2048)
+    assert places.groups == (group("full-2x16", (0, 2)), group("full-1x16", (1,), heads=1))
+    assert places.attention == {0: LayerSlot(0, 0), 1: LayerSlot(1, 0), 2: LayerSlot(0, 1)}
 
 
 @pytest.mark.parametrize(
@@ -128,9 +174,10 @@ def test_attention_outside_a_forward_is_a_bug() -> None:
 def test_a_batch_may_want_no_logits(llama_dir: Path) -> None:
     model = PagedModel.load(llama_dir, "float32", "cpu")
     driver = Driver(model, 4, 4)
-    sequence = driver.sequence([1, 2, 3, 4, 5, 6], chunk=4)
-    sequence.pages = [2, 0]
-    logits = model.forward(build_batch([(sequence, 4)], 4), driver.pool)
+    sequence = sequence_of([1, 2, 3, 4, 5, 6], num_groups=1)
+    sequence.tables[0] = [2, 0]
+    batch, _ = build_batch([run_of(sequence, 4)], model.groups, 4, "cpu")
+    logits = model.forward(batch, driver.pool)
     assert logits.shape == (0, VOCAB_SIZE)
     assert logits.dtype == torch.float32
 

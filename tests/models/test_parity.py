@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from disagg.memory.layout import PageSizing
 from disagg.models.families import FAMILIES
 from disagg.models.model import PagedModel
 from tests.models.driver import Driver
@@ -42,11 +43,13 @@ def ties_against_generate(model_dir: Path, page_sizes: tuple[int, ...] = (1, 4, 
     model = PagedModel.load(model_dir, "float32", "cpu")
     ties = 0
     for page_tokens in page_sizes:
-        driver = Driver(model, num_pages=400 // page_tokens + len(SHAPES), page_tokens=page_tokens, seed=page_tokens)
+        sizing = PageSizing.MAX if page_tokens == 4 else PageSizing.LCM
+        num_large = len(model.groups) * (400 // page_tokens + len(SHAPES))
+        driver = Driver(model, num_large, page_tokens, seed=page_tokens, sizing=sizing)
         sequences = [driver.sequence(p, chunk) for p, (_, chunk) in zip(prompts, SHAPES, strict=True)]
         driver.run(sequences, OUTPUTS)
         for sequence, answer in zip(sequences, answers, strict=True):
-            name = f"prompt of {sequence.prompt_tokens}, page_tokens {page_tokens}"
+            name = f"prompt of {sequence.known.num_prompt}, page_tokens {page_tokens}"
             ties += assert_same(name, sequence.outputs, sequence.logits, answer)
     return ties
 

@@ -8,17 +8,22 @@ import random
 import pytest
 import torch
 
-from disagg.messages.layout import LayerGroup
+from disagg.memory.layout import PageSizing
+from disagg.messages.layout import GroupKind, LayerGroup
+from disagg.messages.mirror import RunView
 from disagg.models import runs
-from disagg.models.pool import KvPool
-from disagg.models.runs import Scoring, WindowPlan
-from tests.models.driver import Sequence, build_batch
+from disagg.models.batch import AttentionTables, ForwardBatch
+from disagg.models.pool import AttentionPages
+from disagg.models.runs import GroupPlan, Scoring
+from disagg.worker.batch import build_batch
+from tests.models.driver import STALE, run_of, sequence_of
+from tests.models.pools import fill, make_pool
 
 HEADS, GROUP_SIZE, DIM, T = 2, 3, 8, 4
 LAYER_SLOT = 1
-# (tokens computed, tokens of this run, prompt length): four chunks, one of a single token, then seven decodes
+# (tokens computed, tokens of this run): chunks, one of a single token, and decodes
 DECODE_LENGTHS = (1, 30, 7, 28, 29, 13, 16)
-WORK = ((0, 9, 20), (7, 6, 40), (20, 1, 40), (0, 4, 4), *((n, 1, n) for n in DECODE_LENGTHS))
+WORK = ((0, 9), (7, 6), (20, 1), (0, 4), (0, 1), (25, 9), *((n, 1) for n in DECODE_LENGTHS))
 SCORINGS = {
     "plain": Scoring(0.3),
     "softcap": Scoring(0.3, softcap=2.0),
@@ -26,22 +31,50 @@ SCORINGS = {
 }
 
 
-def attend_by_loop(pool: KvPool, work: list, queries: torch.Tensor, window: int | None, scoring: Scoring):
+def make_view(window: int | None, num_pages: int) -> AttentionPages:
+    """Pages that are further apart than they are long."""
+    kind = GroupKind.FULL if window is None else GroupKind.WINDOW
+    group = LayerGroup("seen", (0, 1), HEADS, DIM, "float32", kind, window or 0)
+    other = LayerGroup("other", (2, 3, 4), HEADS, DIM, "float32")
+    pool = make_pool((group, other), num_pages, T, PageSizing.MAX)
+    fill(pool, std=1.0)
+    return pool.attention(0)
+
+
+def run_with_pages(computed: int, count: int, first: int, free: list[int]) -> RunView:
+    """A run whose sequence has pages from token `first` on; entries before are stale."""
+    sequence = sequence_of([1] * (computed + count), 1, computed)
+    num_pages, first_page = math.ceil((computed + count) / T), first // T
+    sequence.tables[0] = [STALE] * first_page + [free.pop() for _ in range(num_pages - first_page)]
+    return run_of(sequence, count)
+
+
+def batch_of(work: list[RunView], view: AttentionPages) -> tuple[ForwardBatch, AttentionTables, list[RunView]]:
+    batch, ordered = build_batch(work, [view.group], T, "cpu")
+    (tables,) = batch.tables
+    assert isinstance(tables, AttentionTables)
+    return batch, tables, ordered
+
+
+def attend_by_loop(
+    view: AttentionPages, work: list[RunView], queries: torch.Tensor, window: int | None, scoring: Scoring
+) -> torch.Tensor:
     """queries: [query_heads, N, D]. Returns [N, query_heads, D]."""
     out, row = [], 0
-    for sequence, count in work:
-        pages = torch.tensor(sequence.pages)
-        for position in range(sequence.computed, sequence.computed + count):
+    for run in work:
+        for position in range(run.start, run.start + run.num_tokens):
             first = 0 if window is None else max(0, position + 1 - window)
+            table = run.sequence.tables[0]
+            kv = torch.stack([view.kv[table[p // T], LAYER_SLOT, :, :, p % T] for p in range(first, position + 1)], 2)
             heads = []
             for head in range(HEADS * GROUP_SIZE):
-                kv = pool.kv[pages, LAYER_SLOT, :, head // GROUP_SIZE].transpose(0, 1).reshape(2, -1, DIM)
-                scores = kv[0, first : position + 1] @ queries[head, row] * scoring.scaling
+                keys, values = kv[:, head // GROUP_SIZE]
+                scores = keys @ queries[head, row] * scoring.scaling
                 if scoring.softcap is not None:
                     scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
                 weights = scores.exp()
                 total = weights.sum() + (0 if scoring.sinks is None else scoring.sinks[head].exp())
-                heads.append((weights / total) @ kv[1, first : position + 1])
+                heads.append((weights / total) @ values)
             out.append(torch.stack(heads))
             row += 1
     return torch.stack(out)
@@ -49,40 +82,77 @@ def attend_by_loop(pool: KvPool, work: list, queries: torch.Tensor, window: int 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 100])
-@pytest.mark.parametrize("bucket_bytes", [0, 2 * 1024 * 1024, None])
+@pytest.mark.parametrize(
+    ("bucket_bytes", "padded"), [(0, False), (2 * 1024 * 1024, False), (0, True), (7000, True), (1 << 30, True)]
+)
 def test_every_run_attends_to_exactly_what_it_may(
-    scoring: str, window: int | None, bucket_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+    scoring: str, window: int | None, bucket_bytes: int, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bucket_bytes None: all decode rows in one padded bucket, as on a GPU."""
-    if bucket_bytes is not None:
-        monkeypatch.setattr(runs, "BUCKET_BYTES", bucket_bytes)
+    """padded: as on a GPU. Pages out of the window are NaN, and entries that name them are no pages at all."""
+    monkeypatch.setattr(runs, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(runs, "PADDED_BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(runs, "SCORES_BYTES", 1024 + bucket_bytes)
     generator = torch.Generator().manual_seed(0)
-    pool = KvPool.create(LayerGroup("full", (0, 1), HEADS, DIM, "float32"), 200, T, "cpu")
-    pool.kv.normal_(generator=generator)
+    view = make_view(window, 200)
     free = list(range(200))
     random.Random(0).shuffle(free)
     work = []
-    for computed, count, prompt in WORK:
-        sequence = Sequence([1] * (computed + count), prompt, count, computed=computed)
-        sequence.pages = [free.pop() for _ in range(math.ceil((computed + count) / T))]
-        work.append((sequence, count))
-    batch = build_batch(work, T)
+    for computed, count in WORK:
+        work.append(run_with_pages(computed, count, max(0, computed + 1 - (window or STALE)), free))
+    view.kv[torch.tensor(free)] = torch.nan
+    batch, tables, ordered = batch_of(work, view)
     num_rows = batch.num_rows
     query = torch.randn(1, HEADS * GROUP_SIZE, num_rows, DIM, generator=generator)
     key, value = torch.randn(2, 1, HEADS, num_rows, DIM, generator=generator)
-    pool.write(LAYER_SLOT, pool.row_index(batch.slot_pages, batch.slot_offsets), key[0], value[0])
-    plan = WindowPlan(batch, pool, window, one_bucket=bucket_bytes is None)
+    view.write(LAYER_SLOT, view.row_index(tables.slot_pages, batch.slot_offsets), key[0], value[0])
+    plan = GroupPlan(batch, tables, view, padded_buckets=padded)
     for _ in range(2):  # a second layer reuses masks and scratch
         out = plan.attend(LAYER_SLOT, query, key, value, SCORINGS[scoring])
-        expected = attend_by_loop(pool, work, query[0], window, SCORINGS[scoring])
+        expected = attend_by_loop(view, ordered, query[0], window, SCORINGS[scoring])
         torch.testing.assert_close(out[0], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_unlike_lengths_do_not_share_a_bucket() -> None:
-    pool = KvPool.create(LayerGroup("full", (0, 1), HEADS, DIM, "float32"), 64, T, "cpu")
-    work = []
-    for length in (80, 76, 8, 79):
-        work.append((Sequence([1] * length, 1, 1, list(range(length // T + 1)), length - 1), 1))
-    plan = WindowPlan(build_batch(work, T), pool, None, one_bucket=False)
+    view = make_view(None, 64)
+    work = [run_with_pages(length - 1, 1, 0, list(range(64))) for length in (80, 76, 8, 79)]
+    batch, tables, _ = batch_of(work, view)
+    plan = GroupPlan(batch, tables, view, padded_buckets=False)
     rows = [b.rows.tolist() if isinstance(b.rows, torch.Tensor) else b.rows for b in plan.buckets]
     assert rows == [[0, 1, 3], slice(2, 3)]
+
+
+def test_a_padded_bucket_holds_as_many_rows_as_its_bytes_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = make_view(None, 64)
+    work = [run_with_pages(length - 1, 1, 0, list(range(64))) for length in (80, 76, 8, 79, 80)]
+    batch, tables, _ = batch_of(work, view)
+    row_bytes = 80 // T * view.page_bytes // 2
+    for bucket_bytes, rows in ((2 * row_bytes, [2, 2, 1]), (5 * row_bytes, [5]), (1, [1] * 5)):
+        monkeypatch.setattr(runs, "PADDED_BUCKET_BYTES", bucket_bytes)
+        plan = GroupPlan(batch, tables, view, padded_buckets=True)
+        assert [bucket.span._num_sequences for bucket in plan.buckets] == rows
+
+
+def test_a_batch_holds_no_page_that_its_window_does_not_reach() -> None:
+    view = make_view(6, 64)
+    work = [run_with_pages(30, 5, 25, list(range(10, 20))), run_with_pages(21, 1, 16, list(range(20, 30)))]
+    _, tables, _ = batch_of(work, view)
+    assert [(pages.first, pages.pages.tolist()) for pages in tables.prefills] == [(6, [19, 18, 17])]
+    assert tables.decodes is not None and tables.decodes.tolist() == [[29, 28]]
+    assert tables.first_pages is not None and tables.first_pages.tolist() == [4]
+
+
+def test_a_kernel_may_lay_out_its_output_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a GPU put heads inside queries."""
+    view = make_view(None, 64)
+    batch, tables, _ = batch_of([run_with_pages(length - 1, 1, 0, list(range(64))) for length in (30, 9)], view)
+    query = torch.randn(1, HEADS * GROUP_SIZE, 2, DIM)
+    key, value = torch.randn(2, 1, HEADS, 2, DIM)
+    plan = GroupPlan(batch, tables, view, padded_buckets=True)
+    expected = plan.attend(LAYER_SLOT, query, key, value, SCORINGS["plain"])
+    kernel = runs.scaled_dot_product_attention
+
+    def heads_inside_queries(*tensors: torch.Tensor, **options: object) -> torch.Tensor:
+        return kernel(*tensors, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(runs, "scaled_dot_product_attention", heads_inside_queries)
+    assert torch.equal(plan.attend(LAYER_SLOT, query, key, value, SCORINGS["plain"]), expected)

@@ -53,7 +53,7 @@ def test_operations_lists_every_metric_with_its_type_and_no_other() -> None:
 
 def test_the_readme_lists_the_families_that_are_served() -> None:
     paragraph = README.partition("(`model_type` in `config.json`):")[2].split("\n\n")[1]
-    assert set(re.findall(r"`(\w+)`", paragraph)) == FAMILIES
+    assert set(re.findall(r"`([\w-]+)`", paragraph)) == FAMILIES
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -18,7 +18,7 @@ MUST_BE_THERE = {
     "disagg.decode_server.main",
     "disagg.engine.decode",
     "disagg.engine.prefill",
-    "disagg.memory.pages",
+    "disagg.memory.sequence",
     "disagg.messages.plan",
     "disagg.prefill_server.main",
     "disagg.router.service",

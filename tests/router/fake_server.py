@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from disagg.messages.channel import Frame, ReliableChannel
 from disagg.messages.legs import (
     AbortLeg,
+    KvEvents,
     LegEnd,
     LegTokens,
     LoadReport,
@@ -33,7 +34,14 @@ from disagg.messages.plan import TokenLogprobs
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.ids import FinishReason, LegKey, Role
 from disagg.wire import pb
-from disagg.wire.server import AttachReply, RouterHello, ServerSays, router_frame_from_proto, server_says_to_proto
+from disagg.wire.server import (
+    AttachReply,
+    KvUpdate,
+    RouterHello,
+    ServerSays,
+    router_frame_from_proto,
+    server_says_to_proto,
+)
 from disagg.wire.services import ServerServicer, make_server, server_handler
 
 Script = Callable[["FakeServer", StartLeg], Awaitable[None]]
@@ -132,6 +140,9 @@ class FakeServer(ServerServicer):
     def set_state(self, state: ServerState) -> None:
         self.hello = replace(self.hello, load=replace(self.hello.load, state=state))
         self._tell(load=self.hello.load)
+
+    def tell_cache(self, events: KvEvents, reset: bool = False) -> None:
+        self._tell(kv=KvUpdate(events, reset))
 
     def break_streams(self) -> None:
         """The connection breaks; the process and its channels live on."""

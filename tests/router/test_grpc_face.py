@@ -95,6 +95,18 @@ async def test_generate_streams_started_deltas_and_finished(face: Face) -> None:
     assert updates[-1].usage.completion_tokens == 4
 
 
+async def test_the_cache_salt_reaches_both_servers_as_it_was_given(face: Face) -> None:
+    for salt in ("", "tenant-a", "tenant-b"):
+        await read_to_end(face.stub.generate(salted(salt)))
+    for server in face.servers.values():
+        assert [leg.cache_salt for leg in server.started] == ["", "tenant-a", "tenant-b"]
+
+
+def salted(salt: str) -> pb.inference.GenerateRequest:
+    sampling = SamplingParams(max_tokens=1)
+    return generate_request_to_proto(model="tiny", prompt="hi", params=sampling, cache_salt=salt)
+
+
 async def test_max_tokens_left_out_means_as_many_as_fit(face: Face) -> None:
     updates = [update_from_proto(message) async for message in face.generate(max_tokens=0)]
     assert isinstance(updates[-1], FinishedView)

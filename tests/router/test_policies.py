@@ -6,9 +6,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from disagg.messages.legs import LoadReport, ServerHello, ServerState
+from disagg.messages.legs import KvEvents, LoadReport, PeerRef, ServerHello, ServerState
 from disagg.router.policies import LeastLoaded, RequestFacts, RoundRobin, pick_pair
-from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView
+from disagg.router.view import CachedPages, ClusterView, NoPair, NoPairReason, Pair, ServerView
 from disagg.types.ids import Role, ServerName
 
 FACTS = RequestFacts(prefill_tokens=10, total_tokens=20)
@@ -79,8 +79,17 @@ def test_only_equal_layouts_are_paired() -> None:
 
 def test_the_wishes_of_a_replay_count_before_load_but_never_leave_it_without_servers() -> None:
     servers = (p("p0"), p("p1", outstanding_prompt_tokens=99), d("d0", running=50), d("d1"))
-    assert pick(*servers, prefer_decode="d0", avoid={"p0"}) == ("p1", "d0")
-    assert pick(p("p0"), d("d0"), prefer_decode="gone", avoid={"p0", "d0"}) == ("p0", "d0")
+    assert pick(*servers, prefer_decode=servers[2].peer_ref, avoid={"p0"}) == ("p1", "d0")
+    gone = PeerRef("gone", "gone:1", "gone-i")
+    assert pick(p("p0"), d("d0"), prefer_decode=gone, avoid={"p0", "d0"}) == ("p0", "d0")
+
+
+def test_a_preferred_decode_server_counts_while_it_is_ready_and_the_same_incarnation() -> None:
+    p0, d0, d1 = p("p0"), d("d0", running=50), d("d1")
+    assert pick(p0, d0, d1, prefer_decode=d0.peer_ref) == ("p0", "d0")
+    assert pick(p0, d("d0", ServerState.DRAINING, running=50), d1, prefer_decode=d0.peer_ref) == ("p0", "d1")
+    assert pick(p0, replace(d0, connected=False), d1, prefer_decode=d0.peer_ref) == ("p0", "d1")
+    assert pick(p0, d0, d1, prefer_decode=replace(d0.peer_ref, incarnation="before")) == ("p0", "d1")
 
 
 def test_a_server_that_fell_silent_is_taken_last() -> None:
@@ -112,3 +121,17 @@ def test_round_robin_ignores_load() -> None:
         assert isinstance(found, Pair)
         names.append(found.prefill.name)
     assert names == ["p0", "p1", "p0", "p1"]
+
+
+def test_cached_pages_follow_what_the_server_says_group_by_group() -> None:
+    cached = CachedPages()
+    cached.apply(KvEvents(stored=((0, b"a"), (2, b"a"), (0, b"b"))))
+    assert cached.counts() == (2, 0, 1)
+    assert (cached.holds(0, b"a"), cached.holds(1, b"a"), cached.holds(2, b"a")) == (True, False, True)
+    cached.apply(KvEvents(stored=((0, b"a"),), removed=((0, b"b"), (1, b"never"), (2, b"a"))))
+    assert cached.counts() == (1, 0, 0)
+    cached.apply(KvEvents(stored=((1, b"c"),)), reset=True)
+    assert cached.counts() == (0, 1)
+    cached.clear()
+    assert cached.counts() == ()
+    assert not cached.holds(1, b"c")

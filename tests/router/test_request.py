@@ -46,8 +46,10 @@ def tokens(m: r.RequestMachine, server: str, choice: int, first: int, *ids: int,
     return m.handle(r.TokensCame(server, LegTokens(LegKey("r", attempt, trunk), choice, first, ids, (), **more)))
 
 
-def ended(m: r.RequestMachine, server: str, outcome: Outcome = Outcome.DONE, trunk: int = 0) -> list[r.Instruction]:
-    return m.handle(r.LegEnded(server, LegEnd(LegKey("r", m.attempt, trunk), outcome, "why", (), 2)))
+def ended(
+    m: r.RequestMachine, server: str, outcome: Outcome = Outcome.DONE, trunk: int = 0, cached: int = 2
+) -> list[r.Instruction]:
+    return m.handle(r.LegEnded(server, LegEnd(LegKey("r", m.attempt, trunk), outcome, "why", (), cached)))
 
 
 def lost(m: r.RequestMachine, server: str, crashed: bool = False) -> list[r.Instruction]:
@@ -103,6 +105,19 @@ def test_a_request_finishes_when_both_servers_have_said_their_last_word() -> Non
     assert (m.phase, m.cached_tokens, m.attempts_counted) == (r.Phase.ENDED, 2, 1)
 
 
+def test_cached_tokens_are_the_most_of_the_prompt_that_a_prefill_server_found_in_its_cache() -> None:
+    m = running()
+    ended(m, "p0", cached=2)
+    ended(m, "d0", Outcome.BAD_TRANSFER, cached=3)  # decode's are no part of the bill
+    assert m.cached_tokens == 2
+    m.handle(r.PairPicked(pair("p1"), 0.0))
+    ended(m, "p1", cached=1)
+    assert m.cached_tokens == 2
+    again = running()
+    ended(again, "p0", cached=9)  # of a replay's prefix, outputs among them
+    assert again.cached_tokens == len(PROMPT)
+
+
 def test_a_finished_request_waits_for_the_last_words_no_longer_than_it_lingers() -> None:
     m = running()
     tokens(m, "p0", 0, 0, 5, finish=FinishReason.STOP)
@@ -125,13 +140,26 @@ def test_decodes_verdict_replays_on_the_same_decode_with_the_tokens_accepted_so_
     tokens(m, "d0", 0, 0, 5, 6)
     again = ended(m, "d0", Outcome.PEER_LOST)
     assert aborts(again) == [("p0", 0, None)]
-    assert need(again) == r.NeedPair("d0", frozenset({"p0"}), 0.0, "peer_lost", "d0: why")
+    assert need(again) == r.NeedPair(pair().decode, frozenset({"p0"}), 0.0, "peer_lost", "d0: why")
     begun, *sends = m.handle(r.PairPicked(pair("p1"), 50.0))
     assert begun == r.Attempted(2, pair("p1"), "peer_lost", 5, 1)
     [(_, leg), _] = starts(sends)
     assert (leg.key.attempt, leg.token_ids, leg.num_prompt, leg.deadline_s) == (2, (*PROMPT, 5, 6), 3, 50.0)
     assert tokens(m, "d0", 0, 2, 7, attempt=1) == []
     assert [type(i) for i in tokens(m, "p1", 0, 2, 7)] == [r.Emit]
+
+
+def test_prefill_lost_before_the_kv_was_over_stays_with_the_decode_server_that_has_part_of_it() -> None:
+    m = running()
+    lost(m, "p0", crashed=True)
+    assert need(ended(m, "d0", Outcome.PEER_LOST)).prefer_decode == pair().decode
+    m.handle(r.PairPicked(pair("p1"), 0.0))
+    again = need(ended(m, "p1", Outcome.GIVEN_BACK))  # it still loads; what landed is where it was
+    assert (again.prefer_decode, again.avoid) == (pair().decode, {"p1"})
+    m.handle(r.PairPicked(pair("p2"), 0.0))
+    assert need(lost(m, "d0")).prefer_decode is None
+    m.handle(r.PairPicked(pair("p2", "d1"), 0.0))
+    assert need(ended(m, "p2", Outcome.GIVEN_BACK)).prefer_decode is None
 
 
 @pytest.mark.parametrize("outcome", [Outcome.WORKER_LOST, Outcome.DRAINED])
@@ -162,7 +190,7 @@ def test_one_trunks_failure_retires_the_whole_attempt() -> None:
     m.handle(r.PairPicked(pair("p1", "d1"), 0.0))
     again = ended(m, "d1", Outcome.BAD_TRANSFER, trunk=1)
     assert aborts(again) == [("p1", 0, None), ("d1", 0, None), ("p1", 1, None)]
-    assert need(again).prefer_decode == "d1"
+    assert need(again).prefer_decode == pair("p1", "d1").decode
 
 
 def test_a_lost_decode_server_replays_at_once() -> None:

@@ -5,11 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from disagg.messages.legs import LegTokens, Outcome, ServerState, StartLeg
+from disagg.messages.legs import (
+    GroupMemory,
+    KvEvents,
+    LegTokens,
+    LoadReport,
+    MemoryReport,
+    Outcome,
+    ServerState,
+    StartLeg,
+)
 from disagg.router.requests import ChoiceDelta, Started
 from disagg.types.errors import (
     Cancelled,
@@ -261,6 +271,22 @@ async def test_a_killed_prefill_server_is_replaced_after_decodes_verdict(cluster
     await cluster.up({"p0": dies, "p1": prefill, "d0": verdict(Outcome.PEER_LOST)})
     got = await cluster.ask()
     assert (got.text[0], got.finished.attempts) == (answer(0, 8), 2)
+
+
+async def test_a_retry_goes_to_the_decode_server_that_has_what_landed(cluster: Cluster) -> None:
+    async def fails(server: FakeServer, leg: StartLeg) -> None:
+        server.say(server.end(leg, Outcome.WORKER_LOST))
+
+    servers = {"p0": fails, "p1": prefill, "d0": verdict(Outcome.PEER_LOST), "d1": verdict(Outcome.PEER_LOST)}
+    await cluster.up(servers)
+    for _ in range(4):
+        assert (await cluster.ask()).text[0] == answer(0, 8)
+    attempts: dict[str, list[str]] = {}
+    for name in ("d0", "d1"):
+        for leg in cluster.servers[name].started:
+            attempts.setdefault(leg.key.request_id, []).append(name)
+    assert sorted(map(len, attempts.values())) == [1, 1, 2, 2]
+    assert all(len(set(names)) == 1 for names in attempts.values())
 
 
 async def test_a_decode_server_without_a_verdict_is_given_up_after_the_lease(cluster: Cluster) -> None:
@@ -534,6 +560,45 @@ async def test_status_is_what_operators_were_promised(cluster: Cluster) -> None:
     ]
     [me] = status["routers"]
     assert (me["name"], me["pid"], me["inflight"]) == ("router-0", os.getpid(), 0)
+
+
+async def test_status_shows_a_servers_memory_and_how_much_its_prefix_cache_has(cluster: Cluster) -> None:
+    group = GroupMemory("full", "full", 1024, empty_pages=1, evictable_pages=2, used_pages=3)
+    memory = MemoryReport("lcm", 4096, 10, 20, 34, 1024, (group,))
+    await cluster.up(NORMAL, hello={"d0": {"load": LoadReport(ServerState.READY, 0, 0, 34, 10, 20, 64, memory)}})
+
+    def shown(name: str) -> dict[str, Any]:
+        return next(s for s in cluster.router.status()["servers"] if s["name"] == name)
+
+    assert shown("p0")["memory"] is None
+    assert (shown("d0")["memory"]["large_used"], shown("d0")["memory"]["groups"][0]["name"]) == (34, "full")
+    assert shown("d0")["cached_pages"] == []
+    cluster.servers["d0"].tell_cache(KvEvents(stored=((0, b"a"), (0, b"b"), (1, b"a"))), reset=True)
+    await cluster.until(lambda: shown("d0")["cached_pages"] == [2, 1])
+    cluster.servers["d0"].tell_cache(KvEvents(removed=((0, b"a"),)))
+    await cluster.until(lambda: shown("d0")["cached_pages"] == [1, 1])
+    assert shown("p0")["cached_pages"] == []
+
+
+async def test_what_a_server_cached_outlives_a_broken_stream_and_ends_with_its_incarnation(cluster: Cluster) -> None:
+    await cluster.up(NORMAL)
+    server = cluster.servers["d0"]
+
+    def cached() -> list[int]:
+        return next(s for s in cluster.router.status()["servers"] if s["name"] == "d0")["cached_pages"]
+
+    server.tell_cache(KvEvents(stored=((0, b"a"),)), reset=True)
+    await cluster.until(lambda: cached() == [1])
+    server.break_streams()
+    await cluster.until(lambda: len(server.greetings) == 2)
+    assert cached() == [1]
+    server.new_incarnation()
+    await cluster.until(lambda: cached() == [])
+    server.tell_cache(KvEvents(stored=((0, b"b"),)), reset=True)
+    await cluster.until(lambda: cached() == [1])
+    await server.kill()
+    await cluster.until(lambda: cluster.state("d0") == "dead")
+    assert cached() == []
 
 
 async def test_a_server_with_another_name_or_model_is_not_used(cluster: Cluster) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 
+from disagg.messages.lane import Piece
+from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 from disagg.staging.copy import PageShape, gather, scatter
-from disagg.staging.pieces import Piece, piece_bytes
+from disagg.staging.pieces import framed_bytes
 from disagg.staging.slices import head_slices
 
 LAYERS, HEADS, HEAD_DIM, TOKENS = 3, 4, 6, 37
@@ -43,7 +48,7 @@ class Pool:
 
 
 def staging(piece: Piece, heads: int, shape: PageShape) -> torch.Tensor:
-    return torch.full((piece_bytes(piece, heads, shape.head_dim, shape.dtype_bytes) + 24,), 0xEE, dtype=torch.uint8)
+    return torch.full((framed_bytes(shape.payload_bytes(piece, heads)) + 24,), 0xEE, dtype=torch.uint8)
 
 
 def copy(src: Pool, dst: Pool, piece: Piece, src_head: int, dst_head: int, heads: int) -> None:
@@ -163,3 +168,83 @@ def test_a_pool_whose_pages_are_wider_than_the_group_keeps_the_rest() -> None:
     assert scatter(out, wide, dst.page_ids, dst.shape, piece, 0, 2, SEED)
     assert bool((wide[:, dst.shape.nbytes :] == 7).all())
     assert torch.equal(dst.read(wide[:, : dst.shape.nbytes].contiguous())[:, :, :, 1:30], src.read()[:, :, :, 1:30])
+
+
+def test_the_shape_of_a_page_is_that_of_its_group() -> None:
+    assert PageShape.of(LayerGroup("full", (0, 3), 4, 6, "bfloat16"), 16) == PageShape(2, 4, 16, 6, 2)
+    states = LayerGroup.of_states("states", (0, 1, 2), (StatePart("ssm", (3,), "float32"),))
+    assert PageShape.of(states, 16) == PageShape(3, 1, 1, 16, 1, planes=1)
+
+
+class FlatPool:
+    """Several groups in one flat tensor of random bytes, each with a page table of its own. tables: page ids by group."""
+
+    def __init__(self, groups: tuple[LayerGroup, ...], page_tokens: int, slack: tuple[int, ...], seed: int) -> None:
+        """slack: by how many units each group's pages are farther apart than they are long."""
+        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.shapes = [PageShape.of(group, page_tokens) for group in groups]
+        self.strides = [
+            group.page_bytes(page_tokens) + more * group.align_bytes(page_tokens)
+            for group, more in zip(groups, slack, strict=True)
+        ]
+        self.large_bytes = math.lcm(*self.strides)
+        self.tables: list[list[int]] = []
+        large = 0
+        for shape, stride in zip(self.shapes, self.strides, strict=True):
+            per_large = self.large_bytes // stride
+            needed = 2 if shape.planes == 1 else -(-TOKENS // shape.page_tokens)
+            own = -(-needed // per_large)  # large pages
+            self.tables.append(rng.sample(range(large * per_large, (large + own) * per_large), needed))
+            large += own
+        self.bytes = torch.randint(0, 256, (large * self.large_bytes,), dtype=torch.uint8, generator=generator)
+
+    def pages(self, group: int) -> torch.Tensor:
+        return self.bytes.view(-1, self.strides[group])
+
+    def row(self, group: int, layer: int, plane: int, head: int, position: int) -> slice:
+        """The bytes of one row, worked out by hand."""
+        s = self.shapes[group]
+        page = self.tables[group][position // s.page_tokens] * self.strides[group]
+        unit = (layer * s.planes + plane) * s.kv_heads + head
+        start = page + (unit * s.page_tokens + position % s.page_tokens) * s.row_bytes
+        return slice(start, start + s.row_bytes)
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(st.data())
+def test_groups_in_one_flat_tensor_move_and_leave_each_other_alone(data: st.DataObject) -> None:
+    """Pages farther apart than they are long, odd sizes, states beside tokens: row by row against plain slices."""
+    groups = (
+        LayerGroup("full", (0, 2), data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 3, 6, 8])), "bfloat16"),
+        LayerGroup("window", (1,), 2, data.draw(st.sampled_from([1, 5, 7])), "uint8", GroupKind.WINDOW, window=9),
+        LayerGroup.of_states(
+            "states", (3, 4), (StatePart("conv", (3,), "bfloat16"), StatePart("ssm", (7,), "float32"))
+        ),
+    )
+    slack = st.tuples(*[st.integers(0, 3)] * 3)
+    src = FlatPool(groups, data.draw(st.sampled_from([1, 4, 16])), data.draw(slack), seed=1)
+    dst = FlatPool(groups, data.draw(st.sampled_from([1, 4, 16])), data.draw(slack), seed=2)
+    number = data.draw(st.integers(0, 2))
+    shape, target = src.shapes[number], dst.shapes[number]
+    limit = 2 if groups[number].is_state else TOKENS
+    layer_start, layer_stop = sorted(data.draw(st.sets(st.integers(0, shape.layers), min_size=2, max_size=2)))
+    start, stop = sorted(data.draw(st.sets(st.integers(0, limit), min_size=2, max_size=2)))
+    head = data.draw(st.integers(0, shape.kv_heads - 1))
+    heads = data.draw(st.integers(1, shape.kv_heads - head))
+    piece = Piece(number, layer_start, layer_stop, start, stop)
+    out = staging(piece, heads, shape)
+    src_first, dst_first = start // shape.page_tokens, start // target.page_tokens
+    gather(
+        *(src.pages(number), torch.tensor(src.tables[number][src_first:]), shape, piece, head, heads, out, SEED),
+        first_page=src_first,
+    )
+    wanted = dst.bytes.clone()
+    for layer, plane, h, position in itertools.product(
+        range(layer_start, layer_stop), range(shape.planes), range(head, head + heads), range(start, stop)
+    ):
+        wanted[dst.row(number, layer, plane, h, position)] = src.bytes[src.row(number, layer, plane, h, position)]
+    assert scatter(
+        *(out, dst.pages(number), torch.tensor(dst.tables[number][dst_first:]), target, piece, head, heads, SEED),
+        first_page=dst_first,
+    )
+    assert torch.equal(dst.bytes, wanted), "every byte of the piece, and no other"

@@ -6,7 +6,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from disagg.staging.pieces import Coverage, Piece, piece_bytes, split_pieces
+from disagg.messages.lane import Piece
+from disagg.messages.layout import LayerGroup, StatePart
+from disagg.staging.pieces import (
+    Coverage,
+    framed_bytes,
+    group_payload_bytes,
+    group_piece_bytes,
+    split_group_piece,
+    split_pieces,
+)
 
 Cell = tuple[int, int, int]
 
@@ -28,9 +37,29 @@ def pieces(draw: st.DrawFn, groups: int = 2, layers: int = 6, tokens: int = 12) 
 
 def test_a_piece_takes_its_valid_rows_padding_to_words_and_a_trailer() -> None:
     piece = Piece(0, 1, 3, 5, 8)
-    assert piece_bytes(piece, heads=2, head_dim=4, dtype_bytes=2) == 2 * 2 * 2 * 3 * 4 * 2 + 8
-    assert piece_bytes(piece, heads=1, head_dim=1, dtype_bytes=1) == 16 + 8  # 12 bytes of rows
-    assert piece_bytes(piece, heads=1, head_dim=1, dtype_bytes=1, planes=1) == 8 + 8
+    attention = LayerGroup("full", (0, 1, 2), 4, 4, "bfloat16")
+    assert group_payload_bytes(piece, 2, attention) == 2 * 2 * 2 * 3 * 4 * 2
+    assert group_piece_bytes(piece, 2, attention) == 2 * 2 * 2 * 3 * 4 * 2 + 8
+    assert group_piece_bytes(piece, 1, LayerGroup("odd", (0, 1, 2), 1, 1, "uint8")) == 16 + 8  # 12 bytes of rows
+    assert group_piece_bytes(piece, 1, LayerGroup("latent", (0, 1, 2), 1, 1, "uint8", planes=1)) == 8 + 8
+
+
+def test_a_state_is_as_large_as_its_parts_and_is_cut_by_layers_only() -> None:
+    parts = (StatePart("conv", (3,), "bfloat16"), StatePart("ssm", (5,), "float32"))  # 6 and 20 bytes: 16 and 32
+    states = LayerGroup.of_states("states", (0, 1, 2, 3, 4), parts)
+    checkpoint = Piece(1, 0, 5, 1, 2)
+    assert group_piece_bytes(checkpoint, 1, states) == 5 * 48 + 8
+    cut = split_group_piece(checkpoint, 1, states, max_bytes=2 * 48 + 8, page_tokens=16)
+    assert cut == (Piece(1, 0, 2, 1, 2), Piece(1, 2, 4, 1, 2), Piece(1, 4, 5, 1, 2))
+    with pytest.raises(ValueError, match="one token of one layer takes 56 bytes"):
+        split_group_piece(checkpoint, 1, states, max_bytes=55, page_tokens=16)
+
+
+def test_a_group_is_cut_by_the_rows_of_its_widest_slice() -> None:
+    group = LayerGroup("full", (0, 1), 4, 2, "float32")
+    pieces = split_group_piece(Piece(0, 0, 2, 0, 64), 3, group, max_bytes=2 * 20 * 2 * 3 * 8 + 8, page_tokens=16)
+    assert [(p.token_start, p.token_stop) for p in pieces] == [(0, 16), (16, 32), (32, 48), (48, 64)]
+    assert all(group_piece_bytes(piece, 3, group) <= 2 * 20 * 2 * 3 * 8 + 8 for piece in pieces)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +113,7 @@ def test_the_parts_of_a_split_are_the_whole_without_overlap_and_fit(
     assert sum(len(cells(part)) for part in parts) == len(cells(whole))
     assert set().union(*map(cells, parts)) == cells(whole)
     for part in parts:
-        assert piece_bytes(part, 1, bytes_per_token_layer, 1, planes=1) <= max_bytes
+        assert framed_bytes(part.layers * part.tokens * bytes_per_token_layer) <= max_bytes
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)

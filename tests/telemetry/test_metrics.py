@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from disagg.messages.legs import GroupMemory, MemoryReport
 from disagg.telemetry.metrics import EngineMetrics, new_registry
 
 
@@ -28,14 +29,47 @@ def test_two_processes_in_one_test_do_not_share_counts() -> None:
     assert other.get_sample_value("disagg_decode_tokens_total") == 0
 
 
-def test_pages_and_arena_are_set_by_state() -> None:
+def memory() -> MemoryReport:
+    full = GroupMemory("full", "full", 100, empty_pages=1, evictable_pages=2, used_pages=3)
+    window = GroupMemory("window_512", "window", 40, empty_pages=0, evictable_pages=5, used_pages=10)
+    return MemoryReport("lcm", 200, 4, 5, 6, 148, (full, window))
+
+
+def samples(registry: CollectorRegistry, name: str) -> dict[str, float]:
+    """Values of a gauge by its labels' values, joined."""
+    [family] = [family for family in registry.collect() if family.name == name]
+    return {" ".join(sample.labels.values()): sample.value for sample in family.samples}
+
+
+def test_the_pool_is_set_by_group_and_state() -> None:
     registry = CollectorRegistry()
     metrics = EngineMetrics(registry)
-    metrics.set_pages(free=5, used=3, evictable=2, quarantined=0)
-    metrics.set_arena(free_bytes=10, leased_bytes=20, quarantined_bytes=30)
-    pages = [registry.get_sample_value("disagg_kv_pages", {"state": state}) for state in ("free", "used", "evictable")]
-    assert pages == [5, 3, 2]
-    assert registry.get_sample_value("disagg_arena_bytes", {"state": "quarantined"}) == 30
+    metrics.set_memory(memory())
+    assert samples(registry, "disagg_kv_large_pages") == {"free": 4, "evictable": 5, "used": 6}
+    pages = {"full empty": 1, "full evictable": 2, "full used": 3}
+    pages |= {"window_512 empty": 0, "window_512 evictable": 5, "window_512 used": 10}
+    assert samples(registry, "disagg_kv_pages") == pages
+    page_bytes = {"full": 100, "window_512": 40}
+    assert samples(registry, "disagg_kv_bytes") == {
+        labels: count * page_bytes[labels.partition(" ")[0]] for labels, count in pages.items()
+    }
+    assert registry.get_sample_value("disagg_kv_fragmentation_bytes") == 148
+
+
+def test_a_pool_that_is_gone_leaves_no_pages_behind() -> None:
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(registry)
+    metrics.set_memory(memory())
+    metrics.set_memory(None)
+    assert samples(registry, "disagg_kv_large_pages") == {"free": 0, "evictable": 0, "used": 0}
+    assert samples(registry, "disagg_kv_pages") == samples(registry, "disagg_kv_bytes") == {}
+    assert registry.get_sample_value("disagg_kv_fragmentation_bytes") == 0
+
+
+def test_the_arena_is_set_by_state() -> None:
+    registry = CollectorRegistry()
+    EngineMetrics(registry).set_arena(free_bytes=10, leased_bytes=20, quarantined_bytes=30)
+    assert samples(registry, "disagg_arena_bytes") == {"free": 10, "leased": 20, "quarantined": 30}
 
 
 def test_counters_by_reason_are_there_once_counted() -> None:

@@ -80,6 +80,14 @@ class LoopbackBackend:
         self.regions.append((region, memory))
         return region
 
+    def has_registered(self, part: Region) -> bool:
+        return any(
+            region.device == part.device
+            and region.address <= part.address
+            and part.address + part.nbytes <= region.address + region.nbytes
+            for region, _ in self.regions
+        )
+
     def metadata(self) -> bytes:
         return self._life.encode()
 
@@ -138,7 +146,7 @@ class LoopbackBackend:
                     self._fail(handle, f"peer {write.peer.name} is gone")
                 elif target._life in self._hub.frozen:
                     continue
-                elif all(write.region != region for region, _ in target.regions):
+                elif not target.has_registered(write.region):
                     self._fail(handle, f"{write.region} is not registered by {write.peer.name}")
                 else:
                     ctypes.memmove(write.region.address + write.offset, write.source, write.nbytes)

@@ -121,6 +121,14 @@ def server_hello(**changes):
         (server_hello(role=3), "ServerHello.role is 3"),
         (server_hello(load=None), "ServerHello.load is missing"),
         (pb.server.ServerFrame(attached=pb.server.AttachReply()), "ServerFrame.hello is missing"),
+        (
+            pb.server.ServerFrame(kv=pb.server.KvUpdate(stored=[b"a", b"b"], stored_groups=[0])),
+            "KvUpdate.stored_groups has 1 entries for 2 of stored",
+        ),
+        (
+            pb.server.ServerFrame(kv=pb.server.KvUpdate(removed_groups=[1])),
+            "KvUpdate.removed_groups has 1 entries for 0 of removed",
+        ),
     ],
 )
 def test_a_malformed_server_frame_is_refused_by_field(message, names):

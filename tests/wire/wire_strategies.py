@@ -21,7 +21,7 @@ from disagg.wire.inference import (
     UsageView,
 )
 from disagg.wire.peer import LinkGreeting
-from disagg.wire.server import AttachReply, RouterHello, ServerSays
+from disagg.wire.server import AttachReply, KvUpdate, RouterHello, ServerSays
 
 settings.register_profile("wire", derandomize=True, deadline=None, max_examples=60, database=None)
 WIRE = settings.get_profile("wire")
@@ -97,7 +97,11 @@ def leg_tokens(draw):
 
 
 states = st.sampled_from([state for state in legs.ServerState if state is not legs.ServerState.DEAD])
-loads = st.builds(legs.LoadReport, states, u32, u32, u64, u64, u64, u64)
+group_memories = st.builds(legs.GroupMemory, text, text, u64, u64, u64, u64)
+memories = st.builds(legs.MemoryReport, text, u64, u64, u64, u64, u64, tuples(group_memories))
+loads = st.builds(legs.LoadReport, states, u32, u32, u64, u64, u64, u64, st.none() | memories)
+cached_pages = tuples(st.tuples(u32, st.binary(max_size=36)))
+kv_updates = st.builds(KvUpdate, st.builds(legs.KvEvents, cached_pages, cached_pages), st.booleans())
 server_hellos = st.builds(
     legs.ServerHello, name, st.sampled_from(Role), u32, u32, tuples(u32), text, text, text, u32, u64, text, loads
 )
@@ -133,7 +137,7 @@ LINK_MESSAGES = {
     link.OpenRing: st.builds(link.OpenRing, u32, u32, st.integers(1, 2**64 - 1), tuples(u64)),
     link.CloseRing: st.builds(link.CloseRing, u32),
     link.RingClosed: st.builds(link.RingClosed, u32),
-    link.Grant: st.builds(link.Grant, keys, u32),
+    link.Grant: st.builds(link.Grant, keys, tuples(u32, min_size=1)),
     link.OfferPieces: st.builds(link.OfferPieces, keys, u32, tuples(pieces())),
     link.AssignEntries: st.builds(link.AssignEntries, keys, u32, tuples(entries)),
     link.Watermarks: st.builds(link.Watermarks, u32, tuples(u64)),
@@ -155,7 +159,11 @@ def frames(messages):
 
 
 server_says = st.builds(
-    ServerSays, frames(st.one_of(*SERVER_MESSAGES.values())), st.none() | loads, st.none() | server_hellos
+    ServerSays,
+    frames(st.one_of(*SERVER_MESSAGES.values())),
+    st.none() | loads,
+    st.none() | server_hellos,
+    kv=st.none() | kv_updates,
 ) | st.builds(ServerSays, st.just(Frame(0, 0, ())), st.none(), server_hellos, attach_replies)
 
 

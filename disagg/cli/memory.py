@@ -1,0 +1,124 @@
+"""Draws the KV pools of `/status`: large pages, and each layer group's part of them. Pure: JSON in, lines out.
+
+decode-0, ready: 512 MiB of KV memory, 2097 large pages of 250 KiB (lcm)
+                                      used  evictable  empty    bytes  share
+  large pages  ██████▒▒▒▒▒▒▒▒░░░░░░    593        801    703  512 MiB   100%
+  full         ████▒▒▒▒▒              9000      10120     12  229 MiB    45%
+  window-512   ██▒▒▒                  4100       7800    300   95 MiB    19%
+
+Every bar has the scale of the whole pool: the groups' bars together are as long as the first is before its empty part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+from rich.text import Text
+
+STATES = (("used", "█", "cyan"), ("evictable", "▒", "yellow"), ("empty", "░", "bright_black"))
+LEAST_CELLS, MOST_CELLS = 8, 48
+LEAST_NAME = 8
+GAP = "  "
+
+
+class Row(Struct, frozen=True):
+    """One line. pages: (used, evictable, empty), each of page_bytes."""
+
+    name: str
+    pages: tuple[int, int, int]
+    page_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.pages) * self.page_bytes
+
+
+def memory_rows(memory: Mapping[str, Any]) -> tuple[Row, ...]:
+    """The pool's large pages, and then its groups. memory: of a server in /status."""
+    large = (memory["large_used"], memory["large_evictable"], memory["large_free"])
+    groups = (
+        Row(group["name"], (group["used_pages"], group["evictable_pages"], group["empty_pages"]), group["page_bytes"])
+        for group in memory["groups"]
+    )
+    return Row("large pages", large, memory["large_bytes"]), *groups
+
+
+def memory_lines(server: Mapping[str, Any], width: int) -> list[Text]:
+    """One server's pool below a line that says what it is, in `width` columns or, if they are too few, in what it takes."""
+    title = f"{server.get('name')}, {server.get('state')}"
+    memory = server.get("memory")
+    if not memory:
+        return [Text(f"{title}: no KV memory")]
+    rows = memory_rows(memory)
+    pool = rows[0]
+    title += (
+        f": {show_bytes(pool.nbytes)} of KV memory{' on each rank' if server.get('tp', 1) > 1 else ''}, "
+        f"{sum(pool.pages)} large pages of {show_bytes(pool.page_bytes)} ({memory['sizing']})"
+    )
+    table = [["", *(state for state, _, _ in STATES), "bytes", "share"]]
+    for row in rows:
+        counts = (str(count) for count in row.pages)
+        table.append([row.name, *counts, show_bytes(row.nbytes), show_share(row.nbytes, pool.nbytes)])
+    longest, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
+    room = width - sum(widths) - len(GAP) * (len(widths) + 2)
+    names = min(longest, max(LEAST_NAME, room - LEAST_CELLS))
+    cells = max(LEAST_CELLS, min(MOST_CELLS, room - names))
+    bars = [Text(), *(_bar(row, pool.nbytes, cells) for row in rows)]
+    lines = [Text(title)]
+    for (name, *values), bar in zip(table, bars, strict=True):
+        short = name if len(name) <= names else name[: names - 1] + "…"
+        bar.pad_right(cells - len(bar))
+        numbers = GAP.join(value.rjust(each) for value, each in zip(values, widths, strict=True))
+        lines.append(Text.assemble(GAP, short.ljust(names), GAP, bar, GAP, numbers))
+    lost = memory["fragmentation_bytes"]
+    if lost:
+        share = show_share(lost, pool.nbytes)
+        lines.append(Text(f"{GAP}{show_bytes(lost)} ({share}) lost to empty small pages and padding"))
+    return lines
+
+
+def legend() -> Text:
+    """What the cells of the bars mean."""
+    return Text(GAP).join(Text.assemble((cell, style), f" {state}") for state, cell, style in STATES)
+
+
+def bar_cells(parts: Sequence[int], total: int, cells: int) -> tuple[int, ...]:
+    """How many of `cells`, which stand for `total`, each part takes: rounded so that the whole bar has the right length.
+
+    A part that is not 0 takes one at least; where none is left, the longest part gives it up, if it has two.
+    """
+    ends = [round(sum(parts[: index + 1]) / total * cells) if total else 0 for index in range(len(parts))]
+    taken = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    for index, part in enumerate(parts):
+        if part and not taken[index]:
+            longest = taken.index(max(taken))
+            if sum(taken) == cells and taken[longest] > 1:
+                taken[longest] -= 1
+            if sum(taken) < cells:
+                taken[index] = 1
+    return tuple(taken)
+
+
+def show_bytes(num_bytes: int) -> str:
+    """For people: "0 B", "250 KiB", "1.25 GiB"."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1023.5:
+            break
+        size, unit = size / 1024, larger
+    digits = 0 if unit == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
+    number = f"{size:.{digits}f}"
+    return f"{number.rstrip('0').rstrip('.') if digits else number} {unit}"
+
+
+def show_share(part: int, whole: int) -> str:
+    """A percentage; "<1%" for what is not nothing."""
+    percent = round(100 * part / whole) if whole else 0
+    return f"{percent}%" if percent or not part else "<1%"
+
+
+def _bar(row: Row, pool_bytes: int, cells: int) -> Text:
+    taken = bar_cells([count * row.page_bytes for count in row.pages], pool_bytes, cells)
+    return Text.assemble(*((cell * count, style) for count, (_, cell, style) in zip(taken, STATES, strict=True)))

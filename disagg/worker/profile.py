@@ -1,0 +1,91 @@
+"""Runs the largest step that can come, to learn how much memory steps take beside weights and pool.
+
+Knows models, pools and samplers; nothing of plans. What the step computes is of no use to anyone: all pages of all
+sequences are one page, whose content is garbage.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from disagg.messages.mirror import MirrorSequence, RunView
+from disagg.models.model import PagedModel
+from disagg.models.pool import Pool
+from disagg.types.errors import ConfigError
+from disagg.types.sampling import MAX_LOGPROBS, SamplingParams
+from disagg.worker.batch import build_batch
+from disagg.worker.sampler import Sampled, Sampler
+
+PAGE_TOKENS = 16
+
+# What takes the sampler most: every edit and every filter.
+_SAMPLING = SamplingParams(
+    max_tokens=2,
+    min_tokens=1,
+    temperature=1.0,
+    top_k=40,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias=((0, 1.0),),
+    stop_token_ids=(1,),
+    logprobs=MAX_LOGPROBS,
+)
+
+
+@torch.inference_mode()
+def measure_largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -> tuple[int, int]:
+    """(bytes of the device, most bytes that were in use on it, by whomever); (0, 0) on CPU, which is not measured.
+
+    Raises ConfigError if the device has not enough for the step.
+    """
+    device = model.device
+    if device.type != "cuda":
+        return 0, 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        largest_step(model, chunk_tokens, max_slots)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of {chunk_tokens} tokens of a prompt and of {max_slots} sequences does not fit on {device}, at the "
+            f"model's limit of {model.max_model_len} tokens: {error}"
+        ) from error
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)
+    # What the allocator gave back to the device before the end is not in `free`'s complement.
+    given_back = stats["reserved_bytes.all.peak"] - stats["reserved_bytes.all.current"]
+    torch.cuda.empty_cache()
+    return total, total - free + given_back
+
+
+def largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -> Sampled:
+    """The last chunk of the longest prompt, and a token for each of as many of the longest sequences as there are slots."""
+    longest = model.max_model_len
+    chunk_tokens = min(chunk_tokens, longest)
+    device = str(model.device)
+    pool = _scratch_pool(model)
+    tables = [[group] * (1 if spec.is_state else -(-longest // PAGE_TOKENS)) for group, spec in enumerate(model.groups)]
+    sequence = MirrorSequence(0, [0] * longest, longest, longest, tables, _SAMPLING, ())
+    last_pages = tuple(range(len(model.groups)))
+    prefill = RunView(sequence, longest - chunk_tokens, chunk_tokens, False, last_pages)
+    decode = RunView(sequence, longest - 1, 1, True, last_pages)
+    batch, _ = build_batch([prefill] + [decode] * max_slots, model.groups, PAGE_TOKENS, device)
+    logits = model.forward(batch, pool)
+    sampler = Sampler(model.vocab_size, max_slots, device)
+    for slot in range(max_slots):
+        sampler.add(slot, _SAMPLING, 0, (0,), (), model.eos_token_ids)
+    return sampler.sample(logits, torch.arange(max_slots, device=model.device), list(range(max_slots)))
+
+
+def _scratch_pool(model: PagedModel) -> Pool:
+    """One page per group: group g's is its page g."""
+    align_bytes = math.lcm(*(group.align_bytes(PAGE_TOKENS) for group in model.groups))
+    large_bytes = -(-max(group.page_bytes(PAGE_TOKENS) for group in model.groups) // align_bytes) * align_bytes
+    num_groups = len(model.groups)
+    return model.make_pool(num_groups, large_bytes, (large_bytes,) * num_groups, PAGE_TOKENS)

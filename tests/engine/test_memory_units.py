@@ -1,0 +1,786 @@
+"""Each engine alone, with little memory: prefix hits, layer groups, who waits and who gives way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from disagg.engine.decode import TURN_TOKENS
+from disagg.engine.instructions import Instruction, PublishKv, ToLane, ToWorkers
+from disagg.memory.groups import spec_of
+from disagg.memory.layout import plan_layout
+from disagg.messages import link as m
+from disagg.messages.lane import Bind, Bound, Piece, Unbind, Unbound
+from disagg.messages.layout import GroupKind, LayerGroup
+from disagg.messages.legs import LegEnd, LegTokens, Outcome, ServerState, StartLeg
+from disagg.messages.plan import PageCopy, Run, SampledToken
+from disagg.types.errors import ProtocolError
+from disagg.types.ids import FinishReason
+from disagg.types.sampling import SamplingParams
+from tests.engine.units import (
+    CHECKPOINT_TOKENS,
+    FULL,
+    P_REF,
+    PAGE_TOKENS,
+    STATE,
+    WINDOW,
+    Decode,
+    Prefill,
+    facts,
+    outcomes,
+    pages_of,
+    plans,
+    said,
+    sent,
+    start,
+    to_lane,
+    to_link,
+    to_router,
+)
+
+LONG = SamplingParams(max_tokens=40)
+EIGHT = SamplingParams(max_tokens=8)
+
+
+def leg_for_decode(name: str, tokens: int, first_token: int = 1, choices: int = 1, max_tokens: int = 8) -> StartLeg:
+    return start(name, tokens, choices, SamplingParams(max_tokens=max_tokens), P_REF, first_token)
+
+
+def runs_of(out: list[Instruction]) -> list[Run]:
+    return [run for plan in plans(out) for run in plan.runs]
+
+
+def end_of(out: list[Instruction]) -> LegEnd:
+    (end,) = (message for message in to_router(out) if isinstance(message, LegEnd))
+    return end
+
+
+def indices(out: list[Instruction], name: str, choice: int = 0) -> list[int]:
+    """Output indices that were told of one choice, in the order of telling."""
+    return [index for request, of, index, _ in said(out) if (request, of) == (name, choice)]
+
+
+# ---- prefill: hits
+
+
+@pytest.mark.parametrize(("want", "offered"), [(0, [(0, 8), (8, 10)]), (4, [(4, 8), (8, 10)]), (8, [(8, 10)])])
+def test_prefill_computes_what_its_cache_lacks_and_offers_what_decode_lacks(
+    want: int, offered: list[tuple[int, int]]
+) -> None:
+    prefill = Prefill(facts())
+    prefill.through(start("before", 10))
+    prefill.open_ring()
+    leg = start("r", 10)
+    (plan,) = plans(prefill.start(leg))
+    (begun,) = plan.starts
+    assert (begun.computed, len(begun.tables[0].pages)) == (8, 2), "two pages are there"
+    assert [(run.num_tokens, run.sample) for run in plan.runs] == [(2, True)]
+    (offer,) = to_link(prefill.link(m.Grant(leg.key, (want,))))
+    assert isinstance(offer, m.OfferPieces)
+    assert [(piece.token_start, piece.token_stop) for piece in offer.pieces] == offered
+    sends = prefill.send(leg, offer)
+    assert [send.after_plan for send in sends] == [
+        plan.plan_no if send.piece.token_start == 8 else -1 for send in sends
+    ]
+    assert sends[-1].pages == plan.runs[0].new_pages[0]
+    if want == 0:
+        assert sends[0].pages == begun.tables[0].pages
+
+
+def test_pages_of_a_hit_are_kept_until_the_transfer_ends() -> None:
+    prefill = Prefill(facts(num_large=4))
+    prefill.through(start("before", 10))
+    assert prefill.used == 0
+    prefill.open_ring()
+    leg = start("r", 10)
+    prefill.start(leg)
+    prefill.compute_all()
+    (offer,) = to_link(prefill.link(m.Grant(leg.key, (0,))))
+    assert isinstance(offer, m.OfferPieces)
+    prefill.start(start("greedy", 8, first_token=50))
+    assert prefill.used == 3 and prefill.cached() == 2, "one page is free, and nobody may evict the two"
+    for send in prefill.send(leg, offer):
+        prefill.lane(sent(send))
+    prefill.end(leg)
+    assert prefill.used == 2, "only now the greedy one has its pages"
+
+
+def test_pages_enter_the_cache_chunk_by_chunk() -> None:
+    prefill = Prefill(facts())
+    prefill.start(start("long", 20))
+    assert prefill.cached() == 0, "two chunks are under way, and none is computed"
+    for pages in (2, 4, 5):
+        prefill.compute()
+        assert prefill.cached() == pages
+    prefill = Prefill(facts(max_slots=2))
+    prefill.start(start("long", 20))
+    prefill.compute()
+    out = prefill.start(start("same beginning", 9)) + prefill.compute()
+    (begun,) = (begun for plan in plans(out) for begun in plan.starts)
+    assert begun.computed == 8, "while the first one still runs"
+
+
+def test_different_salts_share_nothing() -> None:
+    prefill = Prefill(facts())
+    prefill.through(start("a", 10, salt="one"))
+    prefill.through(start("b", 10, salt="another"))
+    assert prefill.hits == 0
+    assert prefill.cached() == 4
+    prefill.through(start("c", 10, salt="one"))
+    assert prefill.hits == 8
+
+
+def test_without_a_prefix_cache_nothing_is_kept() -> None:
+    prefill = Prefill(facts(prefix_cache=False))
+    prefill.through(start("a", 10))
+    prefill.through(start("b", 10))
+    assert prefill.hits == prefill.cached() == 0
+
+
+def test_the_last_token_is_always_computed_for_its_logits() -> None:
+    prefill = Prefill(facts())
+    prefill.through(start("a", 8))
+    assert prefill.cached() == 2
+    (run,) = runs_of(prefill.start(start("b", 8)))
+    assert (run.num_tokens, run.sample) == (4, True), "the last page, though it is cached"
+
+
+def test_a_leg_says_how_much_of_it_was_cached() -> None:
+    prefill = Prefill(facts())
+    prefill.through(start("before", 10))
+    leg = start("r", 10)
+    prefill.start(leg)
+    prefill.compute_all()
+    assert end_of(prefill.link(m.Complete(leg.key))).cached_tokens == 8
+    decode = Decode(facts())
+    assert end_of(decode.through(leg_for_decode("before", 10))).cached_tokens == 0
+    assert end_of(decode.through(leg_for_decode("r", 10))).cached_tokens == 8
+
+
+def test_what_is_cached_and_what_is_evicted_is_published_and_adds_up() -> None:
+    prefill = Prefill(facts(num_large=3))
+    out = prefill.start(start("a", 12)) + prefill.compute_all()
+    told = [instruction.events for instruction in out if isinstance(instruction, PublishKv)]
+    stored = [page for events in told for page in events.stored]
+    assert len(stored) == 3
+    assert set(stored) == set(prefill.engine.kv_snapshot().stored)
+    prefill.end(start("a", 12))
+    out = prefill.start(start("b", 12, first_token=50))
+    (events,) = (instruction.events for instruction in out if isinstance(instruction, PublishKv))
+    assert set(events.removed) == set(stored), "its pages are taken before any of b is computed"
+    assert events.stored == ()
+    prefill.compute_all()
+    assert prefill.cached() == 3
+
+
+# ---- prefill: layer groups
+
+
+def test_a_window_is_let_go_while_the_prompt_is_computed_but_for_what_is_to_be_sent() -> None:
+    prefill = Prefill(facts(FULL, WINDOW, num_large=40, chunk_tokens=4, prefix_cache=False))
+    prefill.open_ring()
+    leg = start("r", 42)
+    prefill.start(leg)
+    used = [prefill.used]
+    while prefill.unreported:
+        prefill.compute()
+        used.append(prefill.used)
+    assert max(used) <= 11 + 7, "all of the one; of the other not much more than a window and three chunks need"
+    assert used[-1] == 11 + 3, "and when nothing more is computed, what its end needs"
+    with pytest.raises(ProtocolError, match="a grant wants window from 28 on; 32 to 42 can be had"):
+        prefill.link(m.Grant(leg.key, (0, 28)))
+    (offer,) = to_link(prefill.link(m.Grant(leg.key, (0, 32))))
+    assert isinstance(offer, m.OfferPieces)
+    ranges = {g: [(p.token_start, p.token_stop) for p in offer.pieces if p.group == g] for g in (0, 1)}
+    assert ranges == {0: [(at, min(at + 4, 42)) for at in range(0, 42, 4)], 1: [(32, 36), (36, 40), (40, 42)]}
+    sends = prefill.send(leg, offer)
+    assert len({(send.piece.group, send.pages) for send in sends}) == len(sends)
+
+
+def test_chunks_of_a_model_with_states_end_at_checkpoints_and_leave_the_rest_of_the_budget_to_others() -> None:
+    prefill = Prefill(facts(FULL, STATE, chunk_tokens=12))
+    first, second = plans(prefill.start(start("a", 20)))
+    assert [run.num_tokens for run in (*first.runs, *second.runs)] == [8, 8]
+    prefill.start(start("b", 20, first_token=50))
+    (third,) = plans(prefill.compute())
+    assert [(run.seq_id, run.num_tokens) for run in third.runs] == [(0, 4), (1, 8)]
+
+
+def test_a_state_is_written_in_place_but_never_over_a_checkpoint() -> None:
+    prefill = Prefill(facts(FULL, STATE, chunk_tokens=4))
+    out = prefill.start(start("r", 24)) + prefill.compute_all()
+    states = [run.new_pages[1] for run in runs_of(out)]
+    assert [len(pages) for pages in states] == [1, 0, 1, 0, 1, 0], "before the runs that begin at 0, 8 and 16"
+    assert len({page for pages in states for page in pages}) == 3
+
+
+def test_checkpoints_are_kept_and_a_prompt_goes_on_from_the_last_one_that_it_shares() -> None:
+    prefill = Prefill(facts(FULL, STATE))
+    prefill.through(start("a", 20))
+    assert prefill.cached(1) == 2, "after 8 and after 16 tokens"
+    for tokens, computed in ((20, 16), (16, 8), (15, 8), (8, 0)):
+        leg = start(f"of {tokens}", tokens)
+        (plan, *_) = plans(prefill.start(leg))
+        assert plan.starts[0].computed == computed, "whole pages are there up to the end, a state is not"
+        assert plan.starts[0].tables[1] == pages_of((0, plan.starts[0].tables[1].pages))[0]
+        prefill.compute_all()
+        prefill.end(leg)
+
+
+def test_the_state_after_a_whole_prompt_is_a_checkpoint_if_it_falls_on_one() -> None:
+    prefill = Prefill(facts(FULL, STATE))
+    prefill.through(start("a", 16))
+    assert prefill.cached(1) == 2
+    (run, *_) = runs_of(prefill.start(start("longer", 18)))
+    assert run.num_tokens == 2
+    assert len(run.new_pages[1]) == 1, "what others may read is not written over"
+
+
+def test_without_a_prefix_cache_a_state_has_one_page() -> None:
+    prefill = Prefill(facts(FULL, STATE, prefix_cache=False))
+    out = prefill.start(start("r", 24)) + prefill.compute_all()
+    assert [len(run.new_pages[1]) for run in runs_of(out)] == [1, 0, 0]
+
+
+def test_the_last_checkpoint_is_sent_with_the_state_after_the_prompt() -> None:
+    prefill = Prefill(facts(FULL, STATE))
+    prefill.open_ring()
+    leg = start("r", 20)
+    out = prefill.start(leg)
+    out += prefill.link(m.Grant(leg.key, (0, 0))) + prefill.compute_all()
+    offers = [message for message in to_link(out) if isinstance(message, m.OfferPieces)]
+    states = [piece for offer in offers for piece in offer.pieces if piece.group == 1]
+    assert states == [Piece(1, 0, 1, 1, 2), Piece(1, 0, 1, 0, 1)]
+    pages = {send.piece: send.pages for offer in offers for send in prefill.send(leg, offer)}
+    written = [run.new_pages[1] for run in runs_of(out)]
+    assert pages[states[0]] == written[1] and pages[states[1]] == written[2]
+
+
+def test_a_checkpoint_that_prefill_had_is_sent_too() -> None:
+    prefill = Prefill(facts(FULL, STATE))
+    prefill.through(start("before", 20))
+    prefill.open_ring()
+    leg = start("r", 20)
+    (plan,) = plans(prefill.start(leg))
+    (offer,) = to_link(prefill.link(m.Grant(leg.key, (0, 0))))
+    assert isinstance(offer, m.OfferPieces)
+    sends = {send.piece: send for send in prefill.send(leg, offer)}
+    checkpoint = sends[Piece(1, 0, 1, 1, 2)]
+    assert (checkpoint.pages, checkpoint.after_plan) == (plan.starts[0].tables[1].pages, -1)
+    assert sends[Piece(1, 0, 1, 0, 1)].pages == plan.runs[0].new_pages[1]
+
+
+# ---- decode: grants
+
+
+def test_a_grant_wants_only_what_decode_lacks() -> None:
+    decode = Decode(facts())
+    decode.through(leg_for_decode("before", 10))
+    leg = leg_for_decode("r", 10)
+    (bind,) = to_lane(decode.announced(leg))
+    assert isinstance(bind, Bind)
+    assert bind.tables[0].first == 2 and len(bind.tables[0].pages) == 1, "no rank writes into what is cached"
+    grant = decode.bound(leg)
+    assert grant.wants == (8,)
+    (plan, *_) = plans(decode.arrived(leg, grant))
+    assert len(plan.starts[0].tables[0].pages) == 3
+
+
+def test_each_group_wants_what_it_lacks() -> None:
+    decode = Decode(facts(FULL, WINDOW, num_large=40))
+    decode.through(leg_for_decode("before", 10))
+    longer, same = leg_for_decode("longer", 20), leg_for_decode("same", 10)
+    decode.announced(longer)
+    assert decode.bound(longer).wants == (8, 12), "of the window nothing that is cached is needed any more"
+    decode.announced(same)
+    assert decode.bound(same).wants == (8, 8)
+
+
+def test_a_grant_wants_only_the_last_window() -> None:
+    decode = Decode(facts(FULL, WINDOW, num_large=40))
+    leg = leg_for_decode("r", 18)
+    (bind,) = to_lane(decode.announced(leg))
+    assert isinstance(bind, Bind)
+    assert [(table.first, len(table.pages)) for table in bind.tables] == [(0, 5), (2, 3)]
+    grant = decode.bound(leg)
+    assert grant.wants == (0, 8), "from the last full page back, so that its prefix can be a hit"
+    decode.arrived(leg, grant)
+    assert decode.cached(0) == 4 and decode.cached(1) == 2
+
+
+@pytest.mark.parametrize("tokens_first", [True, False])
+def test_a_transfer_with_nothing_to_send_is_complete_when_the_first_tokens_are_there(tokens_first: bool) -> None:
+    decode = Decode(facts())
+    decode.through(leg_for_decode("before", 8))
+    leg = leg_for_decode("r", 8)
+    decode.announced(leg)
+    out = decode.first_tokens(leg) if tokens_first else []
+    assert out == [], "not before every rank has answered"
+    out = decode.lane(Bound(leg.key))
+    assert to_link(out)[0] == m.Grant(leg.key, (8,))
+    if not tokens_first:
+        out = decode.first_tokens(leg)
+    assert m.Complete(leg.key) in to_link(out)
+    assert Unbind(leg.key) in to_lane(out)
+    assert [run.num_tokens for run in runs_of(out)] == [1, 1]
+
+
+def test_prefill_has_sent_all_when_nothing_is_wanted_of_it() -> None:
+    prefill = Prefill(facts())
+    prefill.open_ring()
+    leg = start("r", 8)
+    prefill.start(leg)
+    assert to_link(prefill.link(m.Grant(leg.key, (8,)))) == []
+    assert m.SentAll(leg.key, 0) in to_link(prefill.compute())
+
+
+@pytest.mark.parametrize("reason", ["aborted", "corrupt"])
+def test_what_landed_of_a_broken_transfer_is_kept_and_shortens_the_next(reason: str) -> None:
+    decode = Decode(facts())
+    leg = leg_for_decode("r", 18)
+    decode.granted(leg)
+    landed, partly, missing = decode.offer(leg, Piece(0, 0, 2, 0, 8), Piece(0, 0, 1, 8, 12), Piece(0, 0, 2, 12, 18))
+    decode.land(landed)
+    decode.land(partly)
+    assert decode.cached() == 0, "a rank may still write into them"
+    if reason == "aborted":
+        decode.abort(leg)
+    else:
+        decode.land(missing, ok=False)
+    decode.lane(Unbound(leg.key))
+    assert decode.cached() == 2, "of the third page one layer is missing"
+    decode.link(m.Drained(leg.key))
+    assert decode.used == 0
+    again = replace(leg, key=replace(leg.key, attempt=1))
+    assert decode.granted(again).wants == (8,)
+
+
+def test_a_checkpoint_that_landed_is_kept_for_what_may_have_to_be_computed_again() -> None:
+    decode = Decode(facts(FULL, STATE, num_large=20))
+    leg = leg_for_decode("r", 12)
+    (bind,) = to_lane(decode.announced(leg))
+    assert isinstance(bind, Bind)
+    assert len(bind.tables[1].pages) == 2, "the state, and the checkpoint after eight tokens"
+    grant = decode.bound(leg)
+    (gift,) = decode.offer(leg, Piece(1, 0, 1, 1, 2))
+    decode.land(gift)
+    decode.arrived(leg, grant)
+    assert decode.cached(1) == 0
+    decode.lane(Unbound(leg.key))
+    assert decode.cached(1) == 1
+    without = leg_for_decode("without", 12, first_token=50)
+    decode.joined(without)
+    assert decode.cached(1) == 1, "it is never waited for"
+
+
+# ---- decode: too little memory
+
+
+def both_run(max_tokens: int = 8, **changes: Any) -> tuple[Decode, list[Instruction]]:
+    """a and b have seven tokens of their own each, and five pages between them: three are needed from nine tokens on."""
+    usual: dict[str, Any] = {"num_large": 5, "spare_tokens": 0, "preempt_after_s": 1000.0}
+    decode = Decode(facts(**{**usual, **changes}))
+    out = decode.joined(leg_for_decode("a", 7, max_tokens=max_tokens))
+    return decode, out + decode.joined(leg_for_decode("b", 7, first_token=50, max_tokens=max_tokens))
+
+
+def compute_until(decode: Decode, is_so: Callable[[list[Instruction]], bool]) -> list[Instruction]:
+    """Plan after plan. is_so: of what came of them."""
+    out: list[Instruction] = []
+    for _ in range(100):
+        if is_so(out):
+            return out
+        out += decode.compute()
+    raise AssertionError("a hundred plans, and it is not so")
+
+
+def compute_until_parked(decode: Decode) -> list[Instruction]:
+    return compute_until(decode, lambda _: bool(parked(decode)))
+
+
+def parked(decode: Decode) -> list[tuple[str, int]]:
+    return [(sequence.key.request_id, sequence.choice) for sequence in decode.engine.batch.parked]
+
+
+def one_parked(**changes: Any) -> tuple[Decode, list[Instruction]]:
+    """Up to where b has given way and holds nothing."""
+    decode, out = both_run(**changes)
+    out += compute_until_parked(decode)
+    return decode, out
+
+
+def test_a_sequence_without_a_page_sits_the_step_out_and_the_latest_gives_way() -> None:
+    decode, _ = both_run()
+    assert [run.seq_id for run in decode.unreported[1].runs] == [0], "a has the last page"
+    out = decode.compute()
+    assert [run.seq_id for run in runs_of(out)] == [0, 1], "b's eighth token fits in what it has"
+    out = decode.compute()
+    assert [run.seq_id for run in runs_of(out)] == [0]
+    assert decode.engine.tally.preemptions == {"memory": 1}
+    assert parked(decode) == [], "a plan still names it"
+    assert decode.used == 5
+    decode.compute()
+    assert parked(decode) == [("b", 0)]
+    assert decode.used == 3
+    load = decode.engine.load(ServerState.READY)
+    assert (load.running, load.waiting) == (1, 1)
+
+
+def test_who_loses_least_gives_way_where_that_is_the_policy() -> None:
+    decode = Decode(facts(num_large=9, spare_tokens=0, preemption="fewest_tokens"))
+    decode.joined(leg_for_decode("short", 7))
+    decode.joined(leg_for_decode("long", 22, first_token=50))
+    compute_until_parked(decode)
+    assert parked(decode) == [("short", 0)]
+
+
+@pytest.mark.parametrize(("prefix_cache", "computed"), [(True, 4), (False, 0)])
+def test_a_preempted_sequence_goes_on_with_all_its_tokens_and_says_none_twice(
+    prefix_cache: bool, computed: int
+) -> None:
+    decode, out = one_parked(prefix_cache=prefix_cache)
+    before = indices(out, "b")
+    out += decode.compute_all()
+    again = [begun for plan in plans(out) for begun in plan.starts][-1]
+    known = tuple(token for request, _, _, token in said(out) if request == "b")[: len(before)]
+    assert again.token_ids == (*range(50, 57), *known), "its outputs so far are known"
+    assert (again.num_prompt, again.computed) == (7, computed)
+    runs = [(run.num_tokens, run.sample) for run in runs_of(out) if run.seq_id == again.seq_id]
+    assert runs == [*([(5, True)] if prefix_cache else [(8, False), (1, True)]), *[(1, True)] * 5]
+    assert indices(out, "a") == indices(out, "b") == list(range(8)), "each index once, in order"
+    assert outcomes(out) == [Outcome.DONE, Outcome.DONE]
+    assert decode.engine.tally.recomputed_tokens == 8 - computed
+    decode.link(m.Drained(leg_for_decode("b", 7).key))
+    assert decode.used == 0 and decode.engine.slots.free == decode.engine.slots.total
+
+
+def test_what_is_computed_again_is_computed_in_chunks_beside_the_others() -> None:
+    decode = Decode(facts(num_large=17, prefix_cache=False, spare_tokens=0, chunk_tokens=4, max_slots=3))
+    decode.joined(leg_for_decode("a", 7, max_tokens=20))
+    decode.joined(leg_for_decode("b", 30, first_token=50))
+    holder = leg_for_decode("holds pages for a while", 24, first_token=200)
+    decode.granted(holder)
+    compute_until_parked(decode)
+    assert parked(decode) == [("b", 0)]
+    decode.abort(holder)
+    out = decode.lane(Unbound(holder.key))
+    out += compute_until(decode, lambda out: bool(indices(out, "b")))
+    (again,) = (begun for plan in plans(out) for begun in plan.starts)
+    beside = [
+        plan for plan in plans(out) if any(run.seq_id == again.seq_id and run.num_tokens > 1 for run in plan.runs)
+    ]
+    chunks = [run for plan in beside for run in plan.runs if run.seq_id == again.seq_id]
+    assert [run.num_tokens for run in chunks] == [4] * 8, "the last of the 33 is like any other"
+    assert not any(run.sample for run in chunks)
+    assert all([run.num_tokens for run in plan.runs[:-1]] == [1] for plan in beside), "a goes on all the while"
+
+
+def test_one_that_ends_while_it_gives_way_is_not_parked() -> None:
+    decode, _ = both_run()
+    decode.compute()
+    decode.compute()
+    plan = decode.unreported[0]
+    out = decode.step(plan.plan_no, *(SampledToken(run.seq_id, 0, 0) for run in plan.runs))
+    assert LegTokens(leg_for_decode("b", 7).key, 0, 1, (0,), (), FinishReason.STOP) in to_router(out)
+    assert parked(decode) == []
+    decode.compute_all()
+    assert decode.used == 0
+
+
+def test_a_parked_sequence_that_is_aborted_leaves_nothing() -> None:
+    decode, _ = one_parked()
+    leg = leg_for_decode("b", 7)
+    out = decode.abort(leg)
+    assert outcomes(out) == [Outcome.ABORTED]
+    assert parked(decode) == []
+    decode.link(m.Drained(leg.key))
+    assert leg.key not in decode.engine._legs
+    out = decode.compute_all()
+    assert not [begun for plan in plans(out) for begun in plan.starts]
+    assert outcomes(out) == [Outcome.DONE]
+    assert decode.used == 0
+
+
+def test_one_that_is_aborted_while_it_gives_way_keeps_its_pages_until_its_plan_has_reported() -> None:
+    decode, _ = both_run()
+    decode.compute()
+    decode.compute()
+    assert outcomes(decode.abort(leg_for_decode("b", 7))) == [Outcome.ABORTED]
+    assert decode.used == 5
+    decode.compute()
+    assert parked(decode) == []
+    assert decode.used == 3
+
+
+def test_one_that_gives_way_just_after_its_transfer_keeps_its_pages_until_no_rank_has_them_bound() -> None:
+    decode = Decode(facts(num_large=5, spare_tokens=0))
+    decode.joined(leg_for_decode("a", 7))
+    leg = leg_for_decode("b", 8, first_token=50)
+    decode.running(leg)
+    decode.compute_all()
+    assert decode.engine.tally.preemptions == {"memory": 1}
+    assert parked(decode) == []
+    decode.lane(Unbound(leg.key))
+    assert parked(decode) == [("b", 0)]
+
+
+def test_whoever_is_alone_gives_way_too_and_goes_on_when_what_transfers_hold_comes_free() -> None:
+    decode = Decode(facts(num_large=5, spare_tokens=0))
+    out = decode.joined(leg_for_decode("a", 7))
+    holder = leg_for_decode("b", 7, first_token=50)
+    decode.granted(holder)
+    out += decode.compute_all()
+    assert parked(decode) == [("a", 0)], "its thirteenth token has no page, perhaps because of where its own lie"
+    assert outcomes(decode.abort(holder)) == [Outcome.ABORTED]
+    out += decode.lane(Unbound(holder.key)) + decode.compute_all()
+    assert indices(out, "a") == list(range(8))
+    assert outcomes(out) == [Outcome.DONE]
+    assert decode.engine.tally.preemptions == {"memory": 1}
+
+
+def running_and_waiting() -> tuple[Decode, StartLeg, list[Instruction]]:
+    """a runs and holds eleven of twelve pages; b, which needs three, is announced at 0 s."""
+    decode = Decode(facts(link_idle_s=1000.0))
+    out = decode.joined(leg_for_decode("a", 4, max_tokens=40))
+    waiting = leg_for_decode("b", 6, first_token=50)
+    out += decode.announced(waiting)
+    assert Bind not in map(type, to_lane(out)[2:])
+    return decode, waiting, out
+
+
+def test_a_grant_that_has_waited_makes_one_give_way_that_has_had_its_turn() -> None:
+    decode, waiting, out = running_and_waiting()
+    out += compute_until(decode, lambda out: len(indices(out, "a")) == TURN_TOKENS - 4)
+    decode.tick(1.9)
+    assert decode.engine.tally.preemptions == {}
+    decode.tick(2.1)
+    assert decode.engine.tally.preemptions == {}, "it has joined too lately"
+    out += compute_until(decode, lambda _: bool(decode.engine.tally.preemptions))
+    assert len(indices(out, "a")) == TURN_TOKENS + 1, "so many since it joined with its first token"
+    assert decode.engine.tally.preemptions == {"grant": 1}
+    out = decode.compute_all()
+    assert parked(decode) == [("a", 0)]
+    (bind,) = to_lane(out)
+    assert isinstance(bind, Bind) and bind.key == waiting.key
+    assert decode.engine.tally.preemptions == {"grant": 1}, "one was enough"
+
+
+def test_nobody_gives_way_to_a_grant_that_has_not_waited_long_enough() -> None:
+    decode, _, out = running_and_waiting()
+    decode.tick(1.9)
+    out += compute_until(decode, lambda out: len(indices(out, "a")) == 39)
+    assert decode.engine.tally.preemptions == {}
+
+
+def test_pages_go_to_whoever_has_waited_longest_whether_it_waits_for_a_grant_or_gave_way() -> None:
+    decode, _ = both_run(max_tokens=6)
+    early, late = leg_for_decode("early", 8, first_token=100), leg_for_decode("late", 4, first_token=150)
+    decode.now_s = 0.5
+    decode.announced(early)
+    decode.now_s = 1.0
+    compute_until(decode, lambda _: bool(decode.engine.tally.preemptions))
+    out = compute_until_parked(decode) + decode.compute()
+    assert [type(message) for message in to_lane(out)] == [Bind], "for the early one, out of what b held"
+    assert parked(decode) == [("b", 0)]
+    decode.now_s = 2.0
+    assert to_lane(decode.announced(late)) == []
+    out = decode.compute_all()
+    assert outcomes(out) == [Outcome.DONE, Outcome.DONE], "a, then b"
+    binds = [message for message in to_lane(out) if isinstance(message, Bind)]
+    assert [bind.key for bind in binds] == [late.key]
+    order = [i for i, each in enumerate(out) if each in (ToLane(None, binds[0]),) or _starts(each)]
+    assert _starts(out[order[0]]), "b, which gave way at 1 s, goes before the one announced at 2 s"
+
+
+def _starts(instruction: Instruction) -> bool:
+    return isinstance(instruction, ToWorkers) and bool(instruction.plan.starts)
+
+
+def test_pages_that_come_free_go_to_who_runs_before_anybody_goes_on_with_them() -> None:
+    """Or else who gave way takes its pages back, as often as it gives them."""
+    decode = Decode(facts(num_large=7, spare_tokens=7))
+    out = decode.joined(leg_for_decode("a", 7, max_tokens=20))
+    out += compute_until(decode, lambda out: len(indices(out, "a")) == 5)
+    out += decode.joined(leg_for_decode("b", 5, first_token=50))
+    assert decode.used == 7, "b has all pages that it will ever need"
+    out += decode.compute_all()
+    assert outcomes(out) == [Outcome.DONE, Outcome.DONE]
+    assert indices(out, "a") == list(range(20)) and indices(out, "b") == list(range(8))
+    assert decode.engine.tally.preemptions == {"memory": 1}
+
+
+def test_nobody_gives_way_to_a_grant_that_could_not_have_a_ring_either() -> None:
+    decode = Decode(facts())
+    out = decode.joined(leg_for_decode("a", 4, max_tokens=40))
+    waiting = leg_for_decode("b", 6, first_token=50)
+    decode.announced(waiting)
+    assert m.CloseRing(0) in to_link(decode.tick(2.1)), "it has been idle"
+    out += compute_until(decode, lambda out: len(indices(out, "a")) > TURN_TOKENS)
+    assert decode.engine.tally.preemptions == {}
+    decode.link(m.RingClosed(0))
+    assert decode.engine.tally.preemptions == {"grant": 1}
+    assert Bind in map(type, to_lane(decode.compute_all()))
+
+
+# ---- decode: choices
+
+
+def test_of_several_choices_each_may_give_way_alone() -> None:
+    decode = Decode(facts(num_large=8, spare_tokens=0, max_slots=4))
+    leg = leg_for_decode("r", 6, choices=2)
+    out = decode.joined(leg)
+    (first, *_) = plans(out)
+    one, other = (begun.tables[0].pages for begun in first.starts)
+    assert one[0] == other[0], "a full page is shared"
+    assert first.copies == (PageCopy(0, one[1], other[1]),), "a partial one is copied"
+    holder = leg_for_decode("holds pages for a while", 16, first_token=50)
+    decode.granted(holder)
+    out += compute_until_parked(decode)
+    assert parked(decode) == [("r", 1)]
+    before = indices(out, "r", 1)
+    out += decode.compute()
+    assert indices(out, "r", 1) == before and len(indices(out, "r", 0)) > len(before)
+    decode.abort(holder)
+    out += decode.lane(Unbound(holder.key)) + decode.compute_all()
+    assert indices(out, "r", 0) == indices(out, "r", 1) == list(range(8))
+    samplers = [begun.samplers[0].choice for plan in plans(out) for begun in plan.starts]
+    assert samplers == [0, 1, 1], "it goes on as the choice that it was"
+    assert outcomes(out).count(Outcome.DONE) == 1
+    decode.link(m.Drained(leg.key))
+    decode.link(m.Drained(holder.key))
+    assert decode.used == 0 and decode.engine.idle
+
+
+def test_an_aborted_choice_that_is_parked_leaves_the_other_running() -> None:
+    decode = Decode(facts(num_large=8, spare_tokens=0))
+    leg = leg_for_decode("r", 6, choices=2)
+    out = decode.joined(leg)
+    decode.granted(leg_for_decode("holds pages", 16, first_token=50))
+    out += compute_until_parked(decode)
+    assert outcomes(decode.abort(leg, 1)) == []
+    assert parked(decode) == []
+    out += decode.compute_all()
+    assert indices(out, "r", 0) == list(range(8))
+    assert outcomes(out) == [Outcome.DONE]
+
+
+def test_choices_read_one_state_and_write_each_its_own() -> None:
+    decode = Decode(facts(FULL, STATE, num_large=20, prefix_cache=False))
+    first, second = plans(decode.joined(leg_for_decode("r", 6, choices=2)))
+    states = {begun.tables[1].pages for begun in first.starts}
+    assert len(states) == 1
+    written = [run.new_pages[1] for run in first.runs]
+    assert [len(pages) for pages in written] == [1, 1]
+    assert len({*states, *written}) == 3
+    assert all(not run.new_pages or not run.new_pages[1] for run in second.runs), "from then on in place"
+
+
+@pytest.mark.parametrize(("tokens", "fresh"), [(8, [1, 0]), (7, [0, 1]), (6, [0, 0])])
+def test_decode_writes_over_no_state_that_is_a_checkpoint(tokens: int, fresh: list[int]) -> None:
+    decode = Decode(facts(FULL, STATE, num_large=20))
+    first, second = plans(decode.joined(leg_for_decode("r", tokens)))
+    assert [len(run.new_pages[1]) if run.new_pages else 0 for run in (*first.runs, *second.runs)] == fresh
+    decode.compute()
+    decode.compute()
+    assert decode.cached(1) == sum(fresh)
+
+
+# ---- what does not fit
+
+
+def test_what_does_not_fit_alone_is_refused_by_name() -> None:
+    groups = (FULL, WINDOW, STATE)
+    prefill, decode = Prefill(facts(*groups, num_large=20)), Decode(facts(*groups, num_large=20))
+    most = prefill.engine.max_tokens_in_pool
+    refused = to_router(prefill.start(start("p", most + 1)))
+    assert refused == [
+        LegEnd(
+            start("p").key,
+            Outcome.REFUSED,
+            f"{most + 1} prompt tokens do not fit the prefill server's KV pool of {most} tokens",
+        )
+    ]
+    assert plans(prefill.start(start("q", most))) != []
+    assert decode.engine.max_tokens_in_pool == most, "it must be able to compute a prompt itself"
+    leg = leg_for_decode("d", most - 10, choices=3, max_tokens=12)
+    (end,) = to_router(decode.start(leg))
+    assert isinstance(end, LegEnd)
+    assert end.reason == (
+        f"prompt and max_tokens come to {most + 1} tokens for each of 3 choices; the decode server has KV memory for "
+        f"{most} tokens of one"
+    )
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (FULL, STATE), (WINDOW, STATE), (FULL, WINDOW, STATE)])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_what_just_fits_is_computed_and_decoded_to_its_end(groups: tuple[LayerGroup, ...], prefix_cache: bool) -> None:
+    just = facts(*groups, num_large=16, prefix_cache=prefix_cache, max_model_len=200)
+    prefill, decode = Prefill(just), Decode(just)
+    most = min(prefill.engine.max_tokens_in_pool, 199)
+    prefill.through(start("p", most))
+    prefill.through(start("again", most))
+    most = min(decode.engine.max_tokens_in_pool, 199)
+    leg = leg_for_decode("d", most - 11, max_tokens=12)
+    assert outcomes(decode.through(leg)) == [Outcome.DONE]
+    assert outcomes(decode.through(replace(leg, key=replace(leg.key, attempt=1)))) == [Outcome.DONE]
+    assert prefill.used == decode.used == 0
+
+
+def test_a_prompt_that_fits_is_admitted_however_what_is_cached_of_it_lies() -> None:
+    """Three small pages of the one group make a large page, and two of the other: a hit may pin one of each."""
+    groups = (FULL, LayerGroup("window", (2, 3, 4), 2, 1, "float32", GroupKind.WINDOW, window=6))
+    layout = plan_layout([spec_of(group, PAGE_TOKENS) for group in groups], PAGE_TOKENS, CHECKPOINT_TOKENS)
+    assert layout.per_large == (3, 2)
+    prefill = Prefill(facts(*groups, layout=layout, num_large=5))
+    for number, tokens in enumerate((4, 12, 8, 12, 16)):
+        prefill.through(start(str(number), tokens))
+
+
+def test_a_long_prompt_does_not_wait_for_one_that_shares_its_window() -> None:
+    prefill = Prefill(facts(WINDOW, num_large=16, max_model_len=200))
+    long, beginning = start("long", 100), start("its beginning", 20)
+    prefill.start(long)
+    prefill.compute()
+    prefill.compute()
+    prefill.compute()
+    out = prefill.start(beginning) + prefill.compute_all()
+    assert {request for request, *_ in said(out)} == {"long", "its beginning"}
+
+
+def gives_way_to(decode: Decode, leg: StartLeg, other: StartLeg) -> list[Instruction]:
+    """The one runs alone, gives way to the other, and goes on when that has ended."""
+    out = decode.joined(leg) + decode.announced(other) + decode.compute_all()
+    assert decode.engine.tally.preemptions == {"grant": 1}
+    assert parked(decode) == [(leg.key.request_id, 0)]
+    out += decode.arrived(other, decode.bound(other)) + decode.lane(Unbound(other.key))
+    return out + decode.compute_all()
+
+
+def test_what_just_fits_goes_on_after_it_gave_way() -> None:
+    decode = Decode(facts(num_large=8, preempt_after_s=0.0, link_idle_s=1000.0))
+    leg, other = leg_for_decode("b", 3, max_tokens=30), leg_for_decode("c", 4, first_token=80, max_tokens=2)
+    assert decode.engine.max_tokens_in_pool == 32, "all of it but the last output's"
+    out = gives_way_to(decode, leg, other)
+    assert indices(out, "b") == list(range(30))
+
+
+def test_what_is_computed_again_is_computed_in_no_larger_chunks_than_its_window_has_pages_for() -> None:
+    small = facts(WINDOW, num_large=10, max_slots=60, spare_tokens=0, max_model_len=200, prefix_cache=False)
+    decode = Decode(replace(small, preempt_after_s=0.0, link_idle_s=1000.0))
+    leg = leg_for_decode("b", 100, max_tokens=30)
+    other = leg_for_decode("c", 6, first_token=200, choices=8, max_tokens=2)
+    out = gives_way_to(decode, leg, other)
+    assert max(run.num_tokens for run in runs_of(out)) == 8
+    assert indices(out, "b") == list(range(30))
+
+
+def test_a_grant_reserves_no_more_of_a_window_than_it_can_hold() -> None:
+    decode = Decode(facts(WINDOW, num_large=25, max_slots=8, max_model_len=400))
+    leg = leg_for_decode("r", 40, choices=8, max_tokens=100)
+    out = decode.announced(leg)
+    assert [type(message) for message in to_lane(out)] == [Bind]
+    out = decode.arrived(leg, decode.bound(leg)) + decode.lane(Unbound(leg.key)) + decode.compute_all()
+    assert all(indices(out, "r", choice) == list(range(100)) for choice in range(8))

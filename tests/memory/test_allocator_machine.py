@@ -1,0 +1,59 @@
+"""The page allocator against the model: 200 sequences of 200 operations, and 2,000 in the slow campaign."""
+
+from __future__ import annotations
+
+import collections
+from random import Random
+
+import pytest
+from hypothesis.stateful import run_state_machine_as_test
+
+from disagg.memory.allocator import PageAllocator
+from tests.memory.machines import POOLS, allocator_machine, campaign
+from tests.memory.model import ANY_EMPTY, EMPTY_LARGE, EVICT_LARGE, EVICT_SMALL, OWN_EMPTY, Page, PoolModel
+
+
+@pytest.mark.parametrize("examples", [200, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_the_allocator_follows_the_five_steps(examples: int) -> None:
+    steps: collections.Counter[int] = collections.Counter()
+    run_state_machine_as_test(allocator_machine(PageAllocator, steps), settings=campaign(examples))
+    for step in (OWN_EMPTY, EMPTY_LARGE, EVICT_LARGE, ANY_EMPTY, EVICT_SMALL):
+        assert steps[step] >= examples // 2, f"step {step} gave only {steps[step]} pages"
+
+
+@pytest.mark.parametrize("pool", sorted(POOLS))
+def test_the_order_of_eviction_outlives_thousands_of_uses(pool: str) -> None:
+    use_thousands_of_times(PageAllocator, pool)
+
+
+def use_thousands_of_times(allocator_class: type[PageAllocator], pool: str) -> None:
+    """Whatever is remembered of earlier uses of a page neither piles up nor comes back. One sequence fills the pool and
+    keeps one page in use; others come, each for some pages, and end; then all of it is asked for again."""
+    layout, num_large = POOLS[pool]
+    random = Random(pool)
+    evicted: list[Page] = []
+    allocator = allocator_class(layout, num_large, lambda g, page: evicted.append((g, page)))
+    model = PoolModel.empty(layout, num_large, collections.Counter())
+    count = num_large * layout.per_large[0]
+    pages = allocator.allocate(0, count, owner=1)
+    model.allocate(0, count, 1, pages)
+    assert pages is not None
+    for page in pages:
+        allocator.keep(0, page)
+        model.keep(0, page)
+    lens = {page: random.randrange(8) for page in pages}
+    for both in (allocator, model):
+        both.release(0, pages[1:], 0, [lens[page] for page in pages[1:]])
+    for step in range(1, 2000):
+        used = random.sample(pages[1:], random.randint(1, min(8, count - 1)))
+        for both in (allocator, model):
+            both.share(0, used)
+            both.release(0, used, step // 2, [lens[page] for page in used])
+    allocator.check_integrity()
+    expected = []
+    for owner in range(2, count + 1):
+        given = allocator.allocate(0, 1, owner)
+        assert given is not None
+        expected += model.allocate(0, 1, owner, given)
+        assert sorted(evicted) == sorted(expected)
+    assert allocator.allocate(0, 1, 0) is None

@@ -1,0 +1,149 @@
+"""The pages of sequences, sentence by sentence; what must hold whatever happens is in test_sequence_machine."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from disagg.memory.groups import GroupSpec
+from disagg.memory.hashing import chain_root
+from disagg.memory.layout import plan_layout
+from disagg.memory.sequence import KvMemory, SequencePages, last_checkpoint, window_start
+from disagg.messages.layout import GroupKind
+
+ROOT = chain_root("weights")
+FULL = GroupSpec("full", GroupKind.FULL, 4)
+STATE = GroupSpec("state", GroupKind.STATE, 4)
+
+
+def window(tokens: int) -> GroupSpec:
+    return GroupSpec("window", GroupKind.WINDOW, 4, window_tokens=tokens)
+
+
+def memory(*groups: GroupSpec, page_tokens: int = 4, num_large: int = 40, caching: bool = True) -> KvMemory:
+    return KvMemory(plan_layout(groups, page_tokens, 2 * page_tokens), num_large, caching=caching)
+
+
+def hashes_of(kv: KvMemory, tokens: int) -> list[bytes]:
+    hashes: list[bytes] = []
+    kv.extend_hashes(hashes, ROOT, range(tokens))
+    return hashes
+
+
+def computed(kv: KvMemory, tokens: int, chunk: int = 8) -> SequencePages:
+    """A prompt of so many tokens, computed in chunks."""
+    hashes = hashes_of(kv, tokens)
+    pages = kv.open(hashes, tokens, tokens, chunk, 0)
+    assert pages is not None
+    for start in range(pages.computed, tokens, chunk):
+        stop = min(start + chunk, tokens)
+        assert pages.grow(start, stop) is not None
+        pages.advance(stop, hashes, 0)
+    pages.end_prefill(hashes, 0, goes_on=True)
+    pages.seal(tokens, hashes)
+    return pages
+
+
+@given(tokens=st.integers(1, 60), window_tokens=st.integers(1, 30), page_tokens=st.sampled_from((1, 2, 4, 16)))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_what_is_sent_of_a_window_is_enough_for_its_full_pages_to_be_a_hit_and_no_page_more(
+    tokens: int, window_tokens: int, page_tokens: int
+) -> None:
+    kv = memory(FULL, window(window_tokens), page_tokens=page_tokens, num_large=300)
+    hashes = hashes_of(kv, tokens)
+    pages = kv.receive(hashes, tokens, 0, 1, 0)
+    assert pages is not None
+    start = window_start(tokens, window_tokens, page_tokens)
+    assert pages.wants == (0, start)
+    pages.landed(tokens, hashes, 0)
+    pages.close(0)
+    full = tokens // page_tokens * page_tokens
+    assert kv.lookup(hashes, tokens + 1) == full
+    assert start % page_tokens == 0
+    assert start == 0 or start + page_tokens > full - window_tokens
+
+
+@pytest.mark.parametrize(("tokens", "checkpoint"), [(0, 0), (7, 0), (8, 0), (9, 8), (16, 8), (17, 16)])
+def test_the_last_checkpoint_is_before_the_end(tokens: int, checkpoint: int) -> None:
+    assert last_checkpoint(tokens, 8) == checkpoint
+
+
+def test_what_was_asked_for_and_what_was_there_is_counted_once_for_each_that_got_its_pages() -> None:
+    kv = memory(FULL, num_large=5)
+    computed(kv, 10).close(1)
+    assert (kv.query_tokens, kv.hit_tokens) == (10, 0)
+    again = computed(kv, 10)
+    assert (kv.query_tokens, kv.hit_tokens) == (20, 8)
+    assert kv.open(hashes_of(kv, 20), 20, 20, 8, 2) is None
+    assert kv.receive(hashes_of(kv, 20), 20, 0, 1, 2) is None
+    assert (kv.query_tokens, kv.hit_tokens) == (20, 8), "nothing was had"
+    received = kv.receive(hashes_of(kv, 12), 12, 0, 1, 2)
+    assert received is not None
+    assert (kv.query_tokens, kv.hit_tokens) == (32, 16)
+    received.close(3)
+    again.close(3)
+
+
+def test_what_is_refused_leaves_everything_as_it_was() -> None:
+    kv = memory(FULL, window(6), STATE, num_large=14)
+    computed(kv, 10).close(1)
+    holder = computed(kv, 16)
+    before = kv.allocator.all_holders(), kv.allocator.free_large, kv.allocator.evictable_large, len(kv.cache)
+    assert kv.open(hashes_of(kv, 40), 40, 40, 8, 2) is None
+    assert kv.receive(hashes_of(kv, 40), 40, 8, 3, 2) is None
+    assert (kv.allocator.all_holders(), kv.allocator.free_large, kv.allocator.evictable_large, len(kv.cache)) == before
+    holder.close(3)
+
+
+def test_two_that_share_a_prefix_share_its_pages() -> None:
+    kv = memory(FULL)
+    one, other = computed(kv, 10), computed(kv, 10)
+    pages, others = set(one.held()), set(other.held())
+    assert len(pages & others) == 2
+    one.close(1)
+    assert {page for _, page in others} >= {
+        page for (_, page), holders in kv.allocator.all_holders().items() if holders
+    }
+    other.close(1)
+    assert kv.allocator.used_large == 0
+
+
+def test_a_prompt_lies_in_one_run_of_adjacent_pages() -> None:
+    kv = memory(FULL, window(40))
+    assert computed(kv, 40).run_pages() == 10
+
+
+def test_one_that_decodes_lets_go_of_its_window_page_by_page() -> None:
+    kv = memory(window(5), caching=False)
+    pages = computed(kv, 10)
+    for tokens in range(11, 60):
+        assert pages.grow(tokens - 1, tokens) is not None
+        pages.advance(tokens, [], tokens)
+        (table,) = pages.tables()
+        assert table.first <= (tokens - 5) // 4, "the next token attends to that"
+        assert len(set(pages.held())) <= 4, "which is looked at once a page"
+    pages.close(60)
+
+
+def test_without_room_for_another_state_one_goes_on_in_place_and_makes_no_checkpoint() -> None:
+    kv = memory(STATE, num_large=1)
+    pages = kv.open([], 20, 20, 8, 0)
+    assert pages is not None
+    new_pages = [pages.grow(start, min(start + 8, 20)) for start in range(0, 20, 8)]
+    assert [len(each[0]) if each else each for each in new_pages] == [1, (), ()]
+    pages.close(1)
+
+
+def test_whoever_reads_a_checkpoint_must_have_another_page_to_write_to() -> None:
+    kv = memory(STATE, num_large=2)
+    hashes = hashes_of(kv, 9)
+    computed(kv, 9).close(1)
+    pages = SequencePages(kv)
+    pages.pin_hit(hashes, 8)
+    other = kv.open([], 4, 4, 8, 2)
+    assert other is not None
+    assert pages.grow(8, 9) is None, "never over the checkpoint"
+    other.close(3)
+    assert pages.grow(8, 9) is not None
+    pages.close(4)

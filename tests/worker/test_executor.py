@@ -1,0 +1,116 @@
+"""A worker's step: what plans do to the pool, and what comes out of the model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from disagg.memory.groups import spec_of
+from disagg.memory.layout import PageSizing, plan_layout
+from disagg.messages.layout import GroupPages
+from disagg.messages.plan import PageCopy, Run, SamplerStart, SequenceStart, WorkerPlan
+from disagg.types.sampling import SamplingParams
+from disagg.worker.executor import Executor
+from tests.models.reference import generate
+from tests.models.tiny import VOCAB_SIZE, WINDOW, make_tiny
+
+T = 4
+PROMPT = [random.Random(5).randrange(VOCAB_SIZE) for _ in range(37)]
+CHUNKS = (16, 16, 5)
+
+
+def executor_of(model_dir: Path, num_large: int = 64) -> Executor:
+    executor = Executor(rank=0)
+    executor.load(model_dir, "float32", "cpu", threads=1)
+    layout = plan_layout([spec_of(group, T) for group in executor.groups], T, T, PageSizing.MAX)
+    assert executor.make_pool(num_large, layout.large_bytes, layout.strides, T, max_slots=4) == (
+        num_large * layout.large_bytes
+    )
+    return executor
+
+
+def start_of(tables: tuple[GroupPages, ...], tokens: list[int], computed: int) -> SequenceStart:
+    params = SamplingParams(max_tokens=100, temperature=0.0)
+    return SequenceStart(0, tuple(tokens), len(PROMPT), computed, tables, params, (SamplerStart(0, 0),))
+
+
+def pages_of(executor: Executor, positions: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Per group, the pages at those positions: each the first of a large page of its own."""
+    num_groups, pool = len(executor.groups), executor.pool
+    return tuple(
+        tuple((group + num_groups * position) * (view.num_pages // pool.num_large) for position in positions)
+        for group, view in enumerate(pool.views)
+    )
+
+
+def prefill_plans(executor: Executor) -> list[WorkerPlan]:
+    """PROMPT in CHUNKS, each chunk's pages appended when it runs."""
+    plans, done = [], 0
+    for plan_no, chunk in enumerate(CHUNKS):
+        pages = pages_of(executor, range(-(-done // T), -(-(done + chunk) // T)))
+        starts = (start_of((GroupPages(0, ()),) * len(pages), PROMPT, 0),) if plan_no == 0 else ()
+        done += chunk
+        plans.append(WorkerPlan(plan_no, starts=starts, runs=(Run(0, chunk, done == len(PROMPT), pages),)))
+    return plans
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "jamba", "bamba", "falcon_h1", "mamba2"])
+def test_chunks_and_steps_give_what_transformers_gives(family: str, tmp_path: Path) -> None:
+    (answer,) = generate(make_tiny(family, tmp_path), [PROMPT], 6)
+    executor = executor_of(tmp_path)
+    plans = prefill_plans(executor)
+    for plan_no, position in enumerate(range(len(PROMPT), len(PROMPT) + 5), len(plans)):
+        pages = pages_of(executor, [position // T]) if position % T == 0 else ()
+        plans.append(WorkerPlan(plan_no, runs=(Run(0, 1, True, pages),)))
+    tokens = [sampled.token_id for plan in plans for sampled in executor.run(plan).sampled]
+    assert tokens == answer.outputs
+
+
+def test_a_sequence_that_starts_behind_a_window_needs_no_pages_before_it(tmp_path: Path) -> None:
+    """As on a decode server: only what the window reaches was received."""
+    (answer,) = generate(make_tiny("mistral", tmp_path), [PROMPT], 4)
+    executor = executor_of(tmp_path)
+    for plan in prefill_plans(executor):
+        result = executor.run(plan)
+    first = (len(PROMPT) + 1 - WINDOW) // T
+    executor.pool.attention(0).kv[:first] = torch.nan
+    executor.pool.attention(0).kv[60] = torch.nan
+    tables = (GroupPages(first, (*range(first, -(-len(PROMPT) // T)), 50)),)
+    start = start_of(tables, [*PROMPT, result.sampled[0].token_id], len(PROMPT))
+    outputs = list(result.sampled)
+    for plan_no in range(3, 6):
+        starts = (start,) if plan_no == 3 else ()
+        outputs += executor.run(
+            WorkerPlan(plan_no, ends=(0,) if plan_no == 3 else (), starts=starts, runs=(Run(0, 1, True),))
+        ).sampled
+    assert [sampled.token_id for sampled in outputs] == answer.outputs
+
+
+def test_new_pages_are_blank_where_groups_have_different_dtypes(tmp_path: Path) -> None:
+    executor = executor_of(make_tiny("gemma3_text", tmp_path))
+    executor.pool.bytes.fill_(255)  # NaN in every dtype
+    executor.pool.mixed = True
+    for plan in prefill_plans(executor):
+        result = executor.run(plan)
+    assert len(result.sampled) == 1
+    for view, pages in zip(executor.pool.views, pages_of(executor, range(-(-len(PROMPT) // T))), strict=True):
+        content = view.bytes[list(pages)]
+        assert content.view(torch.float32).isfinite().all()
+        view.bytes[list(pages)] = 255
+    assert executor.pool.bytes.eq(255).all()  # and no other page was touched
+
+
+def test_pages_are_copied_before_anything_runs_and_are_not_blanked(tmp_path: Path) -> None:
+    (answer,) = generate(make_tiny("llama", tmp_path), [PROMPT], 3)
+    executor = executor_of(tmp_path)
+    executor.pool.mixed = True
+    for plan in prefill_plans(executor):
+        result = executor.run(plan)
+    copies = tuple(PageCopy(0, page, page + 20) for page in range(10))
+    start = start_of((GroupPages(0, tuple(range(20, 30))),), [*PROMPT, answer.outputs[0]], len(PROMPT))
+    plan = WorkerPlan(3, ends=(0,), copies=copies, starts=(start,), runs=(Run(0, 1, True),))
+    assert [sampled.token_id for sampled in (*result.sampled, *executor.run(plan).sampled)] == answer.outputs[:2]

@@ -1,0 +1,49 @@
+"""The largest step is as large as steps can be, for every kind of model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from disagg.models.batch import ForwardBatch
+from disagg.models.model import PagedModel
+from disagg.models.pool import Pool
+from disagg.worker.executor import Executor
+from disagg.worker.profile import largest_step
+from tests.models.tiny import make_tiny
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "jamba"])
+def test_the_largest_step_has_a_chunk_and_every_slot_at_the_models_limit(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = PagedModel.load(make_tiny(family, tmp_path, max_position_embeddings=200), "float32", "cpu")
+    seen: list[tuple[ForwardBatch, Pool]] = []
+    forward = PagedModel.forward
+
+    def spy(self: PagedModel, batch: ForwardBatch, pool: Pool) -> torch.Tensor:
+        seen.append((batch, pool))
+        return forward(self, batch, pool)
+
+    monkeypatch.setattr(PagedModel, "forward", spy)
+    sampled = largest_step(model, chunk_tokens=48, max_slots=5)
+    ((batch, pool),) = seen
+    (prefill,) = batch.prefills
+    assert (prefill.num_tokens, prefill.total_tokens) == (48, 200)
+    assert batch.decodes is not None and batch.decodes.lengths.tolist() == [200] * 5
+    assert sampled.token_ids.shape == (5,)
+    assert sampled.top_ids is not None and sampled.top_ids.shape == (5, 20)
+    assert pool.num_large == len(model.groups)
+
+
+def test_a_chunk_longer_than_any_sequence_is_cut_to_it(tmp_path: Path) -> None:
+    model = PagedModel.load(make_tiny("llama", tmp_path, max_position_embeddings=40), "float32", "cpu")
+    assert largest_step(model, chunk_tokens=64, max_slots=1).token_ids.shape == (1,)
+
+
+def test_memory_is_not_measured_on_cpu(tmp_path: Path) -> None:
+    executor = Executor(rank=0)
+    executor.load(make_tiny("llama", tmp_path), "float32", "cpu", threads=1)
+    assert executor.profile(chunk_tokens=1 << 20, max_slots=1 << 20) == (0, 0)
