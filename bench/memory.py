@@ -269,7 +269,7 @@ def decode_goals(rows: Sequence[DecodeRow]) -> list[str]:
 
 def prefix_goals(rows: Sequence[PrefixRow]) -> list[str]:
     worst, best = min(rows, key=lambda row: row.gain), max(rows, key=lambda row: row.gain)
-    below = sum(row.gain < -0.05 for row in rows)
+    below = sum(row.gain < 0 for row in rows)
     small = max((row for row in rows if row.working_set < 1), key=lambda row: row.slowdown_ms)
     return [
         f"our hit rate is below the peer's in {below} of {len(rows)} rows, by {-worst.gain:.1f} points at most "

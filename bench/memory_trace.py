@@ -50,8 +50,8 @@ class BenchRequest(Struct, frozen=True):
 
 def text_of(request: BenchRequest) -> array[int]:
     """Token ids of its document, its question and its outputs."""
-    return _tokens(request.document, request.document_tokens) + _tokens(
-        -1 - request.question, request.question_tokens + request.outputs
+    return _tokens(2 * request.document, request.document_tokens) + _tokens(
+        2 * request.question + 1, request.question_tokens + request.outputs
     )
 
 
@@ -118,12 +118,13 @@ WORKLOADS: dict[str, Callable[[int, int], list[BenchRequest]]] = {
 
 
 def shared(documents: list[BenchRequest], questions: int, grid_tokens: int) -> list[BenchRequest]:
-    """Several questions about each document, all in one random order. Documents are cut to multiples of grid_tokens."""
+    """Several questions about each document, all in one random order. Documents are cut to multiples of grid_tokens,
+    unless they are shorter."""
     random = Random(SEED + 4)
     requests = [
         msgspec.structs.replace(
             document,
-            document_tokens=max(grid_tokens, document.document_tokens // grid_tokens * grid_tokens),
+            document_tokens=document.document_tokens // grid_tokens * grid_tokens or document.document_tokens,
             question=number * len(documents) + n,
             question_tokens=random.randint(*QUESTION_TOKENS),
         )

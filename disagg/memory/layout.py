@@ -35,7 +35,7 @@ class PoolLayout(Struct, frozen=True):
 
     per_large[g] * strides[g] == large_bytes and strides[g] >= groups[g].page_bytes, always. checkpoint_tokens: how far
     apart the checkpoints of STATE groups are. reason: why `sizing` is not what was asked for, in a sentence for the
-    log, or "". mixed: the groups do not all have one dtype, so a page's old bytes may be no number to its new group.
+    log, or "".
     """
 
     page_tokens: int
@@ -46,7 +46,6 @@ class PoolLayout(Struct, frozen=True):
     strides: tuple[int, ...]
     sizing: PageSizing
     reason: str = ""
-    mixed: bool = False
 
     def __post_init__(self) -> None:
         for group, per_large, stride in zip(self.groups, self.per_large, self.strides, strict=True):
@@ -69,8 +68,6 @@ def plan_layout(
     checkpoint_tokens: int = 512,
     sizing: PageSizing = PageSizing.LCM,
     max_small: int = 128,
-    *,
-    mixed: bool = False,
 ) -> PoolLayout:
     """Sizes the large page. LCM gives way to MAX, with a reason, if it would hold more than max_small pages of a group.
 
@@ -106,7 +103,6 @@ def plan_layout(
         strides=tuple(large_bytes // count for count in per_large),
         sizing=sizing,
         reason=reason,
-        mixed=mixed,
     )
 
 

@@ -32,7 +32,10 @@ from disagg.memory.layout import PoolLayout
 from disagg.messages.layout import GroupKind, GroupPages
 from disagg.messages.plan import PageCopy
 
-PLANS_IN_FLIGHT = 2  # a window's pages are let go when a run has reported, which is this many chunks late
+# A window's pages are let go when a run has reported: while one is under way and another is planned, so many runs' tokens
+# are held beside the window. It begins and ends within a page.
+PLANS_IN_FLIGHT = 2
+PARTIAL_PAGES = 2
 
 
 def window_start(num_tokens: int, window_tokens: int, page_tokens: int) -> int:
@@ -124,7 +127,7 @@ class KvMemory:
 
     def large_pages_to_prefill(self, num_tokens: int, chunk_tokens: int) -> int:
         """Large pages with which a prompt can always be computed in chunks when nothing else is held."""
-        return self._large_pages(num_tokens, num_tokens, 1, (PLANS_IN_FLIGHT + 1) * chunk_tokens)
+        return self._large_pages(num_tokens, num_tokens, 1, PLANS_IN_FLIGHT * chunk_tokens)
 
     def large_pages_to_decode(self, num_tokens: int, total_tokens: int, choices: int) -> int:
         """Large pages with which `choices` sequences that share num_tokens tokens can always grow to total_tokens each."""
@@ -140,7 +143,7 @@ class KvMemory:
             shared = shared_tokens // page_tokens
             each = pages_for(total_tokens, page_tokens) - shared
             if group.kind is GroupKind.WINDOW:
-                held = pages_for(group.window_tokens + late_tokens, page_tokens) + 1
+                held = pages_for(group.window_tokens + late_tokens, page_tokens) + PARTIAL_PAGES
                 shared, each = min(shared, held), min(each, held)
                 # What is held moves on, and then begins and ends within a large page.
                 total += -(-min(shared + each * choices, held * choices) // per_large) + 1
@@ -247,8 +250,8 @@ class SequencePages:
             if group.kind is GroupKind.STATE:
                 pages = 1
             elif group.kind is GroupKind.WINDOW:
-                seen = group.window_tokens + (PLANS_IN_FLIGHT + 1) * chunk_tokens
-                self._quota[g] = pages_for(seen, self._page_tokens) + 1
+                seen = group.window_tokens + PLANS_IN_FLIGHT * chunk_tokens
+                self._quota[g] = pages_for(seen, self._page_tokens) + PARTIAL_PAGES
                 pages = min(pages, self._quota[g])
             needs.append(max(0, pages))
         taken = self._allocator.allocate_all(needs, self._owner)
@@ -281,7 +284,8 @@ class SequencePages:
                 hit = cache.receivable(g, hashes, start * page_tokens, full * page_tokens) // page_tokens
             most = extra
             if group.kind is GroupKind.WINDOW:
-                most = min(extra, choices * (pages_for(group.window_tokens + PLANS_IN_FLIGHT, page_tokens) + 1))
+                held = pages_for(group.window_tokens + PLANS_IN_FLIGHT, page_tokens) + PARTIAL_PAGES
+                most = min(extra, choices * held)
             self._begin(g, hashes, start, hit)
             wants.append(min(hit * page_tokens, num_tokens))
             needs.append(landing - hit + most)

@@ -179,7 +179,6 @@ class Beat(Struct, frozen=True, tag="beat"):
 
     plan_no: int
     busy_s: float
-    arena_free: int
     bound: int
     writes_in_flight: int
 

@@ -244,7 +244,6 @@ class WorkerProcess:
         return Beat(
             plan_no=self._computed_plan,
             busy_s=now - busy_since if busy_since else 0.0,
-            arena_free=0,
             bound=driver.bound if driver else 0,
             writes_in_flight=driver.writes_in_flight if driver else 0,
         )

@@ -778,7 +778,7 @@ def test_what_is_computed_again_is_computed_in_no_larger_chunks_than_its_window_
 
 
 def test_a_grant_reserves_no_more_of_a_window_than_it_can_hold() -> None:
-    decode = Decode(facts(WINDOW, num_large=25, max_slots=8, max_model_len=400))
+    decode = Decode(facts(WINDOW, num_large=33, max_slots=8, max_model_len=400))
     leg = leg_for_decode("r", 40, choices=8, max_tokens=100)
     out = decode.announced(leg)
     assert [type(message) for message in to_lane(out)] == [Bind]

@@ -24,6 +24,8 @@ LONG = "tests/cluster/test_exactness.py::test_long_prompts_come_out_as_transform
 PARTS: dict[str, tuple[str, ...]] = {
     **{f"exact-chunk{chunk}-page{page}": (f"{LONG}[{chunk}-{page}]",) for chunk in (16, 64, 512) for page in (1, 16)},
     "families": ("-m", "slow", "tests/cluster/test_tiny_models.py"),
+    "prefix-cache": ("-m", "slow", "tests/cluster/test_prefix_cache.py", "-k", "tiny"),
+    "gemma3": ("-m", "slow", "tests/cluster/test_prefix_cache.py", "-k", "gemma"),
     "properties": (
         "-m",
         "slow and not cluster",
