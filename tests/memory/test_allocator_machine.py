@@ -23,16 +23,12 @@ def test_the_allocator_follows_the_five_steps(examples: int) -> None:
 
 @pytest.mark.parametrize("pool", sorted(POOLS))
 def test_the_order_of_eviction_outlives_thousands_of_uses(pool: str) -> None:
-    use_thousands_of_times(PageAllocator, pool)
-
-
-def use_thousands_of_times(allocator_class: type[PageAllocator], pool: str) -> None:
     """Whatever is remembered of earlier uses of a page neither piles up nor comes back. One sequence fills the pool and
     keeps one page in use; others come, each for some pages, and end; then all of it is asked for again."""
     layout, num_large = POOLS[pool]
     random = Random(pool)
     evicted: list[Page] = []
-    allocator = allocator_class(layout, num_large, lambda g, page: evicted.append((g, page)))
+    allocator = PageAllocator(layout, num_large, lambda g, page: evicted.append((g, page)))
     model = PoolModel.empty(layout, num_large, collections.Counter())
     count = num_large * layout.per_large[0]
     pages = allocator.allocate(0, count, owner=1)
