@@ -147,7 +147,10 @@ class Cluster:
         """The two sums of the design, on every rank, with nothing used, leased or quarantined. KV may be cached."""
 
         def quiet() -> bool:
-            return all(not self._debts(server["name"]) for server in self.status()["servers"])
+            try:
+                return all(not self._debts(server["name"]) for server in self.status()["servers"])
+            except httpx.TransportError:  # a server that is being restarted
+                return False
 
         try:
             self.wait(quiet, timeout_s, "an idle cluster that adds up")

@@ -21,6 +21,23 @@ def test_the_allocator_follows_the_five_steps(examples: int) -> None:
         assert steps[step] >= examples // 2, f"step {step} gave only {steps[step]} pages"
 
 
+def test_groups_before_may_evict_what_a_later_group_counts_on() -> None:
+    """An owner whose only empty small pages lie in an evictable large page. Asked for both groups, step 3 for the first one
+    takes that large page, so that step 1 for the second has nothing: all or nothing is nothing, and nothing is evicted."""
+    layout, _ = POOLS["two to three"]
+    evicted: list[Page] = []
+    allocator = PageAllocator(layout, 2, lambda g, page: evicted.append((g, page)))
+    mine = allocator.allocate(1, 3, owner=1)
+    others = allocator.allocate(0, 2, owner=2)
+    assert mine is not None and others is not None
+    allocator.keep(1, mine[0])
+    allocator.release(1, mine, 1, [1, 2, 3])
+    assert allocator.small_counts(1) == (2, 1, 0) and allocator.evictable_large == 1
+    assert allocator.allocate_all([1, 2], owner=1) is None
+    assert evicted == []
+    assert allocator.allocate_all([0, 2], owner=1) == [[], mine[1:]]
+
+
 @pytest.mark.parametrize("pool", sorted(POOLS))
 def test_the_order_of_eviction_outlives_thousands_of_uses(pool: str) -> None:
     """Whatever is remembered of earlier uses of a page neither piles up nor comes back. One sequence fills the pool and
