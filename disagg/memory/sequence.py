@@ -56,6 +56,11 @@ def pages_for(tokens: int, page_tokens: int) -> int:
     return -(-tokens // page_tokens)
 
 
+def window_pages(window_tokens: int, late_tokens: int, page_tokens: int) -> int:
+    """Most pages that a sequence needs of a window, and of late_tokens beside it whose runs have not reported."""
+    return pages_for(window_tokens + late_tokens, page_tokens) + PARTIAL_PAGES
+
+
 class KvMemory:
     """One pool: its pages, its prefix cache, and what they have been asked for.
 
@@ -143,7 +148,7 @@ class KvMemory:
             shared = shared_tokens // page_tokens
             each = pages_for(total_tokens, page_tokens) - shared
             if group.kind is GroupKind.WINDOW:
-                held = pages_for(group.window_tokens + late_tokens, page_tokens) + PARTIAL_PAGES
+                held = window_pages(group.window_tokens, late_tokens, page_tokens)
                 shared, each = min(shared, held), min(each, held)
                 # What is held moves on, and then begins and ends within a large page.
                 total += -(-min(shared + each * choices, held * choices) // per_large) + 1
@@ -250,8 +255,8 @@ class SequencePages:
             if group.kind is GroupKind.STATE:
                 pages = 1
             elif group.kind is GroupKind.WINDOW:
-                seen = group.window_tokens + PLANS_IN_FLIGHT * chunk_tokens
-                self._quota[g] = pages_for(seen, self._page_tokens) + PARTIAL_PAGES
+                late_tokens = PLANS_IN_FLIGHT * chunk_tokens
+                self._quota[g] = window_pages(group.window_tokens, late_tokens, self._page_tokens)
                 pages = min(pages, self._quota[g])
             needs.append(max(0, pages))
         taken = self._allocator.allocate_all(needs, self._owner)
@@ -284,7 +289,7 @@ class SequencePages:
                 hit = cache.receivable(g, hashes, start * page_tokens, full * page_tokens) // page_tokens
             most = extra
             if group.kind is GroupKind.WINDOW:
-                held = pages_for(group.window_tokens + PLANS_IN_FLIGHT, page_tokens) + PARTIAL_PAGES
+                held = window_pages(group.window_tokens, PLANS_IN_FLIGHT, page_tokens)
                 most = min(extra, choices * held)
             self._begin(g, hashes, start, hit)
             wants.append(min(hit * page_tokens, num_tokens))
