@@ -135,6 +135,8 @@ class OneSizePages:
 class OneSizeMemory:
     """The pool above, in `bench.memory_engine`'s terms. slots: as many requests as may ever run at once."""
 
+    keeps_back = False
+
     def __init__(self, model: BenchModel, slots: int, *, caching: bool) -> None:
         self.model = model
         self.pool = OneSizePool(model, slots, caching=caching)

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import ParamSpec, Protocol, TypeVar
 
-from bench.memory_models import BenchModel
+from bench.memory_models import PAGE_TOKENS, BenchModel
 from bench.memory_trace import BenchRequest, text_of
 from disagg.memory.sequence import PLANS_IN_FLIGHT
+from disagg.scheduler.admission import common_pages, should_wait
 from disagg.scheduler.policies import Candidate, decode_only, prefill_only
 
 P = ParamSpec("P")
@@ -57,6 +58,7 @@ class Memory(Protocol):
 
     model: BenchModel
     caching: bool
+    keeps_back: bool  # not all of a prompt can be found before all of it is computed
 
     def extend_hashes(self, hashes: list[bytes], request: BenchRequest, text: array[int]) -> None:
         """Name the pages that `text`, the request's tokens so far, fills beyond those that are named."""
@@ -273,6 +275,8 @@ class PrefillEngine:
             if self._memory.caching:
                 text = text_of(request)[: request.prompt_tokens]
                 out.timed(self._memory.extend_hashes, hashes, request, text)
+            if any(self._computes_for(sequence, hashes) for sequence in self._running):
+                return
             pages = out.timed(self._memory.open, request, hashes, request.prompt_tokens, out.steps)
             if pages is None:
                 self._full = True
@@ -281,6 +285,12 @@ class PrefillEngine:
             self._running.append(_Prefilling(request, pages, hashes, pages.hit_tokens, pages.hit_tokens))
             out.prompt_tokens += request.prompt_tokens + request.image_tokens
             out.hit_tokens += pages.hit_tokens + pages.hit_image_tokens
+
+    def _computes_for(self, sequence: _Prefilling, hashes: list[bytes]) -> bool:
+        """It is worth waiting until a sequence has computed what a prompt with these hashes begins with, too."""
+        common = common_pages(sequence.hashes, hashes) * PAGE_TOKENS
+        last = sequence.total if self._memory.keeps_back else common
+        return should_wait(common, sequence.pages.hit_tokens, sequence.computed, last, self._chunk)
 
     def _schedule(self) -> bool:
         """One more plan, if there is anything left to plan."""

@@ -46,6 +46,7 @@ class EngineMemory:
         self.chunk_tokens = chunk_tokens
         layout = plan_layout(model.groups, PAGE_TOKENS, CHECKPOINT_TOKENS)
         self.kv = KvMemory(layout, model.pool_bytes // layout.large_bytes, caching=caching)
+        self.keeps_back = self.kv.keeps_back
 
     def extend_hashes(self, hashes: list[bytes], request: BenchRequest, text: array[int]) -> None:
         self.kv.extend_hashes(hashes, ROOT, text)
@@ -97,6 +98,8 @@ class EnginePages:
 
 class DirectMemory:
     """A pool of a model with images or budgets, straight on the allocator and the cache."""
+
+    keeps_back = False
 
     def __init__(self, model: BenchModel, *, caching: bool) -> None:
         self.model = model

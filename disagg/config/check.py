@@ -13,7 +13,7 @@ from disagg.config.tree import Config
 from disagg.types.errors import ConfigError
 
 PAGE_BYTES = 4096  # of the machine: what the transport registers starts and ends on these
-LEAST_KV_BYTES = 1 << 16
+LEAST_KV_BYTES = 1 << 14
 LINKS_PER_ARENA = 4  # no link gets more than its share, a quarter: as the arena itself deals them out
 
 

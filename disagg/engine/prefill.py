@@ -50,6 +50,7 @@ from disagg.messages.legs import (
 )
 from disagg.messages.mirror import MirrorEncoder
 from disagg.messages.plan import Run, SampledToken, SamplerStart, SequenceStart, StepResult
+from disagg.scheduler.admission import common_pages, should_wait
 from disagg.scheduler.policies import Candidate, prefill_only
 from disagg.staging.pieces import split_group_piece
 from disagg.staging.ring import RingEntry, RingWriterView
@@ -442,6 +443,15 @@ class PrefillEngine:
             )
             self.tally.observe("queue", now_s - leg.received_s)
 
+    def _awaits_prefix(self, leg: _Leg) -> bool:
+        """Another prompt that is being computed begins with much of what this one would have to compute."""
+        for other in self._running.values():
+            common = common_pages(other.hashes, leg.hashes) * self.facts.page_tokens
+            last = other.num_tokens if self.pool.kv.keeps_back else common
+            if should_wait(common, other.hit_tokens, other.computed, last, self.facts.chunk_tokens):
+                return True
+        return False
+
     def _take_pages(self, leg: _Leg) -> bool:
         """The cached prefix, and pages for all that has to be computed after it."""
         kv = self.pool.kv
@@ -449,6 +459,8 @@ class PrefillEngine:
             return False
         if not leg.root:
             leg.root, leg.hashes = self.pool.prefix(leg.start)
+        if self._awaits_prefix(leg):
+            return False
         tokens = leg.num_tokens
         pages = kv.open(leg.hashes, tokens, tokens, self.facts.chunk_tokens, self.pipeline.clock)
         if pages is None:

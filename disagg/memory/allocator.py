@@ -43,7 +43,16 @@ NOBODY = -1  # owns the large pages whose owner has ended
 # When a page was last used, then minus the length of the prefix that ends with it: the smallest is the oldest, so of
 # pages that were last used in one step the longest prefix goes first. A large page is as young as its youngest page.
 Age = tuple[int, int]
-NEVER: Age = (-1, 0)
+NEVER: Age = (-(1 << 62), 0)
+_PASSED = 1 << 61
+
+
+def passed(step: int) -> int:
+    """What to release a page with, for `last_access`, that was written and passed at `step`, and that nobody is known to need
+    again: older than all that was ever of use, the first passed the oldest. (Insertion at the LRU end: LIP, Qureshi
+    et al., ISCA 2007.) A page that was of use before keeps the step of that.
+    """
+    return step - _PASSED
 
 
 class EvictionQueue:
@@ -252,6 +261,8 @@ class PageAllocator:
         with empty small pages: step 1 of its group would use it, unless step 3 of a group before has evicted it.
         """
         empty_large, evictable_large = self._num_empty_large, self.evictable_large
+        if sum([-(-count // self._small[g].per_large) for g, count in wanted]) <= empty_large:
+            return True  # enough, and usual
         kept_back: set[int] = set()  # evictable large pages of which step 1 takes a page
         evicted: set[int] = set()
         for i, (g, count) in enumerate(wanted):
@@ -301,7 +312,7 @@ class PageAllocator:
         pages: list[int] = []
         while len(pages) < count and owner in small.spacious:
             pages += self._fill(g, next(iter(small.spacious[owner])), count - len(pages))
-        if len(pages) < count:
+        if len(pages) < count and self._num_empty_large:
             for first, stop in self._empty_runs(-(-(count - len(pages)) // small.per_large)):
                 pages += self._assign(g, first, stop, owner, count - len(pages))
         if len(pages) < count:
@@ -324,6 +335,11 @@ class PageAllocator:
         runs = []
         left = length = min(count, self._num_empty_large)
         start = self._lowest_empty
+        if left == 1:
+            first = self._is_empty.find(1, start)
+            self._is_empty[first] = 0
+            self._lowest_empty = first + 1
+            return [(first, first + 1)]
         while left:
             first = self._is_empty.find(b"\1" * length, start)
             if first < 0:
@@ -343,6 +359,8 @@ class PageAllocator:
         """Gives large pages [first, stop), which are empty, to the owner. Takes `count` small pages of them, or all."""
         small = self._small[g]
         num_large = stop - first
+        if num_large == 1:
+            return self._assign_one(small, g, first, owner, min(count, small.per_large))
         start = first * small.per_large
         taken = min(count, num_large * small.per_large)
         self._is_empty[first:stop] = bytes(num_large)
@@ -358,6 +376,23 @@ class PageAllocator:
         small.holders[start : start + taken] = [1] * taken
         small.num_used += taken
         return range(start, start + taken)
+
+    def _assign_one(self, small: _SmallPages, g: int, large: int, owner: int, count: int) -> range:
+        """As `_assign`, of one large page: what a decode step does all the time."""
+        start = large * small.per_large
+        self._is_empty[large] = 0
+        self._num_empty_large -= 1
+        self._group[large] = g
+        self._owner[large] = owner
+        self._num_used[large] = count
+        small.num_large += 1
+        if count < small.per_large:
+            small.spacious.setdefault(owner, {})[large] = None
+        for page in range(start, start + count):
+            small.states[page] = USED
+            small.holders[page] = 1
+        small.num_used += count
+        return range(start, start + count)
 
     def _fill(self, g: int, large: int, count: int) -> list[int]:
         """Takes `count` of the empty small pages of a large page, or all."""

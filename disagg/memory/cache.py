@@ -64,16 +64,29 @@ class PrefixCache:
 
     def lookup(self, hashes: Sequence[bytes], num_tokens_cap: int, images: Sequence[ImageRef] = ()) -> int:
         """Tokens, in whole pages and at most the cap, of the longest prefix that is valid in every group, or 0."""
+        return self.lookup_known(hashes, self.known(hashes, num_tokens_cap), images)
+
+    def known(self, hashes: Sequence[bytes], num_tokens_cap: int) -> int:
+        """Tokens, in whole pages and at most the cap, of the longest prefix that is valid in the FULL groups. What was computed
+        before, in other words, and up to where: another prompt went on from there, or was evicted from there on.
+        """
         page_tokens = self.layout.page_tokens
         found = min(num_tokens_cap // page_tokens, len(hashes))
-        # Of full attention and images, what is valid for a prefix is valid for all shorter ones: asking once is enough.
-        rest = []
         for g, group in enumerate(self.layout.groups):
             if group.kind is GroupKind.FULL:
                 found = self._first_missing(g, hashes, 0, found)
-            elif group.kind is GroupKind.IMAGE:
+        return found * page_tokens
+
+    def lookup_known(self, hashes: Sequence[bytes], known_tokens: int, images: Sequence[ImageRef] = ()) -> int:
+        """As `lookup`, of a prefix that is `known`."""
+        page_tokens = self.layout.page_tokens
+        found = known_tokens // page_tokens
+        # Of full attention and images, what is valid for a prefix is valid for all shorter ones: asking once is enough.
+        rest = []
+        for g, group in enumerate(self.layout.groups):
+            if group.kind is GroupKind.IMAGE:
                 found = self._before_missing_image(g, images, found)
-            else:
+            elif group.kind is not GroupKind.FULL:
                 rest.append(g)
         before = -1
         while found != before:
@@ -150,12 +163,13 @@ class PrefixCache:
 
     def insert(self, g: int, key: bytes, page: int) -> bool:
         """The page holds what the key names. False if another page does already; that one stays."""
-        if key in self._pages[g]:
+        pages, keys = self._pages[g], self._keys[g]
+        if key in pages:
             return False
-        assert page not in self._keys[g], f"page {page} of group {g} is cached under another key"
-        self._pages[g][key] = page
-        self._keys[g][page] = key
-        self._note(g, key, stored=True)
+        assert page not in keys, f"page {page} of group {g} is cached under another key"
+        pages[key] = page
+        keys[page] = key
+        self._note((g, key), stored=True)
         return True
 
     def remove(self, g: int, page: int) -> None:
@@ -163,7 +177,7 @@ class PrefixCache:
         key = self._keys[g].pop(page, None)
         if key is not None:
             del self._pages[g][key]
-            self._note(g, key, stored=False)
+            self._note((g, key), stored=False)
 
     def image_rank(self, image_hash: bytes) -> int:
         """What all pages of an image are released with as their prefix length, drawn at random: of images that were
@@ -174,12 +188,12 @@ class PrefixCache:
 
     # ---- telling
 
-    def _note(self, g: int, key: bytes, *, stored: bool) -> None:
+    def _note(self, name: tuple[int, bytes], *, stored: bool) -> None:
         """What came and went, or went and came, since the last report is no news. So there is never more of it than
         pages that are cached, or were at the last report.
         """
-        if self._news.pop((g, key), stored) == stored:
-            self._news[g, key] = stored
+        if self._news.pop(name, stored) == stored:
+            self._news[name] = stored
 
     def take_events(self) -> KvEvents:
         """What has changed since this was last asked."""

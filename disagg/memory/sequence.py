@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from random import Random
 
-from disagg.memory.allocator import PageAllocator, adjacent_runs
+from disagg.memory.allocator import PageAllocator, adjacent_runs, passed
 from disagg.memory.cache import ImageRef, PrefixCache
 from disagg.memory.hashing import extend_hashes
 from disagg.memory.layout import PoolLayout
@@ -77,6 +77,11 @@ class KvMemory:
         self.releases = 0  # how often pages were let go: as long as it stays, what did not fit does not fit
         self._next_owner = 0
 
+    @property
+    def keeps_back(self) -> bool:
+        """Not all of a prompt enters the cache as it is computed: what windows need to go on, only when it is complete."""
+        return any(group.kind is GroupKind.WINDOW for group in self.layout.groups)
+
     def extend_hashes(self, hashes: list[bytes], root: bytes, tokens: Sequence[int]) -> None:
         """Append the hash of every page that `tokens`, the whole sequence so far, fills beyond those that are there."""
         if self.caching:
@@ -92,9 +97,11 @@ class KvMemory:
         """Pages with which num_tokens tokens can be computed in chunks, after the longest prefix that is cached, and go on
         to total_tokens. None if they do not fit now; the pool to itself, as for `receive`, is enough for num_tokens.
         """
-        hit = self.lookup(hashes, num_tokens)
+        known = self.cache.known(hashes, num_tokens - 1) if self.caching else 0
+        hit = self.cache.lookup_known(hashes, known) if known else 0
         for hit_tokens, tokens in ((hit, total_tokens), (0, num_tokens)):
             pages = SequencePages(self)
+            pages.branch_at(known, num_tokens)
             pages.pin_hit(hashes, hit_tokens)
             if pages.reserve(tokens, chunk_tokens):
                 self.count_hit(num_tokens, hit_tokens)
@@ -115,11 +122,13 @@ class KvMemory:
         keep whole large pages from others, it gets what it must have.
         """
         pages = SequencePages(self)
+        pages.branch_at(num_tokens)
         if not pages.reserve_landing(hashes, num_tokens, spare_tokens, choices, reuse=self.caching):
             pages.close(step)
             if self.allocator.used_large:
                 return None
             pages = SequencePages(self)
+            pages.branch_at(num_tokens)
             if not pages.reserve_landing(hashes, num_tokens, 0, choices, reuse=False):
                 return None
         self.count_hit(num_tokens, pages.hit_tokens)
@@ -209,6 +218,7 @@ class SequencePages:
         self._quota = [0 for _ in groups]
         self._left: list[deque[tuple[int, int]]] = [deque() for _ in groups]
         self._hold_from: list[int | None] = [None for _ in groups]
+        self._branches: tuple[int, ...] = ()  # see `branch_at`
         # States. frozen: the newest is not to be written over; superseded: (tokens, position) of a state that was the
         # newest after so many tokens, until the run that reads it has reported.
         self._frozen = False
@@ -235,6 +245,16 @@ class SequencePages:
                 self._begin(g, hashes, first, stop)
         self.computed = hit_tokens
         self._frozen = bool(stop)
+
+    def branch_at(self, *lengths: int) -> None:
+        """Prompts are known to end, or to go on differently, after so many tokens.
+
+        So what windows and states need for a prefix of that length is cached like everything else. What else they leave
+        behind while a sequence runs is of use only to a prompt that happens to part from this one just there, and goes
+        first when pages are evicted. Models without full attention do not know where prompts part, and keep everything alike.
+        """
+        if any(group.kind is GroupKind.FULL for group in self._layout.groups):
+            self._branches = lengths
 
     def hold_for_sending(self, num_tokens: int) -> None:
         """Keep, until the end, what a transfer of num_tokens tokens may need: the last window, and the last checkpoint."""
@@ -398,8 +418,9 @@ class SequencePages:
             return ()
         checkpoint_tokens = self._layout.checkpoint_tokens
         needs = [0] * len(self._tables)
+        pages_after = pages_for(stop, self._page_tokens)
         for g in self._paged:
-            needs[g] = max(0, pages_for(stop, self._page_tokens) - len(self._tables[g]))
+            needs[g] = max(0, pages_after - len(self._tables[g]))
         taken = None
         if self._states:
             must = self._frozen or start == 0
@@ -420,12 +441,12 @@ class SequencePages:
                 return None
         for table, pages in zip(self._tables, taken, strict=True):
             table += pages
-        self._room = min((len(self._tables[g]) * self._page_tokens for g in self._paged), default=stop)
+        self._room = min([len(self._tables[g]) for g in self._paged]) * self._page_tokens if self._paged else stop
         if self._states:
             boundary = (start // checkpoint_tokens + 1) * checkpoint_tokens
             assert stop <= boundary, f"a run of tokens {start} to {stop} crosses a checkpoint"
             self._room = boundary if not self._paged else min(self._room, boundary)
-        return tuple(tuple(pages) for pages in taken) if any(taken) else ()
+        return tuple(map(tuple, taken)) if any(taken) else ()
 
     def _supersede(self, start: int) -> None:
         """The run from `start` on writes a new state; the one that it reads stays as it is."""
@@ -442,6 +463,10 @@ class SequencePages:
 
     def _take(self, needs: list[int]) -> list[list[int]] | None:
         """Spare pages, then the allocator's, then those of our own that left a window. All or nothing."""
+        if not any(self._spare):
+            allocated = self._allocator.allocate_all(needs, self._owner)
+            if allocated is not None or not any(self._left):
+                return allocated  # usual in decode
         rest = [max(0, need - len(spare)) for need, spare in zip(needs, self._spare, strict=True)]
         fresh: list[list[int]] = [[] for _ in needs]
         if any(rest):
@@ -488,44 +513,77 @@ class SequencePages:
         """Offer the pages of positions before `stop`, which are full, to the cache."""
         stop = min(stop, len(hashes))
         if self._memory.caching and stop > self._published[g]:
+            table = self._tables[g]
             for position in range(max(self._published[g], self._first[g]), stop):
-                self._keep(g, hashes[position], self._tables[g][position])
+                self._keep(g, hashes[position], table[position])
             self._published[g] = stop
 
     def _keep(self, g: int, key: bytes, page: int) -> None:
         if self._memory.cache.insert(g, key, page):
             self._allocator.keep(g, page)
 
-    def _leave_window(self, g: int, num_tokens: int, hashes: Sequence[bytes], step: int) -> None:
+    def _leave_window(
+        self, g: int, num_tokens: int, hashes: Sequence[bytes], step: int, *, ended: bool = False
+    ) -> None:
+        """ended: the prompt has. What the quota still has of it is near its end, where others may well part from it."""
         gone = max(0, num_tokens - self._layout.groups[g].window_tokens) // self._page_tokens
         hold_from = self._hold_from[g]
         if hold_from is not None:
             gone = min(gone, hold_from)
-        left = self._left[g]
-        for position in range(left[-1][0] + 1 if left else self._first[g], gone):
-            if position < self._own_from[g]:
-                self._let_go(g, position, step)
-            else:
-                left.append((position, step))
-        held = len(self._tables[g]) - max(self._first[g], self._own_from[g]) + len(self._spare[g])
-        for _ in range(min(held - self._quota[g], len(left))):
+        left, own_from = self._left[g], self._own_from[g]
+        first = left[-1][0] + 1 if left else self._first[g]
+        if gone <= first and not left:
+            return
+        if first < own_from and first < gone:
+            stop = min(gone, own_from)
+            self._let_go(g, stop, step)
+            first = stop
+        left.extend((position, step) for position in range(first, gone))
+        held = (
+            len(self._tables[g]) - max(self._first[g], own_from) + len(self._spare[g]) if self._quota[g] else len(left)
+        )
+        count = min(held - self._quota[g], len(left))
+        if count <= 0:
+            return
+        self._publish(g, left[count - 1][0] + 1, hashes)
+        stop, age = self._first[g], 0
+        for _ in range(count):
             position, left_at = left.popleft()
-            self._publish(g, position + 1, hashes)
-            self._let_go(g, position, left_at)
+            before, age = age, left_at if ended or self._is_branch(g, position) else passed(left_at)
+            if age != before and position > stop:
+                self._let_go(g, position, before)
+                stop = position
+        self._let_go(g, position + 1, age)
 
-    def _let_go(self, g: int, position: int, step: int) -> None:
-        self._memory.release(g, [self._tables[g][position]], step, [position + 1])
-        self._first[g] = position + 1
+    def _is_branch(self, g: int, position: int) -> bool:
+        """A prefix at which prompts part needs this page of a window."""
+        if not self._branches:
+            return True
+        page_tokens, window_tokens = self._page_tokens, self._layout.groups[g].window_tokens
+        first, stop = position * page_tokens, (position + 1) * page_tokens
+        return any(first < length and stop > length - window_tokens for length in self._branches)
+
+    def _let_go(self, g: int, stop: int, last_access: int) -> None:
+        """Of a window's pages before position `stop`."""
+        first = self._first[g]
+        self._memory.release(g, self._tables[g][first:stop], last_access, range(first + 1, stop + 1))
+        self._first[g] = stop
 
     def _let_go_of_states(self, num_tokens: int, hashes: Sequence[bytes], step: int) -> None:
         """States that a reported run has read and replaced; those on a checkpoint enter the cache first."""
         while self._superseded and self._superseded[0][0] < num_tokens:
             tokens, position = self._superseded.popleft()
             self._keep_state(tokens, position, hashes)
+            age = step if not self._branches or self._is_branch_state(tokens) else passed(step)
             for g in self._states:
                 pages = self._tables[g][self._first[g] : position + 1]
-                self._memory.release(g, pages, step, [tokens // self._page_tokens] * len(pages))
+                self._memory.release(g, pages, age, [tokens // self._page_tokens] * len(pages))
                 self._first[g] = position + 1
+
+    def _is_branch_state(self, tokens: int) -> bool:
+        """The state after so many tokens is the last checkpoint before a length at which prompts part."""
+        every = self._layout.checkpoint_tokens
+        return any(tokens in (last_checkpoint(length, every), length // every * every) for length in self._branches)
 
     def _keep_state(self, tokens: int, position: int, hashes: Sequence[bytes]) -> None:
         full = tokens // self._page_tokens
@@ -541,7 +599,7 @@ class SequencePages:
         for g in self._windows:
             self._quota[g] = 0
             self._publish(g, self.computed // self._page_tokens, hashes)
-            self._leave_window(g, self.computed, hashes, step)
+            self._leave_window(g, self.computed, hashes, step, ended=True)
         if not goes_on:
             for g, spare in enumerate(self._spare):
                 self._memory.release(g, spare, step, [0] * len(spare))
@@ -594,6 +652,7 @@ class SequencePages:
             other = SequencePages(self._memory)
             other.computed = self.computed
             other._first, other._published = list(self._first), list(self._published)
+            other._branches = self._branches
             for g, table in enumerate(self._tables):
                 shared = len(table) - (partial and g in self._paged)
                 self._allocator.share(g, table[self._first[g] : shared])

@@ -20,6 +20,7 @@ from tests.cluster.cluster import Cluster
 from tests.models.reference import Answer
 
 MAX_TIE_SHARE = 0.001
+MAX_TIGHT_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def campaign(
     outputs = len(answers[0].outputs)
     model = ("--model", str(model_dir), *cut.flags)
     compared = []
-    with Cluster(run_dir / "plenty", *model, "--kv-memory", "256MiB", sets=cut.sets) as cluster:
+    with Cluster(run_dir / "plenty", *model, "--kv-memory", "1GiB", sets=cut.sets) as cluster:
         for what in ("cold", "warm"):
             before = total(cluster, "disagg_prefix_hit_tokens", "prefill")
             compared.append((what, *check(answers, ask(cluster, prompts, outputs, concurrency), what)))
@@ -122,10 +123,14 @@ def campaign(
         assert total(cluster, "disagg_kv_evictions") == 0
         cluster.check_adds_up()
     with Cluster(run_dir / "tight", *model, "--kv-memory", str(cut.tight_bytes), sets=cut.sets) as cluster:
-        for what in ("tight", "tight again"):
+        preempted = 0.0
+        for number in range(MAX_TIGHT_ROUNDS):  # who has to give way to whom is a matter of timing
+            what = f"tight, round {number}"
             compared.append((what, *check(answers, ask(cluster, prompts, outputs, concurrency), what)))
+            preempted = total(cluster, "disagg_preemptions")
+            if number and (preempted or not must_preempt):
+                break
         assert total(cluster, "disagg_kv_evictions") > 0, "nothing was evicted"
-        preempted = total(cluster, "disagg_preemptions")
         evicted, hits = total(cluster, "disagg_kv_evictions"), total(cluster, "disagg_prefix_hit_tokens")
         cluster.check_adds_up()
     off = (*cut.sets, "engine.prefix_cache=off")

@@ -21,7 +21,7 @@ def ref(name: str, address: str) -> ServerRef:
         (Config(server=ServerConfig(tp=2)), "server.tp = 2: tensor parallelism arrives with a later version"),
         (
             Config(engine=EngineConfig(kv_memory_bytes=1024)),
-            "engine.kv_memory_bytes = 1KiB: it must be at least 64KiB, or 0",
+            "engine.kv_memory_bytes = 1KiB: it must be at least 16KiB, or 0",
         ),
         (
             Config(engine=EngineConfig(page_tokens=24)),

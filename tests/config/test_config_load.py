@@ -91,7 +91,7 @@ def test_lists_in_the_environment_are_json_or_words() -> None:
         ("engine.page_tokens", "many", ['engine.page_tokens = "many"', "a whole number"]),
         ("engine.page_tokens", 1.5, ["engine.page_tokens = 1.5", "a whole number"]),
         ("engine.kv_memory_bytes", "5 apples", ['engine.kv_memory_bytes = "5 apples"', "MiB", "at least 0"]),
-        ("engine.kv_memory_bytes", "63KiB", ["engine.kv_memory_bytes = 63KiB", "at least 64KiB", "or 0"]),
+        ("engine.kv_memory_bytes", "15KiB", ["engine.kv_memory_bytes = 15KiB", "at least 16KiB", "or 0"]),
         ("engine.gpu_memory_utilization", 1.1, ["engine.gpu_memory_utilization = 1.1", "above 0 and at most 1"]),
         ("engine.page_sizing", "gcd", ['engine.page_sizing = "gcd"', "lcm, max"]),
         ("engine.preemption", "oldest", ['engine.preemption = "oldest"', "fewest_tokens, latest"]),

@@ -741,7 +741,7 @@ def test_a_prompt_that_fits_is_admitted_however_what_is_cached_of_it_lies() -> N
 
 def test_a_long_prompt_does_not_wait_for_one_that_shares_its_window() -> None:
     prefill = Prefill(facts(WINDOW, num_large=16, max_model_len=200))
-    long, beginning = start("long", 100), start("its beginning", 20)
+    long, beginning = start("long", 100), start("its beginning", 7)  # less than a step, so it does not wait for it
     prefill.start(long)
     prefill.compute()
     prefill.compute()
@@ -784,3 +784,21 @@ def test_a_grant_reserves_no_more_of_a_window_than_it_can_hold() -> None:
     assert [type(message) for message in to_lane(out)] == [Bind]
     out = decode.arrived(leg, decode.bound(leg)) + decode.lane(Unbound(leg.key)) + decode.compute_all()
     assert all(indices(out, "r", choice) == list(range(100)) for choice in range(8))
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (FULL, STATE)])
+def test_what_two_prompts_begin_with_is_computed_once(groups: tuple[LayerGroup, ...]) -> None:
+    prefill = Prefill(facts(*groups, num_large=400, max_model_len=200))
+    out = prefill.start(start("first", 100)) + prefill.start(start("second", 100)) + prefill.compute_all()
+    assert {request for request, *_ in said(out)} == {"first", "second"}
+    tokens = sum(run.num_tokens for run in runs_of(out))
+    assert 100 < tokens <= 100 + 2 * prefill.engine.facts.chunk_tokens
+
+
+def test_a_prompt_whose_forerunner_is_given_up_goes_on_alone() -> None:
+    prefill = Prefill(facts(FULL, num_large=400, max_model_len=200))
+    first, second = start("first", 100), start("second", 100)
+    out = prefill.start(first) + prefill.start(second)  # which waits
+    assert {begun.num_prompt for plan in plans(out) for begun in plan.starts} == {100}
+    out = prefill.abort(first) + prefill.compute_all()
+    assert {request for request, *_ in said(out)} == {"second"}

@@ -241,10 +241,10 @@ OF_CACHE = (
     ),
     Mutation("an evicted page is still found", "PrefixCache.remove", replaced("del self._pages[g][key]", "pass")),
     Mutation(
-        "nobody is told what was stored", "PrefixCache.insert", replaced("self._note(g, key, stored=True)", "pass")
+        "nobody is told what was stored", "PrefixCache.insert", replaced("self._note((g, key), stored=True)", "pass")
     ),
     Mutation(
-        "nobody is told what was removed", "PrefixCache.remove", replaced("self._note(g, key, stored=False)", "pass")
+        "nobody is told what was removed", "PrefixCache.remove", replaced("self._note((g, key), stored=False)", "pass")
     ),
     Mutation(
         "events are told again", "PrefixCache.take_events", replaced("(self._news, {})", "(self._news, self._news)")

@@ -126,6 +126,62 @@ def test_one_that_decodes_lets_go_of_its_window_page_by_page() -> None:
     pages.close(60)
 
 
+def ask(kv: KvMemory, tokens: list[int], step: int, chunk: int = 4) -> int:
+    """A prompt is computed, ends, and lets go of everything. Returns how much of it was cached."""
+    hashes: list[bytes] = []
+    kv.extend_hashes(hashes, ROOT, tokens)
+    pages = kv.open(hashes, len(tokens), len(tokens), chunk, step)
+    assert pages is not None
+    hit = pages.computed
+    for start in range(hit, len(tokens), chunk):
+        stop = min(start + chunk, len(tokens))
+        assert pages.grow(start, stop) is not None
+        pages.advance(stop, hashes, step)
+    pages.end_prefill(hashes, step, goes_on=False)
+    pages.close(step)
+    return hit
+
+
+def evict(kv: KvMemory, count: int) -> None:
+    """So many of the pages that are cached, where each small page is a large one."""
+    taken = kv.allocator.allocate(0, kv.allocator.free_large + count, owner=1 << 40)
+    assert taken is not None
+    kv.allocator.release(0, taken, 0, [0] * len(taken))
+
+
+PASSED = (
+    10  # pages of a window of 8 tokens that a prompt of 64 in chunks of 4 leaves behind: the last 6 wait for its end
+)
+
+
+def test_what_a_window_has_passed_goes_before_whatever_is_known_to_be_of_use() -> None:
+    kv = memory(FULL, window(8), num_large=100)
+    old, new = [*range(500, 520)], [*range(64)]
+    ask(kv, old, 1)
+    ask(kv, new, 2)
+    evict(kv, PASSED)
+    assert (ask(kv, [*old, 1], 3), ask(kv, [*new, 1], 4)) == (20, 64)
+
+
+def test_where_prompts_are_seen_to_part_the_window_is_kept() -> None:
+    kv = memory(FULL, window(8), num_large=200)
+    one, other, third = ([*range(32), *range(many, many + 32)] for many in (1000, 2000, 3000))
+    ask(kv, one, 1)
+    evict(kv, PASSED)
+    assert ask(kv, other, 2) == 0, "the first time that they part there"
+    evict(kv, 8)  # of the second, positions 0 to 5 and 8 to 9: without 6 and 7, which are the window before 32
+    assert ask(kv, third, 3) == 32
+
+
+def test_a_state_that_was_passed_goes_before_the_last_one() -> None:
+    kv = memory(FULL, STATE, num_large=100)
+    old, new = [*range(500, 517)], [*range(65)]
+    ask(kv, old, 1)
+    ask(kv, new, 2)
+    evict(kv, 7)  # after 8, 16, .. 56 tokens of the newer; the states after 64 and (of the older) after 16 are needed
+    assert (ask(kv, [*old[:16], 1], 3), ask(kv, [*new[:64], 1], 4)) == (16, 64)
+
+
 def test_without_room_for_another_state_one_goes_on_in_place_and_makes_no_checkpoint() -> None:
     kv = memory(STATE, num_large=1)
     pages = kv.open([], 20, 20, 8, 0)

@@ -25,7 +25,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     **{f"exact-chunk{chunk}-page{page}": (f"{LONG}[{chunk}-{page}]",) for chunk in (16, 64, 512) for page in (1, 16)},
     "families": ("-m", "slow", "tests/cluster/test_tiny_models.py"),
     "prefix-cache": ("-m", "slow", "tests/cluster/test_prefix_cache.py", "-k", "tiny"),
-    "gemma3": ("-m", "slow", "tests/cluster/test_prefix_cache.py", "-k", "gemma"),
+    "gemma3": ("-m", "slow", "tests/cluster/test_prefix_cache.py", "-k", "gemma_3"),
     "properties": (
         "-m",
         "slow and not cluster",
