@@ -93,10 +93,10 @@ def managing_ms(outcome: Outcome, parts: int) -> float:
     return outcome.management_s / parts * 1e3
 
 
-def our_memory(model: BenchModel, *, caching: bool) -> Memory:
+def our_memory(model: BenchModel, *, caching: bool, prefills: bool) -> Memory:
     if model.kinds & {GroupKind.IMAGE, GroupKind.BUDGET}:
         return DirectMemory(model, caching=caching)
-    return EngineMemory(model, CHUNK_TOKENS, caching=caching)
+    return EngineMemory(model, CHUNK_TOKENS, caching=caching, prefills=prefills)
 
 
 def peer_memory(model: BenchModel, running: int, *, caching: bool) -> Memory:
@@ -107,7 +107,7 @@ def decode(model: BenchModel, requests: Sequence[BenchRequest]) -> Pair:
     """Requests to their ends, in a pool that decodes."""
     return Pair(
         DecodeEngine(peer_memory(model, STATE_SLOTS, caching=False), requests, MAX_RUNNING).run(),
-        DecodeEngine(our_memory(model, caching=False), requests, MAX_RUNNING).run(),
+        DecodeEngine(our_memory(model, caching=False, prefills=False), requests, MAX_RUNNING).run(),
     )
 
 
@@ -115,7 +115,7 @@ def fit(model: BenchModel, requests: Sequence[BenchRequest]) -> tuple[int, int]:
     """Requests, in their order, that are in the pool at once: the peer's, and ours."""
     return (
         DecodeEngine(peer_memory(model, STATE_SLOTS, caching=False), requests, MAX_RUNNING).fill(),
-        DecodeEngine(our_memory(model, caching=False), requests, MAX_RUNNING).fill(),
+        DecodeEngine(our_memory(model, caching=False, prefills=False), requests, MAX_RUNNING).fill(),
     )
 
 
@@ -127,7 +127,7 @@ def prefill(model: BenchModel, requests: Sequence[BenchRequest], *, caching: boo
 
     return Pair(
         run(peer_memory(model, PROMPTS_AT_ONCE, caching=caching)),
-        run(our_memory(model, caching=caching)),
+        run(our_memory(model, caching=caching, prefills=True)),
     )
 
 

@@ -18,7 +18,7 @@ from disagg.memory.allocator import PageAllocator
 from disagg.memory.cache import ImageRef, PrefixCache, image_key, snapshot_key
 from disagg.memory.hashing import chain_root, extend_hashes
 from disagg.memory.layout import PoolLayout, plan_layout
-from disagg.memory.sequence import KvMemory, SequencePages, last_checkpoint, pages_for
+from disagg.memory.sequence import PLANS_IN_FLIGHT, KvMemory, SequencePages, last_checkpoint, pages_for
 from disagg.messages.layout import GroupKind
 
 ROOT = chain_root("bench")
@@ -38,14 +38,22 @@ def _to_checkpoint(start: int) -> int:
 
 
 class EngineMemory:
-    """A pool as an engine has it. chunk_tokens: of a prompt, at most so many in one step."""
+    """A pool as an engine has it. chunk_tokens: of prompts, at most so many in one step.
 
-    def __init__(self, model: BenchModel, chunk_tokens: int, *, caching: bool) -> None:
+    prefills: it is a prefill server's.
+    """
+
+    def __init__(self, model: BenchModel, chunk_tokens: int, *, caching: bool, prefills: bool) -> None:
         self.model = model
         self.caching = caching
         self.chunk_tokens = chunk_tokens
         layout = plan_layout(model.groups, PAGE_TOKENS, CHECKPOINT_TOKENS)
-        self.kv = KvMemory(layout, model.pool_bytes // layout.large_bytes, caching=caching)
+        self.kv = KvMemory(
+            layout,
+            model.pool_bytes // layout.large_bytes,
+            caching=caching,
+            common_late_tokens=PLANS_IN_FLIGHT * chunk_tokens if prefills else 0,
+        )
         self.keeps_back = self.kv.keeps_back
 
     def extend_hashes(self, hashes: list[bytes], request: BenchRequest, text: array[int]) -> None:

@@ -14,11 +14,21 @@ from disagg.messages.legs import GroupMemory, KvEvents, LoadReport, MemoryReport
 class EnginePool:
     """`kv`, with an engine's names for things."""
 
-    def __init__(self, facts: EngineFacts, tally: Tally, fits_alone: Callable[[KvMemory, int], bool]) -> None:
-        """fits_alone: (memory, tokens) -> a sequence that comes to so many tokens fits when it is alone."""
+    def __init__(
+        self,
+        facts: EngineFacts,
+        tally: Tally,
+        fits_alone: Callable[[KvMemory, int], bool],
+        common_late_tokens: int = 0,
+    ) -> None:
+        """fits_alone: (memory, tokens) -> a sequence that comes to so many tokens fits when it is alone.
+        common_late_tokens: see KvMemory.
+        """
         self._facts = facts
         self._tally = tally
-        self.kv = KvMemory(facts.layout, facts.num_large, caching=facts.prefix_cache)
+        self.kv = KvMemory(
+            facts.layout, facts.num_large, caching=facts.prefix_cache, common_late_tokens=common_late_tokens
+        )
         self.longest_alone = _longest(facts.max_model_len, lambda tokens: fits_alone(self.kv, tokens))
 
     def prefix(self, start: StartLeg) -> tuple[bytes, list[bytes]]:

@@ -20,7 +20,14 @@ from disagg.engine.finish import finish_of
 from disagg.engine.instructions import DropLink, Instruction, Tally, ToLane, ToLink, ToRouter, ToWorkers
 from disagg.engine.pool import EnginePool
 from disagg.engine.steps import PlanPipeline, Slots
-from disagg.memory.sequence import KvMemory, SequencePages, last_checkpoint, pages_for, window_start
+from disagg.memory.sequence import (
+    PLANS_IN_FLIGHT,
+    KvMemory,
+    SequencePages,
+    last_checkpoint,
+    pages_for,
+    window_start,
+)
 from disagg.messages import link as m
 from disagg.messages.lane import (
     AddPeer,
@@ -138,7 +145,7 @@ class PrefillEngine:
     def __init__(self, facts: EngineFacts) -> None:
         self.facts = facts
         self.tally = Tally()
-        self.pool = EnginePool(facts, self.tally, self._fits_alone)
+        self.pool = EnginePool(facts, self.tally, self._fits_alone, PLANS_IN_FLIGHT * facts.chunk_tokens)
         self.slots = Slots(facts.max_slots)
         self.pipeline = PlanPipeline(facts.tp)
         self.encoder = MirrorEncoder()

@@ -254,6 +254,10 @@ class PageAllocator:
             pages[g] = self._take(g, count, owner)
         return pages
 
+    def can_allocate(self, needs: Sequence[int]) -> bool:
+        """`allocate_all` would not refuse an owner who has no pages yet."""
+        return self._can_take([(g, count) for g, count in enumerate(needs) if count], NOBODY - 1)
+
     def _can_take(self, wanted: Sequence[tuple[int, int]], owner: int) -> bool:
         """Whether the five steps give `count` pages of each (group, count), one after the other. Exact.
 

@@ -54,7 +54,9 @@ class PrefixCache:
         self.layout = layout
         self._pages: list[dict[bytes, int]] = [{} for _ in layout.groups]
         self._keys: list[dict[int, bytes]] = [{} for _ in layout.groups]
-        self._news: dict[tuple[int, bytes], bool] = {}  # stored or removed since the last report, by (group, key)
+        # By group: what was stored (True) or removed since the last report. What came and went, or went and came, is no news:
+        # so there is never more of it than pages that are cached, or were at the last report.
+        self._news: list[dict[bytes, bool]] = [{} for _ in layout.groups]
         self._rank_seed = random.randbytes(16)
 
     def __len__(self) -> int:
@@ -169,7 +171,8 @@ class PrefixCache:
         assert page not in keys, f"page {page} of group {g} is cached under another key"
         pages[key] = page
         keys[page] = key
-        self._note((g, key), stored=True)
+        if self._news[g].pop(key, True):
+            self._news[g][key] = True
         return True
 
     def remove(self, g: int, page: int) -> None:
@@ -177,7 +180,8 @@ class PrefixCache:
         key = self._keys[g].pop(page, None)
         if key is not None:
             del self._pages[g][key]
-            self._note((g, key), stored=False)
+            if not self._news[g].pop(key, False):
+                self._news[g][key] = False
 
     def image_rank(self, image_hash: bytes) -> int:
         """What all pages of an image are released with as their prefix length, drawn at random: of images that were
@@ -188,19 +192,12 @@ class PrefixCache:
 
     # ---- telling
 
-    def _note(self, name: tuple[int, bytes], *, stored: bool) -> None:
-        """What came and went, or went and came, since the last report is no news. So there is never more of it than
-        pages that are cached, or were at the last report.
-        """
-        if self._news.pop(name, stored) == stored:
-            self._news[name] = stored
-
     def take_events(self) -> KvEvents:
         """What has changed since this was last asked."""
-        news, self._news = self._news, {}
+        news, self._news = self._news, [{} for _ in self._news]
         return KvEvents(
-            stored=tuple(name for name, stored in news.items() if stored),
-            removed=tuple(name for name, stored in news.items() if not stored),
+            stored=tuple((g, key) for g, keys in enumerate(news) for key, stored in keys.items() if stored),
+            removed=tuple((g, key) for g, keys in enumerate(news) for key, stored in keys.items() if not stored),
         )
 
     def snapshot(self) -> KvEvents:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from operator import add
 from random import Random
 
 from disagg.memory.allocator import PageAllocator, adjacent_runs, passed
@@ -65,11 +66,31 @@ class KvMemory:
     """One pool: its pages, its prefix cache, and what they have been asked for.
 
     caching: off, nothing is kept of a sequence that ends. seed: of the draws that rank images for eviction.
+
+    common_late_tokens: of a pool in which only sequences of `open` run (a prefill server's): tokens of all of them together
+    whose runs have not reported, at most. A window's pages for them need not be set aside for each sequence then: it is
+    enough that they can be had, until when they may be what is cached. Not so with several window groups, since one of
+    them can take a large page for a small one, of which another would have been made.
     """
 
-    def __init__(self, layout: PoolLayout, num_large: int, *, caching: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self,
+        layout: PoolLayout,
+        num_large: int,
+        *,
+        caching: bool = True,
+        seed: int = 0,
+        common_late_tokens: int = 0,
+    ) -> None:
         self.layout = layout
         self.caching = caching
+        windows = [g for g, group in enumerate(layout.groups) if group.kind is GroupKind.WINDOW]
+        self.common_late_pages = [0 for _ in layout.groups]  # by group
+        if len(windows) == 1:
+            window_tokens, page_tokens = layout.groups[windows[0]].window_tokens, layout.page_tokens
+            most, alone = (window_pages(window_tokens, late, page_tokens) for late in (common_late_tokens, 0))
+            self.common_late_pages[windows[0]] = most - alone
+        self.beyond_quotas = [0 for _ in layout.groups]  # pages that sequences will come to need beyond their quotas
         self.cache = PrefixCache(layout, Random(seed))
         self.allocator = PageAllocator(layout, num_large, self.cache.remove)
         self.hit_tokens = 0
@@ -134,6 +155,11 @@ class KvMemory:
         self.count_hit(num_tokens, pages.hit_tokens)
         return pages
 
+    def can_go_on(self, beside: Sequence[int] = ()) -> bool:
+        """The pages that are set aside for nobody can be had; `beside`: and so many of each group beside them."""
+        late = [*map(min, self.common_late_pages, self.beyond_quotas)]
+        return not any(late) or self.allocator.can_allocate([*map(add, late, beside)] if beside else late)
+
     def count_hit(self, num_tokens: int, hit_tokens: int) -> None:
         """So many tokens were asked for, and so many of them were there."""
         self.query_tokens += num_tokens
@@ -181,10 +207,13 @@ class KvMemory:
         self.allocator.check_integrity()
         self.cache.check_integrity()
         counts: dict[tuple[int, int], int] = {}
+        late = [*map(min, self.common_late_pages, self.beyond_quotas)]
         for pages in holders:
             for g, page in pages.held():
                 counts[g, page] = counts.get((g, page), 0) + 1
+            late = [max(0, left - held) for left, held in zip(late, pages.beyond_quota(), strict=True)]
         assert counts == self.allocator.all_holders(), "pages of sequences and used pages differ"
+        assert self.allocator.can_allocate(late), "what no sequence has set aside cannot be had"
 
 
 class SequencePages:
@@ -217,6 +246,7 @@ class SequencePages:
         self._own_from = [0 for _ in groups]
         self._quota = [0 for _ in groups]
         self._left: list[deque[tuple[int, int]]] = [deque() for _ in groups]
+        self._beyond = [0 for _ in groups]  # what `beyond_quotas` has of it
         self._hold_from: list[int | None] = [None for _ in groups]
         self._branches: tuple[int, ...] = ()  # see `branch_at`
         # States. frozen: the newest is not to be written over; superseded: (tokens, position) of a state that was the
@@ -275,15 +305,19 @@ class SequencePages:
             if group.kind is GroupKind.STATE:
                 pages = 1
             elif group.kind is GroupKind.WINDOW:
-                late_tokens = PLANS_IN_FLIGHT * chunk_tokens
+                common = self._memory.common_late_pages[g]
+                late_tokens = 0 if common else PLANS_IN_FLIGHT * chunk_tokens
                 self._quota[g] = window_pages(group.window_tokens, late_tokens, self._page_tokens)
+                if common:
+                    self._beyond[g] = max(0, pages - self._quota[g])
+                    self._memory.beyond_quotas[g] += self._beyond[g]
                 pages = min(pages, self._quota[g])
             needs.append(max(0, pages))
         taken = self._allocator.allocate_all(needs, self._owner)
         if taken is None:
             return False
         self._spare = taken
-        return True
+        return self._memory.can_go_on()
 
     def reserve_landing(
         self, hashes: Sequence[bytes], num_tokens: int, spare_tokens: int, choices: int, *, reuse: bool
@@ -400,6 +434,15 @@ class SequencePages:
         pages = sum(map(len, tables))
         return pages / sum(map(adjacent_runs, tables)) if pages else 0.0
 
+    def beyond_quota(self) -> list[int]:
+        """Own pages of each group that are held beyond a quota, now."""
+        return [
+            max(0, len(table) - max(first, own_from) + len(spare) - quota) if quota else 0
+            for table, first, own_from, spare, quota in zip(
+                self._tables, self._first, self._own_from, self._spare, self._quota, strict=True
+            )
+        ]
+
     def held(self) -> Iterable[tuple[int, int]]:
         """(group, page), once for each time that this sequence holds it."""
         for g, (table, first) in enumerate(zip(self._tables, self._first, strict=True)):
@@ -424,7 +467,8 @@ class SequencePages:
         taken = None
         if self._states:
             must = self._frozen or start == 0
-            may = self._memory.caching and start % checkpoint_tokens == 0
+            wanted = [int(g in self._states) for g in range(len(needs))]
+            may = self._memory.caching and start % checkpoint_tokens == 0 and self._memory.can_go_on(beside=wanted)
             if must or may:
                 for g in self._states:
                     needs[g] = 1
@@ -513,9 +557,10 @@ class SequencePages:
         """Offer the pages of positions before `stop`, which are full, to the cache."""
         stop = min(stop, len(hashes))
         if self._memory.caching and stop > self._published[g]:
-            table = self._tables[g]
+            table, insert, keep = self._tables[g], self._memory.cache.insert, self._allocator.keep
             for position in range(max(self._published[g], self._first[g]), stop):
-                self._keep(g, hashes[position], table[position])
+                if insert(g, hashes[position], table[position]):
+                    keep(g, table[position])
             self._published[g] = stop
 
     def _keep(self, g: int, key: bytes, page: int) -> None:
@@ -527,13 +572,13 @@ class SequencePages:
     ) -> None:
         """ended: the prompt has. What the quota still has of it is near its end, where others may well part from it."""
         gone = max(0, num_tokens - self._layout.groups[g].window_tokens) // self._page_tokens
-        hold_from = self._hold_from[g]
-        if hold_from is not None:
-            gone = min(gone, hold_from)
         left, own_from = self._left[g], self._own_from[g]
         first = left[-1][0] + 1 if left else self._first[g]
         if gone <= first and not left:
             return
+        hold_from = self._hold_from[g]
+        if hold_from is not None:
+            gone = min(gone, hold_from)
         if first < own_from and first < gone:
             stop = min(gone, own_from)
             self._let_go(g, stop, step)
@@ -597,13 +642,17 @@ class SequencePages:
         goes_on: it decodes here, so pages that are not in its table yet stay with it.
         """
         for g in self._windows:
-            self._quota[g] = 0
+            self._drop_quota(g)
             self._publish(g, self.computed // self._page_tokens, hashes)
             self._leave_window(g, self.computed, hashes, step, ended=True)
         if not goes_on:
             for g, spare in enumerate(self._spare):
                 self._memory.release(g, spare, step, [0] * len(spare))
                 spare.clear()
+
+    def _drop_quota(self, g: int) -> None:
+        self._memory.beyond_quotas[g] -= self._beyond[g]
+        self._quota[g] = self._beyond[g] = 0
 
     def seal(self, num_tokens: int, hashes: Sequence[bytes]) -> None:
         """All of num_tokens has been computed, and no run is under way: if the newest state is on a checkpoint, it enters the
@@ -675,6 +724,8 @@ class SequencePages:
     def close(self, step: int) -> None:
         """Let go of every page. step: now."""
         release, page_tokens = self._memory.release, self._page_tokens
+        for g in self._windows:
+            self._drop_quota(g)
         for g, (table, spare) in enumerate(zip(self._tables, self._spare, strict=True)):
             first = self._first[g]
             if g in self._states:

@@ -189,12 +189,12 @@ OF_FORESIGHT = (
 OF_CACHE = (
     Mutation(
         "full attention needs nothing",
-        "PrefixCache.lookup",
+        "PrefixCache.known",
         replaced("found = self._first_missing(g, hashes, 0, found)", "pass"),
     ),
     Mutation(
         "full attention needs its last page only",
-        "PrefixCache.lookup",
+        "PrefixCache.known",
         replaced("hashes, 0, found", "hashes, found - 1, found"),
     ),
     Mutation(
@@ -227,7 +227,9 @@ OF_CACHE = (
     Mutation("part of what the budget kept is enough", "PrefixCache._budgeted", replaced("in kept", "in kept[1:]")),
     Mutation("a budget is never exceeded", "PrefixCache._budgeted", replaced("min(most, whole)", "most")),
     Mutation(
-        "each group is asked only once", "PrefixCache.lookup", replaced("while found != before", "if found != before")
+        "each group is asked only once",
+        "PrefixCache.lookup_known",
+        replaced("while found != before", "if found != before"),
     ),
     Mutation(
         "a transfer begins one page late",
@@ -237,18 +239,12 @@ OF_CACHE = (
     Mutation(
         "the second page of a prefix takes the first one's place",
         "PrefixCache.insert",
-        replaced("key in self._pages[g]", "False"),
+        replaced("key in pages", "False"),
     ),
     Mutation("an evicted page is still found", "PrefixCache.remove", replaced("del self._pages[g][key]", "pass")),
-    Mutation(
-        "nobody is told what was stored", "PrefixCache.insert", replaced("self._note((g, key), stored=True)", "pass")
-    ),
-    Mutation(
-        "nobody is told what was removed", "PrefixCache.remove", replaced("self._note((g, key), stored=False)", "pass")
-    ),
-    Mutation(
-        "events are told again", "PrefixCache.take_events", replaced("(self._news, {})", "(self._news, self._news)")
-    ),
+    Mutation("nobody is told what was stored", "PrefixCache.insert", replaced("self._news[g][key] = True", "pass")),
+    Mutation("nobody is told what was removed", "PrefixCache.remove", replaced("self._news[g][key] = False", "pass")),
+    Mutation("events are told again", "PrefixCache.take_events", replaced("[{} for _ in self._news]", "self._news")),
 )
 
 

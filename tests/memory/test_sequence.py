@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -180,6 +182,52 @@ def test_a_state_that_was_passed_goes_before_the_last_one() -> None:
     ask(kv, new, 2)
     evict(kv, 7)  # after 8, 16, .. 56 tokens of the newer; the states after 64 and (of the older) after 16 are needed
     assert (ask(kv, [*old[:16], 1], 3), ask(kv, [*new[:64], 1], 4)) == (16, 64)
+
+
+def two_prompts(num_large: int) -> tuple[int, bool]:
+    """Two prompts of 40 tokens in steps of 8, two of which are under way. How many began at once, and whether none ever
+    lacked a page. Each takes 10 pages for full attention, and 4 for its window; 4 more are enough for both.
+    """
+    layout = plan_layout((FULL, window(8)), 4, 8)
+    kv = KvMemory(layout, num_large, common_late_tokens=16)
+    waiting, running, plans = [0, 1], [], deque[tuple[int, int]]()
+    most, lacked = 0, False
+    while waiting or running:
+        while waiting:
+            hashes: list[bytes] = []
+            kv.extend_hashes(hashes, ROOT, range(100 * waiting[0], 100 * waiting[0] + 40))
+            pages = kv.open(hashes, 40, 40, 8, 0)
+            if pages is None:
+                break
+            running.append([waiting.pop(0), pages, hashes, 0])
+        most = max(most, len(running))
+        held = [pages for _, pages, _, _ in running]
+        for each in running:
+            if len(plans) == 2 or each[3] == 40:
+                continue
+            if each[1].grow(each[3], each[3] + 8) is None:
+                return most, True
+            each[3] += 8
+            plans.append((each[0], each[3]))
+            kv.check_integrity(held)
+        number, stop = plans.popleft()
+        each = next(each for each in running if each[0] == number)
+        each[1].advance(stop, each[2], 1)
+        if stop == 40:
+            each[1].end_prefill(each[2], 1, goes_on=False)
+            each[1].close(1)
+            running.remove(each)
+    assert kv.allocator.used_large == 0
+    return most, lacked
+
+
+def test_prompts_of_a_prefill_server_share_the_pages_for_runs_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert two_prompts(18) == (1, False)
+    assert two_prompts(31) == (1, False)
+    assert two_prompts(32) == (2, False)
+    monkeypatch.setattr(KvMemory, "can_go_on", lambda self, beside=(): True)
+    monkeypatch.setattr(KvMemory, "check_integrity", lambda self, holders: None)
+    assert two_prompts(28) == (2, True), "without asking for them, they are not there"
 
 
 def test_without_room_for_another_state_one_goes_on_in_place_and_makes_no_checkpoint() -> None:

@@ -156,10 +156,17 @@ def machine(seen: collections.Counter[str]) -> type[RuleBasedStateMachine]:
     """seen: is told how often what the test is about has happened."""
 
     class SequenceMachine(RuleBasedStateMachine):
-        @initialize(pool=st.sampled_from(sorted(POOLS)), caching=st.sampled_from((True, True, True, False)))
-        def make(self, pool: str, caching: bool) -> None:
+        @initialize(
+            pool=st.sampled_from(sorted(POOLS)),
+            caching=st.sampled_from((True, True, True, False)),
+            prefills=st.sampled_from((False, False, False, True)),
+        )
+        def make(self, pool: str, caching: bool, prefills: bool) -> None:
+            """prefills: as a prefill server's, where few runs of all sequences together are under way."""
             self.layout, num_large = POOLS[pool]
-            self.memory = KvMemory(self.layout, num_large, caching=caching)
+            self.prefills = prefills
+            late = MAX_IN_FLIGHT * CHUNK_TOKENS if prefills else 0
+            self.memory = KvMemory(self.layout, num_large, caching=caching, common_late_tokens=late)
             self.kinds = [group.kind for group in self.layout.groups]
             self.paged = [g for g, kind in enumerate(self.kinds) if kind is not GroupKind.STATE]
             self.states = [g for g, kind in enumerate(self.kinds) if kind is GroupKind.STATE]
@@ -251,6 +258,7 @@ def machine(seen: collections.Counter[str]) -> type[RuleBasedStateMachine]:
             """A prompt, or (for decode) all of a sequence that gave way, is computed as far as it is not cached."""
             text = DOCUMENTS[document]
             hashes = self._hashes(text, tokens)
+            sends = sends or self.prefills
             reserved = tokens if sends else min(tokens + spare, MAX_TOKENS)
             pages = self.memory.open(hashes, tokens, reserved, CHUNK_TOKENS, self.clock)
             if pages is None:
@@ -292,7 +300,7 @@ def machine(seen: collections.Counter[str]) -> type[RuleBasedStateMachine]:
             self.live.pop()
             pages.close(self.clock)
 
-        @precondition(lambda self: len(self.live) + len(self.arriving) < MAX_LIVE)
+        @precondition(lambda self: not self.prefills and len(self.live) + len(self.arriving) < MAX_LIVE)
         @rule(
             document=NUMBERS,
             tokens=st.integers(1, MAX_TOKENS),
@@ -427,6 +435,8 @@ def machine(seen: collections.Counter[str]) -> type[RuleBasedStateMachine]:
                     self.report()
 
         def _run(self, live: Live, tokens: int) -> bool:
+            while self.prefills and len(self.plans) >= MAX_IN_FLIGHT:
+                self.report()
             start = live.scheduled
             tokens = min(tokens, live.left)
             if self.states:
