@@ -32,7 +32,8 @@ def prefill(side: Memory, requests: Sequence[BenchRequest]) -> Outcome:
 
 
 def sides(model: BenchModel, *, caching: bool) -> tuple[Memory, Memory]:
-    return memory.peer_memory(model, 16, caching=caching), memory.our_memory(model, caching=caching)
+    ours = memory.our_memory(model, caching=caching, prefills=caching)
+    return memory.peer_memory(model, 16, caching=caching), ours
 
 
 # ---- models and requests
