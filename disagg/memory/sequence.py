@@ -122,7 +122,7 @@ class KvMemory:
         hit = self.cache.lookup_known(hashes, known) if known else 0
         for hit_tokens, tokens in ((hit, total_tokens), (0, num_tokens)):
             pages = SequencePages(self)
-            pages.branch_at(known, num_tokens)
+            pages.branch_at(known, num_tokens, tail_tokens=PLANS_IN_FLIGHT * chunk_tokens)
             pages.pin_hit(hashes, hit_tokens)
             if pages.reserve(tokens, chunk_tokens):
                 self.count_hit(num_tokens, hit_tokens)
@@ -249,6 +249,7 @@ class SequencePages:
         self._beyond = [0 for _ in groups]  # what `beyond_quotas` has of it
         self._hold_from: list[int | None] = [None for _ in groups]
         self._branches: tuple[int, ...] = ()  # see `branch_at`
+        self._tail_tokens = 0
         # States. frozen: the newest is not to be written over; superseded: (tokens, position) of a state that was the
         # newest after so many tokens, until the run that reads it has reported.
         self._frozen = False
@@ -276,15 +277,18 @@ class SequencePages:
         self.computed = hit_tokens
         self._frozen = bool(stop)
 
-    def branch_at(self, *lengths: int) -> None:
-        """Prompts are known to end, or to go on differently, after so many tokens.
+    def branch_at(self, *lengths: int, tail_tokens: int = 0) -> None:
+        """Prompts are known to go on differently after so many tokens, of which the last is where this one ends.
 
         So what windows and states need for a prefix of that length is cached like everything else. What else they leave
         behind while a sequence runs is of use only to a prompt that happens to part from this one just there, and goes
-        first when pages are evicted. Models without full attention do not know where prompts part, and keep everything alike.
+        first when pages are evicted. tail_tokens: a window for a prefix that is up to so much shorter than the prompt is
+        kept, too, since its last part is what most likely differs in the next one: a question, say.
+        Models without full attention do not know where prompts part, and keep everything alike.
         """
         if any(group.kind is GroupKind.FULL for group in self._layout.groups):
             self._branches = lengths
+            self._tail_tokens = tail_tokens
 
     def hold_for_sending(self, num_tokens: int) -> None:
         """Keep, until the end, what a transfer of num_tokens tokens may need: the last window, and the last checkpoint."""
@@ -594,7 +598,7 @@ class SequencePages:
         stop, age = self._first[g], 0
         for _ in range(count):
             position, left_at = left.popleft()
-            before, age = age, left_at if ended or self._is_branch(g, position) else passed(left_at)
+            before, age = age, left_at if self._is_branch(g, position) else passed(left_at)
             if age != before and position > stop:
                 self._let_go(g, position, before)
                 stop = position
@@ -606,6 +610,8 @@ class SequencePages:
             return True
         page_tokens, window_tokens = self._page_tokens, self._layout.groups[g].window_tokens
         first, stop = position * page_tokens, (position + 1) * page_tokens
+        if first < self._branches[-1] and stop > self._branches[-1] - window_tokens - self._tail_tokens:
+            return True
         return any(first < length and stop > length - window_tokens for length in self._branches)
 
     def _let_go(self, g: int, stop: int, last_access: int) -> None:
@@ -644,7 +650,7 @@ class SequencePages:
         for g in self._windows:
             self._drop_quota(g)
             self._publish(g, self.computed // self._page_tokens, hashes)
-            self._leave_window(g, self.computed, hashes, step, ended=True)
+            self._leave_window(g, self.computed, hashes, step)
         if not goes_on:
             for g, spare in enumerate(self._spare):
                 self._memory.release(g, spare, step, [0] * len(spare))
@@ -701,7 +707,7 @@ class SequencePages:
             other = SequencePages(self._memory)
             other.computed = self.computed
             other._first, other._published = list(self._first), list(self._published)
-            other._branches = self._branches
+            other._branches, other._tail_tokens = self._branches, self._tail_tokens
             for g, table in enumerate(self._tables):
                 shared = len(table) - (partial and g in self._paged)
                 self._allocator.share(g, table[self._first[g] : shared])

@@ -151,9 +151,8 @@ def evict(kv: KvMemory, count: int) -> None:
     kv.allocator.release(0, taken, 0, [0] * len(taken))
 
 
-PASSED = (
-    10  # pages of a window of 8 tokens that a prompt of 64 in chunks of 4 leaves behind: the last 6 wait for its end
-)
+# Pages of a window of 8 tokens that a prompt of 64 in chunks of 4 leaves behind, but for its last 16 tokens.
+PASSED = 12
 
 
 def test_what_a_window_has_passed_goes_before_whatever_is_known_to_be_of_use() -> None:
@@ -171,7 +170,7 @@ def test_where_prompts_are_seen_to_part_the_window_is_kept() -> None:
     ask(kv, one, 1)
     evict(kv, PASSED)
     assert ask(kv, other, 2) == 0, "the first time that they part there"
-    evict(kv, 8)  # of the second, positions 0 to 5 and 8 to 9: without 6 and 7, which are the window before 32
+    evict(kv, 10)  # of the second, positions 0 to 5 and 8 to 11: without 6 and 7, which are the window before 32
     assert ask(kv, third, 3) == 32
 
 

@@ -184,7 +184,7 @@ class TwoLayers:
     def run(self, *steps: tuple[int, str]) -> None:
         """One request. steps: the number of each, and the tokens whose KV there is after it; the prompt's first."""
         _, prompt = steps[0]
-        pages = self.memory.open(chain(prompt), len(prompt), len(prompt), chunk_tokens=1, step=steps[0][0])
+        pages = self.memory.open(chain(prompt), len(prompt), len(prompt), chunk_tokens=len(prompt), step=steps[0][0])
         assert pages is not None
         computed = pages.computed
         for step, tokens in steps:
