@@ -125,13 +125,11 @@ def _overrides(sets: tuple[str, ...]) -> dict[str, object]:
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="[default: auto]")
 @click.option("--prefill", default=1, show_default=True, type=click.IntRange(1, 64), help="Prefill servers.")
 @click.option("--decode", default=1, show_default=True, type=click.IntRange(1, 64), help="Decode servers.")
-@click.option(
-    "--prefill-tp", default=1, show_default=True, type=click.IntRange(1, 64), help="Ranks per prefill server."
-)
-@click.option("--decode-tp", default=1, show_default=True, type=click.IntRange(1, 64), help="Ranks per decode server.")
+@click.option("--prefill-tp", type=click.IntRange(1, 64), help="Ranks per prefill server.  [default: 1]")
+@click.option("--decode-tp", type=click.IntRange(1, 64), help="Ranks per decode server.  [default: 1]")
 @click.option("--page-tokens", type=int, metavar="N", help="Tokens per KV page.  [default: 16]")
 @click.option("--chunk-tokens", type=int, metavar="N", help="Token budget of one prefill step.  [default: 256]")
-@click.option("--kv-memory", metavar="SIZE", help="KV pool of each server.  [default: 512MiB on CPU]")
+@click.option("--kv-memory", metavar="SIZE", help="KV pool of each rank.  [default: 512MiB on CPU]")
 @click.option("--max-model-len", type=int, metavar="N", help="Longest prompt and output.  [default: the model's own]")
 @click.option("--prefix-cache", type=click.Choice(["on", "off"]), help="[default: on]")
 @click.option("--host", metavar="HOST", help="Where the router listens.  [default: 127.0.0.1]")
@@ -149,8 +147,8 @@ def _overrides(sets: tuple[str, ...]) -> dict[str, object]:
 def up(
     prefill: int,
     decode: int,
-    prefill_tp: int,
-    decode_tp: int,
+    prefill_tp: int | None,
+    decode_tp: int | None,
     run_dir: Path,
     parent_pid: int | None,
     file: Path | None,
@@ -255,6 +253,109 @@ def debug_dump(base_url: str) -> None:
     from disagg.cli.status import show_dump
 
     show_dump(base_url)
+
+
+@cli.group()
+def bench() -> None:
+    """Measure parts of the system on this machine."""
+
+
+def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    from disagg.config.sizes import parse_size
+
+    if value is None:
+        return None
+    try:
+        size = parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+    if size <= 0:
+        raise click.BadParameter("it must be more than nothing")
+    return size
+
+
+@bench.command("transfer")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: the GPUs, if there are any.",
+)
+@click.option(
+    "--tp",
+    "pairs",
+    multiple=True,
+    metavar="PREFILL:DECODE",
+    help="TP sizes of the two sides; may be repeated.  [default: 1:1, 1:2, 2:1, 2:2, where the KV heads allow it]",
+)
+@click.option(
+    "--tokens",
+    multiple=True,
+    type=click.IntRange(1),
+    metavar="N",
+    help="Length of the sequence that is moved; may be repeated.  [default: 2048, 8192, 32768; on CPU 256, 1024]",
+)
+@click.option(
+    "--shape",
+    metavar="NAME|LxHxDxDTYPE",
+    help='Layers, KV heads, head_dim and dtype of the KV, such as 32x8x128xbfloat16, or "llama-3.1-8b" or '
+    '"smollm2-135m".  [default: llama-3.1-8b; on CPU smollm2-135m]',
+)
+@click.option("--page-tokens", type=click.IntRange(1, 1024), default=16, show_default=True, metavar="N")
+@click.option(
+    "--piece",
+    "piece_bytes",
+    callback=_size,
+    metavar="SIZE",
+    help="KV in one write, at most.  [default: 64MiB; on CPU 4MiB]",
+)
+@click.option(
+    "--in-flight",
+    type=click.IntRange(2),
+    metavar="N",
+    help="Gather buffers of each prefill rank: so many writes at once.  [default: 4]",
+)
+@click.option(
+    "--arena",
+    "arena_bytes",
+    callback=_size,
+    metavar="SIZE",
+    help="Memory of each decode rank into which pieces are written.  [default: 1GiB; on CPU 64MiB]",
+)
+@click.option(
+    "--kernels",
+    type=click.Choice(["auto", "triton", "torch"]),
+    default="auto",
+    show_default=True,
+    help="What gathers and scatters.",
+)
+@click.option("--ucx-tls", metavar="LIST", help="UCX_TLS.  [default: UCX chooses; on CPU posix,cma,tcp]")
+@click.option("--ucx-net-devices", metavar="LIST", help="UCX_NET_DEVICES.  [default: UCX chooses; on CPU lo]")
+@click.option(
+    "--repeat", "repeats", type=click.IntRange(1), metavar="N", help="Trials per row.  [default: 15; on CPU 7]"
+)
+@click.option("--unstaged", is_flag=True, help="Also move it without staging: a descriptor per page, layer and plane.")
+@click.option("--curve/--no-curve", default=True, show_default=True, help="Draw GB/s by size of pieces.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Keep every figure."
+)
+def bench_transfer(**options: Any) -> None:
+    """Move KV cache between prefill and decode ranks, and show how fast that is.
+
+    Starts one process per rank on this machine, with a KV pool of random bytes each, and moves one sequence's KV as a
+    cluster does: pages are gathered into buffers, written into the other side's memory, checked, and scattered into its
+    pages. No model is needed and no cluster is running meanwhile. Each row is also given as a share of a plain copy of the
+    same bytes, which is what the hardware could do at best. The first column is the TP size of either side; where they
+    differ, KV heads are cut and joined on the way.
+
+    Typical: `disagg bench transfer` first; then `--piece` and `--in-flight` to find what suits the machine, which are
+    transfer.gather_bytes and transfer.gather_buffers in the configuration. The exit status is 1 if a single page that
+    landed is not what was sent.
+    """
+    from disagg.cli.bench import TransferOptions, run_transfer_bench
+
+    sys.exit(run_transfer_bench(TransferOptions(**options)))
 
 
 @cli.group()

@@ -10,7 +10,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -23,6 +23,7 @@ from disagg.cli.supervise import Limits
 from disagg.cli.terminal import StageProgress, note, problem
 from disagg.config.load import child_environ, dump_config, load_config
 from disagg.config.tree import Config, ServerRef
+from disagg.messages.heads import SliceError, check_heads
 from disagg.types.errors import ConfigError
 
 DRAIN_MARGIN_S = 5.0  # a child bounds its own drain; this is for what comes after
@@ -39,9 +40,9 @@ class UpOptions(Struct, frozen=True, kw_only=True):
 
     num_prefill: int
     num_decode: int
-    prefill_tp: int
-    decode_tp: int
-    run_parent: Path
+    prefill_tp: int | None = None  # None: server.tp
+    decode_tp: int | None = None
+    run_parent: Path = Path()
 
 
 class Plan(Struct, frozen=True):
@@ -55,14 +56,12 @@ class Plan(Struct, frozen=True):
 def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object]) -> int:
     """Runs the cluster until SIGTERM or Ctrl-C; returns the exit code. Raises ConfigError before anything was started."""
     base = load_config(file, overrides)
-    for flag, tp in (("--prefill-tp", options.prefill_tp), ("--decode-tp", options.decode_tp)):
-        if tp > 1:
-            raise ConfigError(f"{flag} = {tp}: tensor parallelism arrives with a later version; it must be 1")
     router = base.router
     require_free(router.host, router.http_port, "router.http_port")
     require_free(router.host, router.grpc_port, "router.grpc_port")
-    _convert(base)
-    plans = plan_cluster(base, options.num_prefill, options.num_decode)
+    model_dir = _convert(base)
+    plans = plan_cluster(base, options)
+    _check_heads(model_dir, plans[1:])
     run_dir = make_run_dir(options.run_parent)
     prune_run_dirs(options.run_parent)
     specs = [_write(plan, run_dir) for plan in plans]
@@ -71,17 +70,24 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
     return asyncio.run(_run(plans[0].config, specs))
 
 
-def plan_cluster(base: Config, num_prefill: int, num_decode: int) -> tuple[Plan, ...]:
+def plan_cluster(base: Config, options: UpOptions) -> tuple[Plan, ...]:
     """The router and its servers, with ports that stay theirs over restarts. The router comes first."""
     fixed = [port for port in (base.router.http_port, base.router.grpc_port) if port]
-    names = [f"prefill-{index}" for index in range(num_prefill)] + [f"decode-{index}" for index in range(num_decode)]
-    ports = pick_ports(SERVER_HOST, 2 * len(names) + 2 - len(fixed), taken=fixed)
+    pools = (("prefill", options.num_prefill, options.prefill_tp), ("decode", options.num_decode, options.decode_tp))
+    tps = {f"{role}-{index}": tp or base.server.tp for role, number, tp in pools for index in range(number)}
+    ports = pick_ports(SERVER_HOST, 2 * len(tps) + 2 - len(fixed), taken=fixed)
     http_port = base.router.http_port or ports.pop()
     grpc_port = base.router.grpc_port or ports.pop()
     servers = []
-    for name in names:
+    for name, tp in tps.items():
         own = replace(
-            base.server, name=name, host=SERVER_HOST, advertise_host="", port=ports.pop(), metrics_port=ports.pop()
+            base.server,
+            name=name,
+            tp=tp,
+            host=SERVER_HOST,
+            advertise_host="",
+            port=ports.pop(),
+            metrics_port=ports.pop(),
         )
         servers.append(Plan(name, name.partition("-")[0], replace(base, server=own)))
     refs = tuple(
@@ -96,13 +102,28 @@ def _address(plan: Plan) -> str:
     return f"{plan.config.server.host}:{plan.config.server.port}"
 
 
-def _convert(config: Config) -> None:
-    """Once, here, rather than in every child at the same time."""
+def _check_heads(model_dir: Path, plans: Sequence[Plan]) -> None:
+    """Raises ConfigError for a TP size that cannot share the model's heads, here rather than in every child."""
+    if all(plan.config.server.tp == 1 for plan in plans):
+        return
+    from disagg.convert.inspect import inspect_model
+
+    facts = inspect_model(model_dir)
+    for plan in plans:
+        tp = plan.config.server.tp
+        try:
+            check_heads(tp, facts.num_heads, facts.num_kv_heads)
+        except SliceError as error:
+            raise ConfigError(f"{plan.role} servers with tp = {tp}: {error}") from error
+
+
+def _convert(config: Config) -> Path:
+    """The model's directory. Made once, here, rather than in every child at the same time."""
     from disagg.convert.model_dir import resolve
 
     progress = StageProgress()
     try:
-        resolve(config.model.name, Path(config.model.cache_dir).expanduser(), progress)
+        return resolve(config.model.name, Path(config.model.cache_dir).expanduser(), progress)
     finally:
         progress.close()
 

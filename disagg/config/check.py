@@ -19,7 +19,6 @@ LINKS_PER_ARENA = 4  # no link gets more than its share, a quarter: as the arena
 
 def check_config(config: Config) -> None:
     """Raises ConfigError naming the settings that do not fit together, their values, and what is allowed."""
-    _check_later_versions(config)
     _check_engine(config)
     _check_transfer(config)
     _check_server(config)
@@ -49,13 +48,6 @@ def warnings_of(config: Config) -> tuple[str, ...]:
                 "keep it inside a trusted network"
             )
     return tuple(found)
-
-
-def _check_later_versions(config: Config) -> None:
-    if config.server.tp > 1:
-        raise ConfigError(
-            f"server.tp = {config.server.tp}: tensor parallelism arrives with a later version; it must be 1"
-        )
 
 
 def _check_engine(config: Config) -> None:
@@ -99,6 +91,10 @@ def _check_transfer(config: Config) -> None:
         raise ConfigError(
             f"transfer.gather_bytes = {format_size(gather)}: one piece must fit into a segment, so it must be at most "
             f"transfer.segment_bytes = {format_size(segment)}"
+        )
+    if transfer.kernels == "triton" and config.model.device == "cpu":
+        raise ConfigError(
+            'transfer.kernels = "triton": Triton has no kernels for model.device = "cpu"; it must be "auto" or "torch"'
         )
 
 

@@ -76,6 +76,7 @@ class TransferConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     link_segments: PositiveInt = 2  # leased by an active link
     gather_bytes: Annotated[int, Meta(ge=4096)] = 4 * MIB  # one gather buffer, the largest piece
     gather_buffers: Annotated[int, Meta(ge=2)] = 4
+    kernels: Literal["auto", "triton", "torch"] = "auto"  # of gather and scatter; auto: triton on CUDA, torch on CPU
     ucx_tls: str = "posix,cma,tcp"
     ucx_net_devices: str = "lo"
     link_lease_s: Seconds = 10.0  # a link silent for this long is lost
@@ -87,7 +88,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """One prefill or decode server."""
 
     name: str = ""
-    tp: PositiveInt = 1
+    tp: PositiveInt = 1  # ranks, each with some of the heads, and a GPU of its own
+    first_gpu: NonNegativeInt = 0  # of rank 0; rank r has the r-th after it
     host: str = "127.0.0.1"
     port: Port = 0  # gRPC: router streams, Peer.Link, health, reflection
     metrics_port: Port = 0  # HTTP: /metrics, /health, /debug/dump

@@ -54,16 +54,16 @@ from disagg.messages.legs import (
 from disagg.messages.plan import SampledToken, StepResult
 from disagg.staging.arena import locate
 from disagg.staging.pieces import group_piece_bytes
-from disagg.staging.slices import HeadSlice, head_slices
-from disagg.transfer.session import CHECKPOINT, NUM_STATES, ReceiveSession, ReceiveState
+from disagg.staging.slices import HeadSlice, head_turns
+from disagg.transfer.session import CHECKPOINT, MAX_WANTS, NUM_STATES, ReceiveSession, ReceiveState
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
+from disagg.types.sampling import MAX_CHOICES, MAX_LOGPROBS
 
 MAX_TIMELINE = 256
 MAX_EARLY_ANNOUNCES = 4096
 MAX_CLOSED = 8192  # keys remembered after a leg's end
 WANT_AFTER_S = 1.0  # after SentAll, with nothing landing
-MAX_WANTS = 3
 TURN_TOKENS = 16  # a sequence that joined the batch makes at least so many before it gives way to a grant
 
 
@@ -131,9 +131,16 @@ class _Link:
 
     number: int
     hello: m.LinkHello
-    slices: tuple[tuple[HeadSlice, ...], ...]  # by layer group
+    turns: tuple[tuple[tuple[HeadSlice, ...], ...], ...]  # by layer group: head_turns; a piece takes the next
+    pieces: list[int]  # by layer group: how many have been assigned
     early: dict[LegKey, int] = field(default_factory=dict)  # announced before the router's leg came: num_tokens
     early_tokens: dict[LegKey, m.FirstTokens] = field(default_factory=dict)
+
+    def next_slices(self, group: int) -> tuple[HeadSlice, ...]:
+        """Of one more piece of this group."""
+        turns = self.turns[group]
+        self.pieces[group] += 1
+        return turns[self.pieces[group] % len(turns)]
 
 
 class DecodeEngine:
@@ -237,11 +244,11 @@ class DecodeEngine:
 
     def link_up(self, number: int, hello: m.LinkHello, now_s: float, now_unix_s: float) -> list[Instruction]:
         """A prefill server answered our dial. Raises SliceError if the two TP sizes cannot exchange heads."""
-        slices = tuple(head_slices(hello.tp, self.facts.tp, group.kv_heads) for group in self.facts.groups)
-        self._links[number] = _Link(number, hello, slices)
+        turns = tuple(head_turns(hello.tp, self.facts.tp, group.kv_heads) for group in self.facts.groups)
+        self._links[number] = _Link(number, hello, turns, [0] * len(turns))
         self.rings.add(number)
         for rank in hello.ranks:
-            self._out.append(ToLane(None, AddPeer(number, rank.rank, rank.metadata, 0, 0)))
+            self._out.append(ToLane(None, AddPeer(number, rank.rank, rank.metadata, 0, 0, 0)))
         for leg in list(self._legs.values()):
             if leg.link is None and leg.start.peer.name == hello.name and not leg.ended:
                 if leg.start.peer.incarnation == hello.incarnation:
@@ -293,6 +300,7 @@ class DecodeEngine:
             case m.OfferPieces():
                 self._offered(link, message, now_s)
             case m.FirstTokens():
+                self._check_tokens(message)
                 leg = self._leg_of(link, message.key)
                 if leg is not None:
                     self._first_tokens(leg, message, now_s, now_unix_s)
@@ -314,8 +322,9 @@ class DecodeEngine:
             case m.Drained():
                 self._peer_quiet(link, message.key)
             case m.RingClosed():
-                if self.rings.links[number].state is not RingState.CLOSING:
-                    raise ProtocolError("prefill closed a ring that it was not asked for")
+                ring = self.rings.links[number]
+                if ring.state is not RingState.CLOSING or ring.ring_no != message.ring_no:
+                    raise ProtocolError(f"prefill closed ring {message.ring_no}, which it was not asked for")
                 self.rings.closed(number)
             case _:
                 raise ProtocolError(f"a prefill server may not send {type(message).__name__}")
@@ -350,11 +359,14 @@ class DecodeEngine:
 
     def tick(self, now_s: float, now_unix_s: float) -> list[Instruction]:
         """Rings that idle go back; transfers that stand still are asked for, then given up; backstop deadlines."""
+        receiving = {key for key, leg in self._legs.items() if leg.session.state is ReceiveState.RECEIVING}
+        for ring in self.rings.links.values():
+            ring.watch(receiving, now_s)
         for leg in [leg for leg in self._legs.values() if not leg.ended]:
             if now_s > leg.deadline_s + 5.0:
                 self._close(leg, Outcome.ABORTED, "the request's deadline passed")
             elif leg.session.state is ReceiveState.RECEIVING:
-                self._watch(leg, now_s)
+                self._watch(leg, receiving, now_s)
         busy = {
             leg.link
             for leg in self._legs.values()
@@ -476,8 +488,8 @@ class DecodeEngine:
         link = self._links[number]
         leg.link = number
         leg.session.slices = tuple(
-            tuple(sum(part.dst_rank == rank for part in parts) for rank in range(self.facts.tp))
-            for parts in link.slices
+            tuple(sum(part.dst_rank == rank for part in turns[0]) for rank in range(self.facts.tp))
+            for turns in link.turns
         )
         announced = link.early.pop(leg.key, None)
         tokens = link.early_tokens.pop(leg.key, None)
@@ -502,9 +514,11 @@ class DecodeEngine:
             assert leg.link is not None
             self._out.append(ToLink(leg.link, m.Revoke(leg.key, "not wanted any more")))
             return
+        first = leg.session.state is ReceiveState.WAITING
         leg.session.announce(num_tokens)
-        if leg.session.state is ReceiveState.QUEUED:
-            self._queued[leg.key] = leg
+        if not first:
+            return
+        self._queued[leg.key] = leg
         leg.announced_s, leg.announced_unix_s = now_s, now_unix_s
         leg.timeline.append(TimelineEvent("queued", leg.received_unix_s, now_unix_s))
 
@@ -590,7 +604,7 @@ class DecodeEngine:
         entries = []
         for piece_no, piece in leg.session.offer(message.first_piece_no, message.pieces):
             group = self.facts.groups[piece.group]
-            for part in link.slices[piece.group]:
+            for part in link.next_slices(piece.group):
                 nbytes = group_piece_bytes(piece, part.heads, group)
                 try:
                     entry_id, entry = ring.assign(leg.key, piece_no, part.dst_rank, nbytes)
@@ -663,6 +677,16 @@ class DecodeEngine:
             leg.session.landed(live.piece_no, rank)
             self._try_complete(leg, now_s, now_unix_s)
 
+    def _check_tokens(self, message: m.FirstTokens) -> None:
+        """Raises ProtocolError for more than a leg can have, and for tokens that the model does not know."""
+        if len(message.tokens) > MAX_CHOICES:
+            raise ProtocolError(f"first tokens came for {len(message.tokens)} choices; at most {MAX_CHOICES} can be")
+        for token in message.tokens:
+            if not 0 <= token.token_id < self.facts.vocab_size:
+                raise ProtocolError(f"first token {token.token_id} is not among the model's {self.facts.vocab_size}")
+            if token.logprobs is not None and len(token.logprobs.top) > MAX_LOGPROBS:
+                raise ProtocolError(f"a first token has {len(token.logprobs.top)} logprobs; at most {MAX_LOGPROBS}")
+
     def _first_tokens(self, leg: _Leg, message: m.FirstTokens, now_s: float, now_unix_s: float) -> None:
         if leg.ended or leg.session.first_tokens:
             return
@@ -727,7 +751,7 @@ class DecodeEngine:
             if token.finish or token.choice in leg.dropped_choices:
                 self.batch.stop(sequence)
 
-    def _watch(self, leg: _Leg, now_s: float) -> None:
+    def _watch(self, leg: _Leg, receiving: set[LegKey], now_s: float) -> None:
         """A transfer that stands still: ask for what is missing, at last give it up."""
         idle_s = now_s - leg.progress_s
         assert leg.link is not None
@@ -735,11 +759,9 @@ class DecodeEngine:
             if leg.session.wants_sent >= MAX_WANTS:
                 self._close(leg, Outcome.BAD_TRANSFER, "pieces were sent and never arrived")
                 return
-            leg.session.wants_sent += 1
-            leg.session.sent_all = False
             leg.progress_s = now_s
-            self._out.append(ToLink(leg.link, m.WantPieces(leg.key, leg.session.missing())))
-        elif idle_s > self.facts.progress_s:
+            self._out.append(ToLink(leg.link, m.WantPieces(leg.key, leg.session.ask_again())))
+        elif self.rings.links[leg.link].idle_s(leg.key, leg.progress_s, receiving, now_s) > self.facts.progress_s:
             self._close(leg, Outcome.PEER_LOST, f"its transfer made no progress for {self.facts.progress_s:g} s")
 
     def _peer_quiet(self, link: _Link, key: LegKey) -> None:

@@ -26,6 +26,7 @@ class EngineFacts(Struct, frozen=True):
     max_slots: int
     chunk_tokens: int
     max_model_len: int
+    vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_waiting: int
     ungranted_share: float

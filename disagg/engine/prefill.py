@@ -59,14 +59,16 @@ from disagg.messages.mirror import MirrorEncoder
 from disagg.messages.plan import Run, SampledToken, SamplerStart, SequenceStart, StepResult
 from disagg.scheduler.admission import common_pages, should_wait
 from disagg.scheduler.policies import Candidate, prefill_only
-from disagg.staging.pieces import split_group_piece
-from disagg.staging.ring import RingEntry, RingWriterView
-from disagg.staging.slices import head_slices
-from disagg.transfer.session import Cut, Offer, SendSession, SendState, Write
+from disagg.staging.pieces import group_piece_bytes, most_group_pieces, split_group_piece
+from disagg.staging.ring import ALIGNMENT_BYTES, RingEntry, RingWriterView, align
+from disagg.staging.slices import HeadSlice, head_turns
+from disagg.transfer.session import MAX_PIECES, NUM_STATES, Cut, Offer, SendSession, SendState, Write
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
 
 MAX_TIMELINE = 256
+MAX_ARENA_BYTES = 1 << 48  # no device has so much; a sum of such offsets stays within what the transfer agent takes
+MAX_SEGMENTS = 1024  # of one ring
 
 
 @dataclass(slots=True)
@@ -114,13 +116,32 @@ class _Leg:
 
 @dataclass(slots=True)
 class _Ring:
-    """What this side knows of a ring: per decode rank a view of its watermark, and where its segments lie."""
+    """What this side knows of a ring: per decode rank a view of its watermark, and where its segments lie.
+
+    heads: where the next entry may begin at the earliest, so that no two share a byte of one round.
+    """
 
     segment_bytes: int
     offsets: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by decode rank
     views: dict[int, RingWriterView] = field(default_factory=dict)
+    heads: dict[int, int] = field(default_factory=dict)
     pending: dict[int, deque[tuple[LegKey, Write]]] = field(default_factory=dict)  # not yet writable, by decode rank
     closing: bool = False
+
+    def take(self, entry: m.Entry) -> None:
+        """Decode has assigned an entry. Raises ProtocolError if it lies where no ring could put it."""
+        view = self.views.get(entry.dst_rank)
+        if view is None:
+            raise ProtocolError(f"{entry} names a rank that is not there")
+        head = self.heads[entry.dst_rank]
+        if (
+            entry.nbytes <= 0
+            or entry.position % ALIGNMENT_BYTES
+            or not head <= entry.position <= head + view.capacity_bytes
+            or entry.position % self.segment_bytes + entry.nbytes > self.segment_bytes
+        ):
+            raise ProtocolError(f"{entry} does not follow position {head} in segments of {self.segment_bytes} bytes")
+        self.heads[entry.dst_rank] = align(entry.position + entry.nbytes)
 
     def locate(self, rank: int, position: int) -> int:
         """Arena offset of a ring position."""
@@ -135,8 +156,24 @@ class _Link:
 
     number: int
     hello: m.LinkHello
-    rings: dict[int, _Ring] = field(default_factory=dict)
+    turns: tuple[tuple[tuple[HeadSlice, ...], ...], ...]  # by layer group: head_turns
+    rings: dict[int, _Ring] = field(default_factory=dict)  # by ring_no: none or one
+    next_ring_no: int = 0
+    next_entry_id: int = 0  # at least
     writing: dict[int, tuple[LegKey, int]] = field(default_factory=dict)  # entry_id -> (leg, ring_no)
+
+    def widest(self, group: int) -> int:
+        """Heads of the widest rank slice of a piece."""
+        return max(part.heads for part in self.turns[group][0])
+
+    def has_slice(self, group: int, entry: m.Entry) -> bool:
+        """Some turn sends what this entry is for."""
+        named = (entry.src_rank, entry.dst_rank, entry.src_head_start, entry.heads)
+        return any(
+            (part.src_rank, part.dst_rank, part.src_head_start, part.heads) == named
+            for parts in self.turns[group]
+            for part in parts
+        )
 
 
 class PrefillEngine:
@@ -233,11 +270,25 @@ class PrefillEngine:
         return self._take()
 
     def link_up(self, number: int, hello: m.LinkHello) -> list[Instruction]:
-        """A decode server has dialled. Its ranks' agents are introduced to ours, and waiting legs find their link."""
-        self._links[number] = _Link(number, hello)
+        """A decode server has dialled. Its ranks' agents are introduced to ours, and waiting legs find their link.
+
+        Raises SliceError if the two TP sizes cannot exchange heads.
+        """
+        turns = tuple(head_turns(self.facts.tp, hello.tp, group.kv_heads) for group in self.facts.groups)
+        self._links[number] = _Link(number, hello, turns)
         for rank in hello.ranks:
             self._out.append(
-                ToLane(None, AddPeer(number, rank.rank, rank.metadata, rank.arena_address, rank.arena_device))
+                ToLane(
+                    None,
+                    AddPeer(
+                        link=number,
+                        peer_rank=rank.rank,
+                        metadata=rank.metadata,
+                        arena_address=rank.arena_address,
+                        arena_device=rank.arena_device,
+                        arena_bytes=rank.arena_bytes,
+                    ),
+                )
             )
         for leg in list(self._legs.values()):
             peer = leg.start.peer
@@ -568,8 +619,7 @@ class PrefillEngine:
         entry_bytes = min([self.facts.gather_bytes, *(ring.segment_bytes for ring in link.rings.values())])
 
         def split(whole: Piece) -> tuple[Piece, ...]:
-            group = self.facts.groups[whole.group]
-            widest = max(s.heads for s in head_slices(self.facts.tp, link.hello.tp, group.kv_heads))
+            group, widest = self.facts.groups[whole.group], link.widest(whole.group)
             return split_group_piece(whole, widest, group, entry_bytes, self.facts.page_tokens)
 
         return split
@@ -597,13 +647,42 @@ class PrefillEngine:
         return ring
 
     def _open_ring(self, link: _Link, message: m.OpenRing) -> None:
-        capacity = message.segment_bytes * len(message.segment_offsets)
-        if capacity <= 0 or message.dst_rank >= link.hello.tp:
-            raise ProtocolError(f"{message} opens no ring that can be")
-        ring = link.rings.setdefault(message.ring_no, _Ring(message.segment_bytes))
-        ring.offsets[message.dst_rank] = message.segment_offsets
-        ring.views[message.dst_rank] = RingWriterView(capacity)
-        ring.pending[message.dst_rank] = deque()
+        rank, segment_bytes = message.dst_rank, message.segment_bytes
+        segments = message.segment_offsets
+        if not 0 <= rank < link.hello.tp or not 0 < len(segments) <= MAX_SEGMENTS or segment_bytes % ALIGNMENT_BYTES:
+            raise ProtocolError(f"a ring of {len(segments)} segments of {segment_bytes} bytes on rank {rank} cannot be")
+        if not all(0 <= offset <= MAX_ARENA_BYTES - segment_bytes for offset in segments):
+            raise ProtocolError(f"a segment of {segment_bytes} bytes ends beyond what an arena may have")
+        ring = link.rings.get(message.ring_no)
+        if ring is None:
+            if link.rings or message.ring_no < link.next_ring_no:
+                raise ProtocolError(f"ring {message.ring_no} is opened while another one is open, or for a second time")
+            self._check_segments(link, segment_bytes)
+            ring = link.rings[message.ring_no] = _Ring(segment_bytes)
+            link.next_ring_no = message.ring_no + 1
+        elif rank in ring.views or segment_bytes != ring.segment_bytes or ring.closing:
+            raise ProtocolError(f"ring {message.ring_no} is opened again on rank {rank}, or with other segments")
+        ring.offsets[rank] = segments
+        ring.views[rank] = RingWriterView(segment_bytes * len(segments))
+        ring.heads[rank] = 0
+        ring.pending[rank] = deque()
+
+    def _check_segments(self, link: _Link, segment_bytes: int) -> None:
+        """Raises ProtocolError if the longest prompt could not be cut into pieces that fit, or into too many."""
+        tokens, entry_bytes = self.pool.longest_alone, min(segment_bytes, self.facts.gather_bytes)
+        try:
+            pieces = sum(
+                most_group_pieces(
+                    NUM_STATES if group.is_state else tokens, link.widest(g), group, entry_bytes, self.facts.page_tokens
+                )
+                for g, group in enumerate(self.facts.groups)
+            )
+        except ValueError as error:
+            raise ProtocolError(f"segments of {segment_bytes} bytes: {error}") from error
+        if pieces > MAX_PIECES:
+            raise ProtocolError(
+                f"segments of {segment_bytes} bytes cut {tokens} tokens into {pieces} pieces; at most {MAX_PIECES} may be"
+            )
 
     def _grant(self, link: _Link, message: m.Grant) -> None:
         leg = self._leg_of(link, message.key)
@@ -611,20 +690,29 @@ class PrefillEngine:
             # It ended here while the grant was on its way: nothing of it is under way.
             self._out.append(ToLink(link.number, m.Drained(message.key)))
             return
-        slices = tuple(len(head_slices(self.facts.tp, link.hello.tp, g.kv_heads)) for g in self.facts.groups)
+        if not leg.announced:
+            raise ProtocolError(f"{message.key} was granted before it was announced")
+        slices = tuple(len(turns[0]) for turns in link.turns)
         self._offer(leg, leg.session.grant(message.wants, slices, self._cut(link)))
         if leg.first_tokens is not None and leg.session.finish_if_sent():
             self._sent_all(leg)
 
     def _assign(self, link: _Link, message: m.AssignEntries) -> None:
         ring = self._ring(link, message.ring_no)
+        for entry in message.entries:
+            if entry.entry_id < link.next_entry_id:
+                raise ProtocolError(f"{entry} was assigned before, or after a later one")
+            link.next_entry_id = entry.entry_id + 1
+            ring.take(entry)
         leg = self._leg_of(link, message.key)
         if leg is None:
             return  # given up; decode frees the entries when it hears Drained or Withdraw
         for write in leg.session.assign(message.entries):
-            entry = write.entry
-            if entry.dst_rank not in ring.views or not 0 <= entry.src_rank < self.facts.tp:
-                raise ProtocolError(f"{entry} names a rank that is not there")
+            entry, piece = write.entry, write.piece
+            if not link.has_slice(piece.group, entry):
+                raise ProtocolError(f"{entry} is no rank slice of {piece}")
+            if entry.nbytes != group_piece_bytes(piece, entry.heads, self.facts.groups[piece.group]):
+                raise ProtocolError(f"{entry} is not as large as {piece}")
             ring.pending[entry.dst_rank].append((leg.key, write))
         self._flush(link, message.ring_no)
 
@@ -632,8 +720,12 @@ class PrefillEngine:
         ring = link.rings.get(message.ring_no)
         if ring is None:
             return
+        if len(message.positions) != link.hello.tp:
+            raise ProtocolError(f"{len(message.positions)} watermarks came of {link.hello.tp} ranks")
         for rank, position in enumerate(message.positions):
             if rank in ring.views:
+                if position > ring.heads[rank]:
+                    raise ProtocolError(f"watermark {position} of rank {rank} is beyond entry {ring.heads[rank]}")
                 ring.views[rank].update(position)
         self._flush(link, message.ring_no)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 from disagg.staging.arena import Arena, SegmentLease
@@ -49,10 +49,39 @@ class LinkRing:
     opened_s: float = 0.0
     idle_since_s: float = 0.0
     told: tuple[int, ...] = ()  # the watermarks that prefill was last told
+    moved_s: float = 0.0  # when `watch` last saw it move
+    _seen: tuple[tuple[int, bool], ...] = ()
 
     @property
     def watermarks(self) -> tuple[int, ...]:
         return tuple(ring.watermark for ring in self.rings)
+
+    @property
+    def oldest(self) -> dict[int, LiveEntry]:
+        """Each rank's oldest live entry, by entry_id: all the others wait for these when the ring is full."""
+        by_rank: dict[int, int] = {}
+        for entry_id, live in self.live.items():
+            by_rank.setdefault(live.rank, entry_id)
+        return {entry_id: self.live[entry_id] for entry_id in by_rank.values()}
+
+    def watch(self, open_legs: Container[LegKey], now_s: float) -> None:
+        """Notes whether the ring moves: another entry is the oldest, or its leg has been given up and will be drained."""
+        seen = tuple((entry_id, live.key in open_legs) for entry_id, live in self.oldest.items())
+        if self._seen and seen != self._seen:  # into an empty ring nothing moves up: its first leg has just progressed
+            self.moved_s = now_s
+        self._seen = seen
+
+    def idle_s(self, key: LegKey, progress_s: float, open_legs: Container[LegKey], now_s: float) -> float:
+        """For how long a leg that last progressed at progress_s has stood still by its own fault, not by its place.
+
+        While the ring moves, or waits for a piece of another open leg, the leg's turn has not come.
+        """
+        if not any(live.key == key for live in self.live.values()):
+            return now_s - progress_s
+        holders = {live.key for live in self.oldest.values()}
+        if key not in holders and any(holder in open_legs for holder in holders):
+            return 0.0
+        return now_s - max(progress_s, self.moved_s)
 
     def assign(self, key: LegKey, piece_no: int, rank: int, nbytes: int) -> tuple[int, RingEntry]:
         """(entry_id, entry). Raises ValueError if no entry can be that large."""

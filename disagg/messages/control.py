@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import Struct
 
@@ -9,13 +11,22 @@ from disagg.messages.layout import LayerGroup
 
 
 class Load(Struct, frozen=True, tag="load"):
-    """Load the model. dtype is a concrete one ("float32", ...). gemv_copies: see models/gemv."""
+    """Load the model, or one rank's part of it, and meet the other ranks.
+
+    dtype is a concrete one ("float32", ...). device: "cpu", or "cuda": rank r then has GPU first_gpu + r. gemv_copies: see
+    models/gemv. tp: how many ranks there are. meet_s: how long to wait for the others once loaded; collective_s: how long for
+    them in any later collective.
+    """
 
     model_dir: str
     dtype: str
     device: str
+    first_gpu: int
     threads: int
     gemv_copies: bool
+    tp: int
+    meet_s: float
+    collective_s: float
 
 
 class Profile(Struct, frozen=True, tag="profile"):
@@ -26,7 +37,7 @@ class Profile(Struct, frozen=True, tag="profile"):
 
 
 class MakePool(Struct, frozen=True, tag="make_pool"):
-    """Make the pool and the sampler. strides: bytes from one small page to the next, per layer group."""
+    """Make the pool and the sampler. strides: bytes from one small page to the next, per layer group as a rank keeps it."""
 
     num_large: int
     large_bytes: int
@@ -36,7 +47,7 @@ class MakePool(Struct, frozen=True, tag="make_pool"):
 
 
 class OpenTransfer(Struct, frozen=True, tag="open_transfer"):
-    """Open the transfer agent, with its arena (decode) and gather buffers (prefill)."""
+    """Open the transfer agent, with its arena (decode) and gather buffers (prefill). kernels: see staging/mover."""
 
     backend: str
     incarnation: str
@@ -45,6 +56,7 @@ class OpenTransfer(Struct, frozen=True, tag="open_transfer"):
     gather_buffers: int
     ucx_tls: str
     ucx_net_devices: str
+    kernels: Literal["auto", "triton", "torch"] = "auto"
 
 
 class Dump(Struct, frozen=True, tag="dump"):
@@ -56,6 +68,8 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
 
 
 class Loaded(Struct, frozen=True, tag="loaded"):
+    """groups: of the whole model, with all KV heads; every rank says the same."""
+
     rank: int
     groups: tuple[LayerGroup, ...]
     vocab_size: int
@@ -78,13 +92,14 @@ class PoolMade(Struct, frozen=True, tag="pool_made"):
 
 
 class TransferOpen(Struct, frozen=True, tag="transfer_open"):
-    """metadata: the agent's, to be given to peers. arena_address: base of the arena; 0 without one."""
+    """metadata: the agent's, to be given to peers. arena_address: base of the arena; 0, like arena_bytes, without one."""
 
     rank: int
     pid: int
     metadata: bytes
     arena_address: int
     arena_device: int
+    arena_bytes: int
 
 
 class Dumped(Struct, frozen=True, tag="dumped"):

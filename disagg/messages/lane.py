@@ -39,13 +39,17 @@ class Piece(Struct, frozen=True, array_like=True, order=True):
 
 
 class AddPeer(Struct, frozen=True, tag="add_peer"):
-    """Introduce the agent of one rank of the server at the other end of `link`, and do the wire-up now."""
+    """Introduce the agent of one rank of the server at the other end of `link`, and do the wire-up now.
+
+    Nothing is written outside of the arena's bytes (0 for ranks that only write to us).
+    """
 
     link: int
     peer_rank: int
     metadata: bytes
     arena_address: int
     arena_device: int
+    arena_bytes: int
 
 
 class RemovePeer(Struct, frozen=True, tag="remove_peer"):

@@ -20,6 +20,8 @@ import math
 import msgspec
 from msgspec import Struct
 
+from disagg.messages.heads import heads_per_rank
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 PROTOCOL_VERSION = 2
@@ -50,7 +52,8 @@ class StatePart(Struct, frozen=True):
 
 
 class LayerGroup(Struct, frozen=True):
-    """Layers whose cache has one shape and one lifetime. layers: the model's layer indices.
+    """Layers whose cache has one shape and one lifetime. layers: the model's layer indices. kv_heads: the model's, whatever
+    the TP size, but in a group made by `on_rank`.
 
     planes: 2 for K and V. window: how many tokens a WINDOW layer attends to, the new one among them (transformers'
     `sliding_window`). parts: of each layer of a STATE group, whose row is one state: one head, head_dim bytes.
@@ -83,6 +86,12 @@ class LayerGroup(Struct, frozen=True):
     def keeping_all(self) -> LayerGroup:
         """The same group, but what leaves its window is kept as if it were full attention."""
         return msgspec.structs.replace(self, kind=GroupKind.FULL, window=0) if self.window else self
+
+    def on_rank(self, tp: int) -> LayerGroup:
+        """What each of `tp` ranks keeps of it: some of the KV heads, or all of a state. Raises SliceError."""
+        if self.is_state:
+            return self
+        return msgspec.structs.replace(self, kv_heads=heads_per_rank(tp, self.kv_heads))
 
     @property
     def is_state(self) -> bool:

@@ -35,10 +35,14 @@ class RankInfo(Struct, frozen=True):
     metadata: bytes
     arena_address: int
     arena_device: int
+    arena_bytes: int  # 0 without an arena
 
 
 class LinkHello(Struct, frozen=True):
-    """First message each way. generation: drawn by the decode side, new for every link. host_id: equal on one host."""
+    """First message each way. generation: drawn by the decode side, new for every link. host_id: equal on one host.
+
+    ranks: 0 to tp - 1, in order.
+    """
 
     name: str
     generation: str
@@ -97,7 +101,7 @@ class OfferPieces(Struct, frozen=True):
 class Entry(Struct, frozen=True, array_like=True):
     """A ring entry for one rank slice of one piece. position: monotone ring position (see staging/ring).
 
-    entry_id: unique on this link, and what the notification carries.
+    entry_id: unique on this link, rising from message to message, and what the notification carries.
     """
 
     entry_id: int

@@ -18,9 +18,18 @@ from transformers import AttentionInterface
 
 from disagg.models.batch import AttentionTables, ForwardBatch
 from disagg.models.pool import AttentionPages, Pool
+from disagg.models.ranks import Ranks
 from disagg.models.runs import GroupPlan, Scoring
 
 ATTENTION_NAME = "disagg_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCut:
+    """Which heads a rank takes from a whole query, and from a whole key and value."""
+
+    query: slice
+    kv: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +37,13 @@ class LayerSlot:
     """Where a layer's K and V are: slot `slot` of the pages of layer group `group`, by its index.
 
     writes: False of a layer that has no K and V of its own and reads those of an earlier one, which has the same slot.
+    cut: which heads of what the layer passes are this rank's; None if all are.
     """
 
     group: int
     slot: int
     writes: bool = True
+    cut: HeadCut | None = None
 
 
 class LayerAttention(Protocol):
@@ -83,9 +94,10 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 class PagedAttention:
     """One forward over one pool: writes each layer's new K and V to their slots, then attends over the pages."""
 
-    def __init__(self, batch: ForwardBatch, pool: Pool, layer_slots: Mapping[int, LayerSlot]) -> None:
+    def __init__(self, batch: ForwardBatch, pool: Pool, layer_slots: Mapping[int, LayerSlot], ranks: Ranks) -> None:
         """layer_slots: of every layer that calls attention, by its index in the model."""
         self._layer_slots = layer_slots
+        self._ranks = ranks
         self._calls = dict.fromkeys(layer_slots, 0)
         self._groups = {
             index: _GroupAttention(batch, tables, view)
@@ -107,13 +119,18 @@ class PagedAttention:
         assert attention_mask is None, "transformers built a mask that paged attention would ignore"
         where = self._layer_slots[layer]
         group = self._groups[where.group]
+        sinks: torch.Tensor | None = options.get("s_aux")
+        if where.cut is not None:
+            query, key, value = query[:, where.cut.query], key[:, where.cut.kv], value[:, where.cut.kv]
+            sinks = None if sinks is None else sinks[where.cut.query]
         if where.writes:
             group.view.write(where.slot, group.row_index, key[0], value[0])
         scaling = options.get("scaling")
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
-        scoring = Scoring(scaling, options.get("softcap"), options.get("s_aux"))
-        return group.plan.attend(where.slot, query, key, value, scoring)
+        scoring = Scoring(scaling, options.get("softcap"), sinks)
+        attended = group.plan.attend(where.slot, query, key, value, scoring)
+        return attended if where.cut is None else self._ranks.join(attended, dim=2)
 
     def assert_every_layer_ran_once(self) -> None:
         """A layer that bypasses the registry, or runs twice, would give wrong text without any error."""

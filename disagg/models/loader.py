@@ -18,11 +18,14 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from disagg.messages.heads import SliceError, check_heads
 from disagg.messages.layout import DTYPE_BYTES, GroupKind, LayerGroup, StatePart
 from disagg.models.attention import ATTENTION_NAME, LayerSlot, active
 from disagg.models.families import ATTENTION_FREE, FAMILIES
 from disagg.models.pool import TORCH_DTYPES
 from disagg.models.probe import AttentionCall, AttentionProbe
+from disagg.models.ranks import Ranks
+from disagg.models.sharding import shard
 from disagg.models.states import StateProbe, active_states, attach
 from disagg.types.errors import ConfigError
 
@@ -68,17 +71,19 @@ class LayerPlaces:
     """Where a model's layers keep what they keep, by their indices.
 
     attention: of every layer that calls attention; a group's `layers` are those with KV of their own. states: of every
-    recurrent layer. A layer may be both, and an MLP is neither.
+    recurrent layer. A layer may be both, and an MLP is neither. groups: of the whole model, all KV heads. calls: what each
+    layer that calls attention asked of it, in order.
     """
 
     groups: tuple[LayerGroup, ...]
     attention: dict[int, LayerSlot]
     states: dict[int, LayerSlot]
+    calls: tuple[AttentionCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A module in eval mode on its device, and what its directory says about it."""
+    """A module in eval mode on its device, cut for its rank, and what its directory says about the whole model."""
 
     module: PreTrainedModel
     places: LayerPlaces
@@ -87,25 +92,36 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
 
-def load(model_dir: Path, dtype: str, device: str) -> LoadedModel:
-    """Raises ConfigError when the directory holds no model that this version can serve exactly."""
+def load(model_dir: Path, dtype: str, device: str, ranks: Ranks | None = None) -> LoadedModel:
+    """Raises ConfigError when the directory holds no model that this version can serve exactly, or not on these ranks.
+
+    ranks: not yet connected; None for one that computes all of it.
+    """
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
-    _check_config_file(model_dir)
+    ranks = ranks or Ranks()
+    config = _check_config_file(model_dir)
+    _check_ranks(model_dir, config, ranks.size)
     module, report = _from_pretrained(model_dir, dtype)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ConfigError(f"{model_dir} lacks {len(missing)} weights, such as {missing[0]}")
-    torch.nn.Module.to(module, device)
+    if ranks.size == 1:
+        torch.nn.Module.to(module, device)
     module.train(False).requires_grad_(False)
     try:
         attach(module)
     except ConfigError as error:
         raise ConfigError(f"{model_dir}: {error}") from error
     max_model_len = _max_model_len(model_dir, module.config)
+    places = lay_out(model_dir, module, dtype, max_model_len)
+    if ranks.size > 1:
+        # What layers ask was found out on the CPU: no device needs to hold more than its rank's part.
+        places = _on_rank(model_dir, module, places, ranks)
+        torch.nn.Module.to(module, device)
     return LoadedModel(
         module=module,
-        places=lay_out(model_dir, module, dtype, max_model_len),
+        places=places,
         vocab_size=module.config.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(module),
@@ -128,10 +144,32 @@ def _from_pretrained(model_dir: Path, dtype: str) -> tuple[PreTrainedModel, dict
     return module, report
 
 
-def _check_config_file(model_dir: Path) -> None:
+def _on_rank(model_dir: Path, module: PreTrainedModel, places: LayerPlaces, ranks: Ranks) -> LayerPlaces:
+    """Cuts the module, and notes what attention has to cut itself."""
+    try:
+        cuts = shard(module, places.calls, ranks)
+    except ConfigError as error:
+        raise ConfigError(f"{model_dir}: {error}") from error
+    attention = {layer: replace(slot, cut=cuts.get(layer)) for layer, slot in places.attention.items()}
+    return replace(places, attention=attention)
+
+
+def _check_ranks(model_dir: Path, config: Mapping[str, Any], tp: int) -> None:
+    """As far as config.json says it, so before weights are read. Layers with heads of their own are checked later."""
+    query_heads = config.get("num_attention_heads")
+    if tp == 1 or not query_heads:
+        return
+    try:
+        check_heads(tp, query_heads, config.get("num_key_value_heads") or query_heads)
+    except SliceError as error:
+        raise ConfigError(f"{model_dir}: {error}") from error
+
+
+def _check_config_file(model_dir: Path) -> dict[str, Any]:
+    """What it says."""
     path = model_dir / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as a model's configuration: {error}") from error
     model_type = config.get("model_type")
@@ -148,6 +186,7 @@ def _check_config_file(model_dir: Path) -> None:
     other = set(config.get("layer_types") or ()) - LAYER_TYPES.keys()
     if other:
         raise ConfigError(f"{path} has layers of type {', '.join(sorted(other))}; served are {sorted(LAYER_TYPES)}")
+    return config
 
 
 def _probe(
@@ -217,7 +256,7 @@ def lay_out(model_dir: Path, module: PreTrainedModel, dtype: str, max_model_len:
     own = _places(groups, 0)
     slots = {call.layer: replace(own[call.source], writes=call.source == call.layer) for call in calls}
     of_states = _state_groups(parts)
-    return LayerPlaces(groups + of_states, slots, _places(of_states, len(groups)))
+    return LayerPlaces(groups + of_states, slots, _places(of_states, len(groups)), tuple(calls))
 
 
 def _places(groups: Sequence[LayerGroup], first: int) -> dict[int, LayerSlot]:

@@ -1,6 +1,7 @@
 """A Hugging Face decoder that keeps its caches in our pages.
 
-Knows one model on one device. Which tokens to run, where their pages are and what to do with the logits is the caller's.
+Knows one model, or a rank's part of it, on one device. Which tokens to run, where their pages are and what to do with the
+logits is the caller's.
 """
 
 from __future__ import annotations
@@ -16,27 +17,35 @@ from disagg.models.batch import ForwardBatch
 from disagg.models.gemv import add_gemv_copies
 from disagg.models.loader import LoadedModel, load
 from disagg.models.pool import Pool
+from disagg.models.ranks import Ranks
 from disagg.models.states import PagedStates, active_states
 
 
 class PagedModel:
     """`PagedModel.load(model_dir, dtype, device)`, then `forward` per step."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, ranks: Ranks) -> None:
         self._loaded = loaded
+        self.ranks = ranks
+        self.groups = tuple(group.on_rank(ranks.size) for group in loaded.places.groups)
+        """Layer groups as this rank keeps them, each with pages of its own in the pool."""
 
     @classmethod
-    def load(cls, model_dir: Path, dtype: str, device: str) -> PagedModel:
-        """dtype: "float32", "bfloat16" or "float16". Raises ConfigError for a model that cannot be served exactly."""
-        return cls(load(model_dir, dtype, device))
+    def load(cls, model_dir: Path, dtype: str, device: str, ranks: Ranks | None = None) -> PagedModel:
+        """dtype: "float32", "bfloat16" or "float16". ranks: connected before the first forward; None for a single one.
+
+        Raises ConfigError for a model that cannot be served exactly, or not on so many ranks.
+        """
+        ranks = ranks or Ranks()
+        return cls(load(model_dir, dtype, device, ranks), ranks)
 
     def add_gemv_copies(self) -> int:
         """Make steps of one row faster on CPU, for the weights' bytes once more; returns how many."""
         return add_gemv_copies(self._loaded.module)
 
     @property
-    def groups(self) -> tuple[LayerGroup, ...]:
-        """Layer groups, each with pages of its own in the pool."""
+    def whole_groups(self) -> tuple[LayerGroup, ...]:
+        """Layer groups of the model, with all KV heads, on however many ranks."""
         return self._loaded.places.groups
 
     @property
@@ -64,11 +73,11 @@ class PagedModel:
     def forward(self, batch: ForwardBatch, pool: Pool) -> torch.Tensor:
         """Writes the batch's K and V, and the states after its runs, into the pool.
 
-        Returns logits, float32 [R, vocab], of `batch.logits_rows`.
+        Returns logits, float32 [R, vocab], of `batch.logits_rows`. Every rank runs the same batch, but for these rows.
         """
         assert pool.groups == self.groups, f"a pool of {pool.groups} for a model of {self.groups}"
         batch.check()
-        attention = PagedAttention(batch, pool, self._loaded.places.attention)
+        attention = PagedAttention(batch, pool, self._loaded.places.attention, self.ranks)
         states = PagedStates(batch, pool, self._loaded.places.states)
         with active(attention), active_states(states):
             output = self._loaded.module(

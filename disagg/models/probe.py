@@ -13,6 +13,7 @@ class AttentionCall:
     """What one layer asked of attention. source: the layer whose K and V these are, itself or an earlier one."""
 
     layer: int
+    module: torch.nn.Module
     source: int
     query_heads: int
     kv_heads: int
@@ -50,6 +51,7 @@ class AttentionProbe:
         self.calls.append(
             AttentionCall(
                 layer=layer,
+                module=module,
                 source=self._source(layer, key, value),
                 query_heads=query.shape[1],
                 kv_heads=key.shape[1],

@@ -32,6 +32,7 @@ from disagg.memory.groups import spec_of
 from disagg.memory.layout import PageSizing, PoolLayout, plan_layout
 from disagg.memory.sizing import size_pool
 from disagg.messages.control import Dump, Dumped, Load, Loaded, MakePool, OpenTransfer, Profile, Profiled, TransferOpen
+from disagg.messages.heads import SliceError, check_heads
 from disagg.messages.lane import LaneReport, LaneRequest
 from disagg.messages.layout import PROTOCOL_VERSION, Fingerprint, LayerGroup
 from disagg.messages.legs import (
@@ -54,7 +55,6 @@ from disagg.server.pids import host_id, started
 from disagg.server.routers import RouterStreams
 from disagg.server.workers import GroupLost, WorkerGroup
 from disagg.staging.pieces import framed_bytes
-from disagg.staging.slices import SliceError
 from disagg.telemetry.http import TelemetryServer
 from disagg.telemetry.metrics import EngineMetrics, new_registry
 from disagg.telemetry.stacks import format_stacks
@@ -201,6 +201,11 @@ class Server:
         model = self._config.model
         self._model_dir = resolve(model.name, Path(model.cache_dir).expanduser())
         self._facts = inspect_model(self._model_dir)
+        tp = self._config.server.tp
+        try:
+            check_heads(tp, self._facts.num_heads, self._facts.num_kv_heads)
+        except SliceError as error:
+            raise ConfigError(f"server.tp = {tp}: {error}") from error
         self._max_model_len = _model_len(model.max_model_len, self._facts.max_model_len)
 
     async def _bring_up(self) -> None:
@@ -216,13 +221,24 @@ class Server:
         timeout_s = config.worker.load_timeout_s
         small = 4 * self._facts.num_parameters <= GEMV_COPY_BYTES
         gemv_copies = self._role is Role.DECODE and (device, dtype) == ("cpu", "float32") and small
-        load = Load(str(self._model_dir), dtype, device, config.worker.threads, gemv_copies)
+        load = Load(
+            model_dir=str(self._model_dir),
+            dtype=dtype,
+            device=device,
+            first_gpu=config.server.first_gpu,
+            threads=config.worker.threads,
+            gemv_copies=gemv_copies,
+            tp=config.server.tp,
+            meet_s=timeout_s,
+            collective_s=config.worker.step_deadline_s,
+        )
         loaded = await group.call(load, timeout_s)
         first = loaded[0]
         assert isinstance(first, Loaded)
         groups = tuple(layers.keeping_all() for layers in first.groups) if config.engine.keep_windows else first.groups
-        self._check_pieces(groups)
-        layout, num_large = await self._make_pool(group, groups)
+        on_rank = tuple(layers.on_rank(config.server.tp) for layers in groups)
+        self._check_pieces(on_rank)
+        layout, num_large = await self._make_pool(group, on_rank)
         decode = self._role is Role.DECODE
         transfer = config.transfer
         opened = await group.call(
@@ -234,12 +250,21 @@ class Server:
                 gather_buffers=0 if decode else transfer.gather_buffers,
                 ucx_tls=transfer.ucx_tls,
                 ucx_net_devices=transfer.ucx_net_devices,
+                kernels=transfer.kernels,
             ),
             timeout_s,
         )
         await group.barrier(BARRIER_S)
         self._ranks = tuple(
-            RankInfo(rank.rank, rank.pid, started(rank.pid), rank.metadata, rank.arena_address, rank.arena_device)
+            RankInfo(
+                rank.rank,
+                rank.pid,
+                started(rank.pid),
+                rank.metadata,
+                rank.arena_address,
+                rank.arena_device,
+                rank.arena_bytes,
+            )
             for rank in opened
             if isinstance(rank, TransferOpen)
         )
@@ -257,6 +282,7 @@ class Server:
             max_slots=config.engine.max_running,
             chunk_tokens=config.engine.chunk_tokens,
             max_model_len=self._max_model_len,
+            vocab_size=first.vocab_size,
             eos_token_ids=first.eos_token_ids,
             max_waiting=config.engine.max_waiting,
             ungranted_share=config.engine.ungranted_share,
@@ -291,7 +317,7 @@ class Server:
         )
 
     def _check_pieces(self, groups: tuple[LayerGroup, ...]) -> None:
-        """Raises ConfigError if the smallest piece, one row of one layer, is too large to be sent."""
+        """Raises ConfigError if the smallest piece, one row of one layer on one rank, is too large to be sent."""
         transfer = self._config.transfer
         for layers in groups:
             needed = framed_bytes(layers.bytes_per_token_layer)
@@ -303,7 +329,10 @@ class Server:
                     )
 
     async def _make_pool(self, group: WorkerGroup, groups: tuple[LayerGroup, ...]) -> tuple[PoolLayout, int]:
-        """Decide on the pool's pages and size, and have every rank make it. Raises ConfigError if nothing fits."""
+        """Decide on the pool's pages and size, and have every rank make it. Raises ConfigError if nothing fits.
+
+        groups: as a rank keeps them.
+        """
         engine, timeout_s = self._config.engine, self._config.worker.load_timeout_s
         specs = [spec_of(layers, engine.page_tokens) for layers in groups]
         profiled = await group.call(Profile(engine.chunk_tokens, engine.max_running), timeout_s)

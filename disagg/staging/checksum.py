@@ -41,9 +41,9 @@ def key_seed(seed: int, payload_nbytes: int) -> int:
 
 
 def checksum(framed: torch.Tensor, payload_nbytes: int, seed: int) -> int:
-    """64 bits, unsigned. `framed`: [words * 8] uint8 on CPU, contiguous, 8-byte aligned: the payload and zero bytes
+    """64 bits, unsigned. `framed`: [words * 8] uint8, contiguous, 8-byte aligned: the payload and zero bytes
     up to a whole word. `seed`: the piece's identity (`identity_seed`)."""
-    words: npt.NDArray[np.uint64] = framed.numpy().view(np.uint64)
+    words: npt.NDArray[np.uint64] = framed.cpu().numpy().view(np.uint64)
     start = key_seed(seed, payload_nbytes)
     keys = np.empty(min(len(words), _CHUNK_WORDS), dtype=np.uint64)
     shifted = np.empty_like(keys)

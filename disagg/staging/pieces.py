@@ -55,7 +55,7 @@ def split_pieces(whole: Piece, bytes_per_token_layer: int, max_bytes: int, page_
     """
     assert bytes_per_token_layer > 0
     assert page_tokens > 0
-    budget = (max_bytes - TRAILER_BYTES) // WORD_BYTES * WORD_BYTES
+    budget = _budget(max_bytes)
     max_layers = min(whole.layers, budget // bytes_per_token_layer)
     if max_layers < 1:
         raise ValueError(
@@ -75,6 +75,32 @@ def split_pieces(whole: Piece, bytes_per_token_layer: int, max_bytes: int, page_
             pieces.append(Piece(whole.group, layer_start, layer_stop, start, stop))
             start = stop
     return tuple(pieces)
+
+
+def most_group_pieces(positions: int, heads: int, group: LayerGroup, max_bytes: int, page_tokens: int) -> int:
+    """So many pieces at most does `split_group_piece` make of all layers of positions [0, positions). Makes none.
+
+    Raises ValueError if not even one token of one layer fits.
+    """
+    row_bytes, page_tokens = group.planes * heads * group.head_dim * group.dtype_bytes, group.rows_per_page(page_tokens)
+    max_layers = min(len(group.layers), _budget(max_bytes) // row_bytes)
+    if max_layers < 1:
+        raise ValueError(f"one token of one layer takes {framed_bytes(row_bytes)} bytes; at most {max_bytes} fit")
+    pieces = 0
+    for layer_start in range(0, len(group.layers), max_layers):
+        layers = min(max_layers, len(group.layers) - layer_start)
+        max_tokens = _budget(max_bytes) // (row_bytes * layers)
+        if max_tokens >= page_tokens:
+            pieces += -(-positions // (max_tokens // page_tokens * page_tokens))
+        else:
+            whole, rest = divmod(positions, page_tokens)
+            pieces += whole * -(-page_tokens // max_tokens) + -(-rest // max_tokens)
+    return pieces
+
+
+def _budget(max_bytes: int) -> int:
+    """Bytes of rows in a piece of `max_bytes`."""
+    return (max_bytes - TRAILER_BYTES) // WORD_BYTES * WORD_BYTES
 
 
 class _Band(Struct, frozen=True):

@@ -62,7 +62,7 @@ class RingAllocator:
         if into_segment + nbytes > self.segment_bytes:
             self._head += self.segment_bytes - into_segment
         entry = RingEntry(self._head, nbytes)
-        self._head = _align(entry.stop)
+        self._head = align(entry.stop)
         self._live[entry.position] = entry
         self._order.append(entry.position)
         return entry
@@ -140,7 +140,8 @@ class RingWriterView:
         return entry.stop <= self.watermark + self.capacity_bytes
 
 
-def _align(nbytes: int) -> int:
+def align(nbytes: int) -> int:
+    """Where the next entry may begin, after so many bytes."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from disagg.messages.heads import SliceError, heads_per_rank
 
-class SliceError(ValueError):
-    """A TP size that cannot hold this number of KV heads."""
+__all__ = ["HeadSlice", "SliceError", "head_slices", "heads_per_rank"]
 
 
 class HeadSlice(Struct, frozen=True):
@@ -28,18 +28,10 @@ class HeadSlice(Struct, frozen=True):
     heads: int
 
 
-def heads_per_rank(tp: int, kv_heads: int) -> int:
-    """KV heads that one of `tp` ranks holds. Raises SliceError unless one number divides the other."""
-    if tp < 1 or kv_heads < 1 or (kv_heads % tp and tp % kv_heads):
-        divisors = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
-        raise SliceError(
-            f"TP size {tp} cannot hold {kv_heads} KV heads; allowed: {divisors} or a multiple of {kv_heads}"
-        )
-    return max(1, kv_heads // tp)
-
-
 def head_slices(src_tp: int, dst_tp: int, kv_heads: int, rotation: int = 0) -> tuple[HeadSlice, ...]:
     """Every head of every destination rank exactly once, by destination rank and head.
+
+    Raises SliceError for a TP size that cannot hold these heads (messages/heads).
 
     Where source ranks replicate a head, its destinations are dealt to the replicas in turn, beginning with replica
     `rotation`: with a rotation that counts pieces, the replicas share the work also when there is one destination.
@@ -61,3 +53,9 @@ def head_slices(src_tp: int, dst_tp: int, kv_heads: int, rotation: int = 0) -> t
             slices.append(HeadSlice(src_rank, dst_rank, within, head - first, heads))
             head += heads
     return tuple(slices)
+
+
+def head_turns(src_tp: int, dst_tp: int, kv_heads: int) -> tuple[tuple[HeadSlice, ...], ...]:
+    """`head_slices` for as many rotations as a head has replicas: a piece takes the next one, and the replicas take turns."""
+    heads_per_rank(src_tp, kv_heads)
+    return tuple(head_slices(src_tp, dst_tp, kv_heads, rotation) for rotation in range(max(1, src_tp // kv_heads)))

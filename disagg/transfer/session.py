@@ -40,6 +40,7 @@ from disagg.types.errors import ProtocolError
 Cut = Callable[[Piece], tuple[Piece, ...]]  # a rectangle into pieces that fit a ring entry
 
 MAX_PIECES = 1 << 16  # of one leg; more is refused rather than kept
+MAX_WANTS = 3  # how often what is missing is asked for; each time it is cut and written anew
 
 FINAL_STATE = 0  # positions of a state group
 CHECKPOINT = 1
@@ -48,6 +49,10 @@ NUM_STATES = 2
 
 def _positions(group: LayerGroup, num_tokens: int) -> int:
     return NUM_STATES if group.is_state else num_tokens
+
+
+def _num_cells(pieces: Iterable[Piece]) -> int:
+    return sum(piece.layers * piece.tokens for piece in pieces)
 
 
 def _is_gift(group: LayerGroup, piece: Piece) -> bool:
@@ -132,6 +137,7 @@ class SendSession:
     _scheduled: int = 0  # tokens whose chunks have been scheduled, or that were here already
     _last_plan: int = -1  # of the last chunk
     _checkpoint: bool = False  # position CHECKPOINT of the state groups is final, or will be
+    _wants: int = 0  # how often pieces were wanted again
 
     def __post_init__(self) -> None:
         assert len(self.first_held) == len(self.groups)
@@ -193,9 +199,21 @@ class SendSession:
                 raise ProtocolError(
                     f"{piece} is wanted; {self.wants[piece.group]} to {self._available(piece.group)} can be had"
                 )
+        if (
+            self._wants == MAX_WANTS
+            or _num_cells(wanted) > self._num_cells()
+            or self._next_piece_no + len(wanted) > MAX_PIECES
+        ):
+            raise ProtocolError(f"pieces are wanted again: more than all of them, or more than {MAX_WANTS} times")
         if self._go(SendEvent.WANT) is not SendState.SENDING:
             return None
+        self._wants += 1
         return self._offer([(piece, self._last_plan) for piece in wanted], cut)
+
+    def _num_cells(self) -> int:
+        """Cells (layer x position) that can be had in all."""
+        groups = enumerate(self.groups)
+        return sum(len(group.layers) * (self._available(number) - self.wants[number]) for number, group in groups)
 
     def _available(self, group: int) -> int:
         """Where the positions end that are final, or will be with a plan that has been sent."""
@@ -361,6 +379,7 @@ class ReceiveSession:
     _pieces: dict[int, Piece] = field(default_factory=dict)
     _landed: list[Coverage] = field(default_factory=list)  # by rank; empty until ranks are asked to bind
     _slices_landed: dict[tuple[int, int], int] = field(default_factory=dict)  # (piece_no, rank) -> slices
+    _cells_offered: int = 0
 
     def _go(self, event: ReceiveEvent) -> ReceiveState:
         following = RECEIVE_NEXT.get((self.state, event))
@@ -422,6 +441,10 @@ class ReceiveSession:
                 or piece.token_start < self.wants[piece.group]
             ):
                 raise ProtocolError(f"{piece} was offered; it is not within what was granted")
+        cells = self._cells_offered + _num_cells(pieces)
+        if cells > (1 + self.wants_sent) * self._cells_granted:
+            raise ProtocolError(f"pieces of {cells} cells were offered where {self._cells_granted} were granted")
+        self._cells_offered = cells
         self._pieces.update(numbered)
         self.sent_all = False
         return tuple(
@@ -441,15 +464,32 @@ class ReceiveSession:
             self._landed[rank].add(piece)
 
     @property
+    def _cells_granted(self) -> int:
+        """Cells (layer x position) of the plan and of the gifts."""
+        return _num_cells(self.plan) + sum(len(group.layers) for group in self.groups if group.is_state)
+
+    def ask_again(self) -> tuple[Piece, ...]:
+        """All was sent and not all came: the rectangles that some rank lacks, to be wanted of prefill."""
+        self.wants_sent += 1
+        self.sent_all = False
+        return self.missing()
+
+    @property
     def covered(self) -> bool:
         """Every rectangle of the plan has landed on every rank."""
         return self.state is ReceiveState.RECEIVING and all(c.complete(self.plan) for c in self._landed)
 
     def missing(self) -> tuple[Piece, ...]:
-        """Rectangles that some rank lacks."""
+        """Rectangles that some rank lacks, apart from each other."""
         if self.state is not ReceiveState.RECEIVING:
             return ()
-        return tuple(dict.fromkeys(piece for c in self._landed for piece in c.missing(self.plan)))
+        lacking, everywhere = Coverage(), Coverage()
+        for landed in self._landed:
+            for piece in landed.missing(self.plan):
+                lacking.add(piece)
+        for piece in lacking.missing(self.plan):
+            everywhere.add(piece)
+        return everywhere.missing(self.plan)
 
     def landed_whole(self, group: int, page_tokens: int, first: int, stop: int) -> tuple[tuple[int, int], ...]:
         """Which whole pages of positions [first, stop) have landed on every rank, in every layer of the group.

@@ -21,6 +21,8 @@ from disagg.wire import pb
 
 T = TypeVar("T")
 
+MAX_REQUEST_ID_CHARS = 256  # an id is kept for as long as its leg, and for a while after
+
 FINISH_TO_PROTO: dict[FinishReason | None, pb.inference.FinishReason] = {
     None: pb.inference.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: pb.inference.FINISH_REASON_STOP,
@@ -71,6 +73,8 @@ def read_key(message: Any) -> LegKey:
     if not request_id:
         require(message, "key")
         refuse(message, "key.request_id", "is empty")
+    if len(request_id) > MAX_REQUEST_ID_CHARS:
+        refuse(message, "key.request_id", f"has {len(request_id)} characters; at most {MAX_REQUEST_ID_CHARS} may be")
     return LegKey(request_id, key.attempt, key.trunk)
 
 

@@ -46,6 +46,9 @@ from disagg.wire.fields import (
     refuse,
 )
 
+MAX_RANKS = 256  # of one server; each costs its peers a transfer agent and a process to watch
+MAX_ADDRESS = 1 << 62  # an offset in the arena can be added to it within 64 bits
+
 
 class LinkGreeting(Struct, frozen=True):
     """First message each way. last_received: highest frame number taken on this link generation; 0 on a new one.
@@ -75,6 +78,7 @@ def link_greeting_to_proto(greeting: LinkGreeting) -> pb.peer.LinkFrame:
             metadata=rank.metadata,
             arena_address=rank.arena_address,
             arena_device=rank.arena_device,
+            arena_bytes=rank.arena_bytes,
         )
     out.hello.last_received = greeting.last_received
     out.hello.expected_incarnation = greeting.expected_incarnation
@@ -95,6 +99,10 @@ def link_frame_from_proto(message: pb.peer.LinkFrame) -> LinkGreeting | Frame[Li
     for field in ("name", "generation", "incarnation"):
         if not getattr(hello, field):
             refuse(hello, field, "is empty")
+    if not 0 < hello.tp <= MAX_RANKS or [rank.rank for rank in hello.ranks] != list(range(hello.tp)):
+        refuse(hello, "ranks", f"are not ranks 0 to {hello.tp - 1} of tp {hello.tp}, which may be 1 to {MAX_RANKS}")
+    if any(rank.arena_address > MAX_ADDRESS for rank in hello.ranks):
+        refuse(hello, "ranks.arena_address", f"is beyond {MAX_ADDRESS:#x}")
     if message.number or message.messages:
         refuse(message, "hello", "comes with a frame; it must come alone")
     return LinkGreeting(
@@ -113,6 +121,7 @@ def link_frame_from_proto(message: pb.peer.LinkFrame) -> LinkGreeting | Frame[Li
                     metadata=rank.metadata,
                     arena_address=rank.arena_address,
                     arena_device=rank.arena_device,
+                    arena_bytes=rank.arena_bytes,
                 )
                 for rank in hello.ranks
             ),

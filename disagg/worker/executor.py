@@ -1,12 +1,14 @@
 """Computes plans: turns them into tensors, runs the model, samples, and says which tokens came out.
 
-Knows the mirror of the engine's sequences, the pool and the sampler; nothing of requests, peers or sockets.
+Of several ranks all compute every plan, and one samples for all. Knows the mirror of the engine's sequences, the pool and
+the sampler; nothing of requests, peers or sockets.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,16 +19,20 @@ from disagg.messages.mirror import Mirror, MirrorSequence, RunView
 from disagg.messages.plan import SampledToken, StepResult, TokenLogprobs, WorkerPlan
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
+from disagg.models.ranks import Ranks
 from disagg.worker.batch import build_batch
 from disagg.worker.profile import measure_largest_step
 from disagg.worker.sampler import Sampler
 
 
 class Executor:
-    """One rank's model, pool and sampler. `load`, perhaps `profile`, then `make_pool`, then `run` plan after plan."""
+    """One rank's model and pool, and the sampler on the rank that samples.
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    `load`, `connect`, perhaps `profile`, then `make_pool`, then `run` plan after plan.
+    """
+
+    def __init__(self, rank: int, num_ranks: int = 1) -> None:
+        self._ranks = Ranks(rank, num_ranks)
         self._mirror = Mirror()
         self._model: PagedModel | None = None
         self._pool: Pool | None = None
@@ -45,6 +51,7 @@ class Executor:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
+        """As this rank keeps them."""
         return self.model.groups
 
     def load(self, model_dir: Path, dtype: str, device: str, threads: int, gemv_copies: bool = False) -> None:
@@ -52,9 +59,15 @@ class Executor:
         torch.set_num_threads(threads)
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a bar in a log file is noise
         self._device = device
-        self._model = PagedModel.load(model_dir, dtype, device)
+        if device != "cpu":
+            torch.cuda.set_device(torch.device(device).index or 0)  # this thread's, which NCCL and kernels look at
+        self._model = PagedModel.load(model_dir, dtype, device, self._ranks)
         if gemv_copies:
             self._model.add_gemv_copies()
+
+    def connect(self, meeting: Path, meet_s: float, collective_s: float) -> None:
+        """Wait for the other ranks, if there are any; see models/ranks."""
+        self._ranks.connect(meeting, self.model.device, meet_s, collective_s)
 
     def profile(self, chunk_tokens: int, max_slots: int) -> tuple[int, int]:
         """(bytes of the device, most that the largest step had in use); zeros on CPU. Raises ConfigError if it does not
@@ -66,7 +79,8 @@ class Executor:
     ) -> int:
         """Bytes of the pool. Arguments: see messages/control.MakePool."""
         self._pool = self.model.make_pool(num_large, large_bytes, strides, page_tokens)
-        self._sampler = Sampler(self.model.vocab_size, max_slots, self._device)
+        if self._ranks.samples:
+            self._sampler = Sampler(self.model.vocab_size, max_slots, self._device)
         return self._pool.bytes.nbytes
 
     @torch.inference_mode()
@@ -74,21 +88,23 @@ class Executor:
         """Raises ProtocolError when a plan was lost."""
         started_unix_s, started_s = time.time(), time.perf_counter()
         sampler = self._sampler
-        assert sampler is not None
+        assert (sampler is not None) == self._ranks.samples
         ended, begun, runs = self._mirror.apply(plan)
-        for sequence in ended:
-            for sampling in sequence.samplers:
-                sampler.remove(sampling.slot)
+        if sampler is not None:
+            for sequence in ended:
+                for sampling in sequence.samplers:
+                    sampler.remove(sampling.slot)
         self.pool.copy_pages(plan.copies)
         if self.pool.mixed:
             self._zero_new_pages(plan)
-        for sequence in begun:
-            self._open_slots(sampler, sequence)
+        if sampler is not None:
+            for sequence in begun:
+                self._open_slots(sampler, sequence)
         sampled = self._compute(sampler, runs) if runs else ()
         return StepResult(
-            rank=self._rank,
+            rank=self._ranks.rank,
             plan_no=plan.plan_no,
-            sampled=sampled if self._rank == 0 else (),
+            sampled=sampled,
             compute_s=time.perf_counter() - started_s,
             started_unix_s=started_unix_s,
             ended_unix_s=time.time(),
@@ -108,8 +124,11 @@ class Executor:
             eos = self.model.eos_token_ids
             sampler.add(sampling.slot, sequence.params, sampling.choice, prompt, outputs, eos)
 
-    def _compute(self, sampler: Sampler, runs: list[RunView]) -> tuple[SampledToken, ...]:
+    def _compute(self, sampler: Sampler | None, runs: list[RunView]) -> tuple[SampledToken, ...]:
+        """What was sampled: nothing on a rank that does not sample, though it learns the tokens too."""
         batch, ordered = build_batch(runs, self.groups, self.pool.page_tokens, self._device)
+        if sampler is None:
+            batch = replace(batch, logits_rows=batch.logits_rows[:0])
         logits = self.model.forward(batch, self.pool)
         slots: list[int] = []
         rows: list[int] = []
@@ -122,11 +141,17 @@ class Executor:
                 owners.append((run.sequence, sampling.choice))
         if not slots:
             return ()
-        picked = sampler.sample(logits, torch.tensor(rows, device=self._device), slots).rows()
+        picked = []
+        if sampler is not None:
+            picked = sampler.sample(logits, torch.tensor(rows, device=self._device), slots).rows()
+        tokens = self._ranks.agree([chosen.token_id for chosen in picked], len(slots), self._device)
+        for (sequence, _), token in zip(owners, tokens, strict=True):
+            if len(sequence.samplers) == 1:
+                sequence.tokens.append(token)
+        if sampler is None:
+            return ()
         out = []
         for (sequence, choice), chosen in zip(owners, picked, strict=True):
             logprobs = None if chosen.logprob is None else TokenLogprobs(chosen.logprob, chosen.top)
             out.append(SampledToken(sequence.seq_id, choice, chosen.token_id, logprobs))
-            if len(sequence.samplers) == 1:
-                sequence.tokens.append(chosen.token_id)
         return tuple(out)

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-BUSY_POLL_MS = 1  # while something is under way; a shorter nap would take the core from the model
 IDLE_POLL_MS = 100
 CLOSE_S = 3.0
+MEETING = "ranks"  # the file by which ranks find each other, beside the sockets
 
 
 class WorkerProcess:
@@ -131,7 +131,7 @@ class WorkerProcess:
         self._computed_plan = plan.plan_no
         driver = self._driver
         if driver is not None:
-            driver.computed_plan = plan.plan_no
+            driver.plan_computed(plan.plan_no)
             if driver.waits_for_plans:
                 os.eventfd_write(self._lane_fd, 1)
         self._send_result(result)
@@ -154,16 +154,19 @@ class WorkerProcess:
                 from disagg.worker.executor import Executor
 
                 started = time.perf_counter()
-                self._executor = Executor(self._rank)
-                self._executor.load(Path(job.model_dir), job.dtype, job.device, job.threads, job.gemv_copies)
+                self._executor = Executor(self._rank, job.tp)
+                device = f"cuda:{job.first_gpu + self._rank}" if job.device == "cuda" else job.device
+                self._executor.load(Path(job.model_dir), job.dtype, device, job.threads, job.gemv_copies)
+                load_s = time.perf_counter() - started
+                self._executor.connect(self._sockets / MEETING, job.meet_s, job.collective_s)
                 model = self._executor.model
                 return Loaded(
                     rank=self._rank,
-                    groups=model.groups,
+                    groups=model.whole_groups,
                     vocab_size=model.vocab_size,
                     max_model_len=model.max_model_len,
                     eos_token_ids=model.eos_token_ids,
-                    load_s=time.perf_counter() - started,
+                    load_s=load_s,
                 )
             case Profile():
                 assert self._executor is not None
@@ -198,9 +201,8 @@ class WorkerProcess:
         next_beat_s = 0.0
         received = sent = 0
         while not self._stopping:
-            driver = self._driver
-            busy = driver is not None and driver.busy
-            events = dict(poller.poll(BUSY_POLL_MS if busy else IDLE_POLL_MS))
+            nap_ms = self._driver.nap_ms if self._driver is not None else IDLE_POLL_MS
+            events = dict(poller.poll(nap_ms))
             if self._lane_fd in events:
                 os.eventfd_read(self._lane_fd)
                 while not self._replies.empty():

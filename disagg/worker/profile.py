@@ -7,6 +7,7 @@ sequences are one page, whose content is garbage.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -64,8 +65,11 @@ def measure_largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -
     return total, total - free + given_back
 
 
-def largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -> Sampled:
-    """The last chunk of the longest prompt, and a token for each of as many of the longest sequences as there are slots."""
+def largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -> Sampled | None:
+    """The last chunk of the longest prompt, and a token for each of as many of the longest sequences as there are slots.
+
+    All ranks run it at once; None on those that do not sample.
+    """
     longest = model.max_model_len
     chunk_tokens = min(chunk_tokens, longest)
     device = str(model.device)
@@ -76,6 +80,9 @@ def largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -> Sample
     prefill = RunView(sequence, longest - chunk_tokens, chunk_tokens, False, last_pages)
     decode = RunView(sequence, longest - 1, 1, True, last_pages)
     batch, _ = build_batch([prefill] + [decode] * max_slots, model.groups, PAGE_TOKENS, device)
+    if not model.ranks.samples:
+        model.forward(replace(batch, logits_rows=batch.logits_rows[:0]), pool)
+        return None
     logits = model.forward(batch, pool)
     sampler = Sampler(model.vocab_size, max_slots, device)
     for slot in range(max_slots):

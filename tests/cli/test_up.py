@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 from disagg.cli.rundir import PORTS
-from disagg.cli.up import plan_cluster, reachable, server_states
+from disagg.cli.up import UpOptions, plan_cluster, reachable, server_states
 from disagg.config.load import dump_config, load_config
 from disagg.config.tree import Config, EngineConfig, RouterConfig, ServerConfig
+
+ONE_OF_EACH = UpOptions(num_prefill=1, num_decode=1)
 
 
 def test_every_process_has_its_name_role_and_ports_of_its_own() -> None:
     base = Config(router=RouterConfig(http_port=0, grpc_port=0), engine=EngineConfig(page_tokens=8))
-    router, *servers = plan_cluster(base, num_prefill=2, num_decode=3)
+    router, *servers = plan_cluster(base, UpOptions(num_prefill=2, num_decode=3))
     assert (router.name, router.role) == ("router", "router")
     assert [server.name for server in servers] == ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
     assert [server.role for server in servers] == ["prefill"] * 2 + ["decode"] * 3
@@ -27,27 +29,34 @@ def test_every_process_has_its_name_role_and_ports_of_its_own() -> None:
 
 
 def test_the_router_is_told_where_each_server_will_be() -> None:
-    router, *servers = plan_cluster(Config(), num_prefill=1, num_decode=1)
+    router, *servers = plan_cluster(Config(), ONE_OF_EACH)
     assert {(ref.name, ref.role, ref.address) for ref in router.config.router.servers} == {
         (server.name, server.role, f"127.0.0.1:{server.config.server.port}") for server in servers
     }
 
 
 def test_ports_that_were_asked_for_are_kept() -> None:
-    router, *_ = plan_cluster(Config(router=RouterConfig(http_port=20_123, grpc_port=0)), 1, 1)
+    router, *_ = plan_cluster(Config(router=RouterConfig(http_port=20_123, grpc_port=0)), ONE_OF_EACH)
     assert router.config.router.http_port == 20_123
     assert router.config.router.grpc_port not in (0, 20_123)
 
 
+def test_each_pool_has_its_own_tp_size_or_the_configured_one() -> None:
+    base = Config(server=ServerConfig(tp=2))
+    for prefill_tp, decode_tp, tps in ((None, None, [2, 2, 2]), (None, 4, [2, 4, 4]), (1, 3, [1, 3, 3])):
+        options = UpOptions(num_prefill=1, num_decode=2, prefill_tp=prefill_tp, decode_tp=decode_tp)
+        assert [plan.config.server.tp for plan in plan_cluster(base, options)[1:]] == tps
+
+
 def test_servers_stay_on_loopback_whoever_the_router_listens_to() -> None:
     base = Config(router=RouterConfig(host="0.0.0.0"), server=ServerConfig(host="0.0.0.0", advertise_host="elsewhere"))
-    router, *servers = plan_cluster(base, 1, 1)
+    router, *servers = plan_cluster(base, ONE_OF_EACH)
     assert router.config.router.host == "0.0.0.0"
     assert all((plan.config.server.host, plan.config.server.advertise_host) == ("127.0.0.1", "") for plan in servers)
 
 
 def test_every_plan_survives_its_file(tmp_path: Path) -> None:
-    for plan in plan_cluster(Config(), 1, 2):
+    for plan in plan_cluster(Config(), UpOptions(num_prefill=1, num_decode=2)):
         file = tmp_path / f"{plan.name}.toml"
         file.write_text(dump_config(plan.config))
         assert load_config(file, {}, {}) == plan.config

@@ -36,11 +36,19 @@ class Answer:
 
 
 class Cluster:
-    """`with Cluster(...) as cluster:`; flags as for `disagg up`."""
+    """`with Cluster(...) as cluster:`; flags as for `disagg up`, of which cli is the command."""
 
-    def __init__(self, run_dir: Path, *flags: str, sets: Sequence[str] = (), env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *flags: str,
+        sets: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+        cli: Sequence[str] = CLI,
+    ) -> None:
         self._parent = run_dir
         self.run_dir = run_dir  # the directory of this run, once `up` has said it
+        self._cli = tuple(cli)
         self._flags = flags
         self._env = {**os.environ, **(env or {})}
         for each in sets:
@@ -52,7 +60,17 @@ class Cluster:
         self.lines: list[str] = []
 
     def __enter__(self) -> Cluster:
-        command = (*CLI, "up", "--http-port", "0", "--grpc-port", "0", "--run-dir", str(self._parent), *self._flags)
+        command = (
+            *self._cli,
+            "up",
+            "--http-port",
+            "0",
+            "--grpc-port",
+            "0",
+            "--run-dir",
+            str(self._parent),
+            *self._flags,
+        )
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self._env
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.config.check import check_config, warnings_of
-from disagg.config.tree import Config, EngineConfig, RouterConfig, ServerConfig, ServerRef, TransferConfig
+from disagg.config.tree import Config, EngineConfig, ModelConfig, RouterConfig, ServerConfig, ServerRef, TransferConfig
 from disagg.types.errors import ConfigError
 
 MIB = 1 << 20
@@ -18,7 +18,6 @@ def ref(name: str, address: str) -> ServerRef:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (Config(server=ServerConfig(tp=2)), "server.tp = 2: tensor parallelism arrives with a later version"),
         (
             Config(engine=EngineConfig(kv_memory_bytes=1024)),
             "engine.kv_memory_bytes = 1KiB: it must be at least 16KiB, or 0",
@@ -35,6 +34,10 @@ def ref(name: str, address: str) -> ServerRef:
         (Config(transfer=TransferConfig(link_segments=5)), "at most 4"),
         (Config(transfer=TransferConfig(gather_bytes=8 * MIB)), "transfer.gather_bytes = 8MiB"),
         (Config(transfer=TransferConfig(gather_bytes=5000)), "a multiple of 4096"),
+        (
+            Config(model=ModelConfig(device="cpu"), transfer=TransferConfig(kernels="triton")),
+            'transfer.kernels = "triton": Triton has no kernels for model.device = "cpu"',
+        ),
         (Config(server=ServerConfig(port=5, metrics_port=5)), "server.port and server.metrics_port are both 5"),
         (Config(server=ServerConfig(name="a b")), "no blanks"),
         (Config(router=RouterConfig(http_port=7, grpc_port=7)), "router.http_port and router.grpc_port are both 7"),

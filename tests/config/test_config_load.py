@@ -110,7 +110,7 @@ def test_lists_in_the_environment_are_json_or_words() -> None:
         ("router.tp", 1, ["nearest: server.tp"]),
         ("engine.qqqqqqqq", 1, ["engine has page_tokens"]),
         ("zzz.qqqqqqqq", 1, ["the sections are model, engine"]),
-        ("server.tp", 2, ["server.tp = 2", "later version"]),
+        ("server.tp", 0, ["server.tp = 0", "at least 1"]),
         ("engine.checkpoint_tokens", 40, ["engine.checkpoint_tokens = 40", "a multiple of engine.page_tokens = 16"]),
     ],
 )

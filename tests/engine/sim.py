@@ -426,7 +426,7 @@ class Server:
         return PeerRef(self.name, "somewhere:1", self.facts.incarnation)
 
     def hello(self, generation: str) -> LinkHello:
-        ranks = tuple(RankInfo(rank, 1, 1, b"", 0, 0) for rank in range(self.facts.tp))
+        ranks = tuple(RankInfo(rank, 1, 1, b"", 0, 0, 0) for rank in range(self.facts.tp))
         return LinkHello(self.name, generation, self.facts.incarnation, "same", self.facts.tp, "host", ranks)
 
     def do(self, instructions: list[Instruction]) -> None:
@@ -515,7 +515,8 @@ class Request:
 class World:
     """Everything, and what happens next. `run` until every request is done, then `settle` and `check_nothing_leaked`."""
 
-    def __init__(self, seed: int, faults: Faults, max_steps: int = 60_000) -> None:
+    def __init__(self, seed: int, faults: Faults, max_steps: int = 60_000, *, tight: bool = False) -> None:
+        """tight: two servers of each kind, pools and arenas as small as they can be, and many requests."""
         self.seed = seed
         self.rng = rng = random.Random(seed)
         self.faults = faults
@@ -537,7 +538,7 @@ class World:
         max_n = rng.choice((1, 1, 2, 3))
         self.max_model_len = max_prompt + max_new + rng.choice((-1, 2))
         segment = rng.choice((48, 128, 256))
-        segments = rng.choice((1, 2, 4, 8))
+        segments = 1 if tight else rng.choice((1, 2, 4, 8))
         most = min(max_prompt + max_new, self.max_model_len)
         groups = models(rng)
         layout = plan_layout(
@@ -561,6 +562,7 @@ class World:
             max_slots=max_n + rng.choice((0, 1, 5)),
             chunk_tokens=chunk_tokens,
             max_model_len=self.max_model_len,
+            vocab_size=VOCAB,
             eos_token_ids=(EOS,),
             max_waiting=10_000,
             ungranted_share=rng.choice((0.1, 0.5)),
@@ -580,13 +582,14 @@ class World:
             own = {"num_large": pages, "tp": rng.choice((1, 1, 2))}
             return Server(self, name, role, EngineFacts(**{**everything, **own}))
 
-        grow = rng.choice((1, 1, 2, 4))
-        self.prefills = [server(f"P{i}", "prefill", to_prefill * grow) for i in range(rng.choice((1, 1, 2)))]
-        self.decodes = [server(f"D{i}", "decode", to_decode * grow) for i in range(rng.choice((1, 1, 2)))]
+        grow = 1 if tight else rng.choice((1, 1, 2, 4))
+        counts = (2,) if tight else (1, 1, 2)
+        self.prefills = [server(f"P{i}", "prefill", to_prefill * grow) for i in range(rng.choice(counts))]
+        self.decodes = [server(f"D{i}", "decode", to_decode * grow) for i in range(rng.choice(counts))]
         self.servers = self.prefills + self.decodes
         self.requests: list[Request] = []
         documents = [tuple(rng.randrange(VOCAB) for _ in range(max_prompt)) for _ in range(rng.choice((1, 3)))]
-        for i in range(rng.choice((1, 4, 8, 14))):
+        for i in range(14 if tight else rng.choice((1, 4, 8, 14))):
             length = rng.randint(1, max(1, min(max_prompt, self.max_model_len - 1)))
             shared = rng.choice(documents)[: rng.choice((0, length // 2, length))]
             prompt = shared + tuple(rng.randrange(VOCAB) for _ in range(length - len(shared)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from disagg.engine.decode import MAX_WANTS, WANT_AFTER_S
+from disagg.engine.decode import WANT_AFTER_S
 from disagg.engine.instructions import DialLink, DropLink
 from disagg.messages import link as m
 from disagg.messages.lane import (
@@ -25,6 +25,7 @@ from disagg.messages.lane import (
 )
 from disagg.messages.legs import LegEnd, LegTokens, Outcome, PeerRef, StartLeg
 from disagg.messages.plan import PageCopy, SampledToken
+from disagg.transfer.session import MAX_WANTS
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import FinishReason, LegKey
 from tests.engine.units import (
@@ -221,7 +222,7 @@ def test_finished_prompts_that_nobody_grants_are_capped() -> None:
     prefill.start(start("e", tokens=8))
     assert prefill.used == used, "past the cap nobody is admitted"
     prefill.open_ring()
-    for name in "abcd":
+    for name in "ab":
         prefill.link(m.Grant(LegKey(name, 0, 0), (8,)))
     assert any(leg.key.request_id == "e" for leg in prefill.engine._running.values())
 
@@ -462,12 +463,53 @@ def test_the_entry_of_a_lost_notification_does_not_stay_live_for_ever() -> None:
     assert not decode.engine.rings.links[LINK].live
 
 
+def test_the_entry_of_a_lost_notification_holds_up_its_ring_until_the_leg_has_ended() -> None:
+    """Asking for the piece again gives it another entry; one that is not yet writable comes when the leg is given up."""
+    decode = Decode(FACTS)
+    leg, other = start("lost", peer=P_REF), start("other", peer=P_REF)
+    decode.receiving(leg)  # written, but its notification is lost
+    behind = decode.receiving(other)
+    ring = decode.engine.rings.links[LINK]
+    decode.link(m.SentAll(leg.key, 1))
+    decode.tick(WANT_AFTER_S + 0.1)
+    decode.offer(leg, Piece(0, 0, 2, 0, 6))
+    decode.first_tokens(other)
+    decode.land(behind)
+    assert ring.watermarks == (0,)
+    out = decode.tick(FACTS.progress_s + 2)
+    assert outcomes(out) == [Outcome.PEER_LOST]
+    decode.lane(Unbound(leg.key))
+    decode.link(m.Drained(leg.key))
+    assert ring.watermarks == (ring.rings[0].head,)
+
+
 def test_a_transfer_that_stands_still_is_given_up() -> None:
     decode = Decode(FACTS)
     leg = start(peer=P_REF)
     decode.receiving(leg)
     assert outcomes(decode.tick(FACTS.progress_s)) == []
     assert outcomes(decode.tick(FACTS.progress_s + 1)) == [Outcome.PEER_LOST]
+
+
+def test_a_transfer_is_not_given_up_for_its_place_behind_one_that_stands_still() -> None:
+    decode = Decode(FACTS)
+    first, second, third = (start(name, peer=P_REF) for name in ("first", "second", "third"))
+    for leg in (first, second, third):
+        decode.receiving(leg)
+
+    def given_up(now_s: float) -> list[str]:
+        return [end.key.request_id for end in to_router(decode.tick(now_s)) if isinstance(end, LegEnd)]
+
+    assert given_up(1.0) == []
+    assert given_up(FACTS.progress_s + 2) == ["first"]
+    decode.lane(Unbound(first.key))
+    decode.link(m.Drained(first.key))  # now it is the second's turn
+    assert given_up(FACTS.progress_s + 3) == []
+    assert given_up(2 * FACTS.progress_s + 4) == ["second"]
+    # Prefill never says that it is quiet, and for that the third waits as long again.
+    assert given_up(2 * FACTS.progress_s + 5) == []
+    assert given_up(3 * FACTS.progress_s + 5) == []
+    assert given_up(3 * FACTS.progress_s + 6) == ["third"]
 
 
 def test_a_lost_link_after_everything_landed_costs_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from disagg.engine.decode import DecodeEngine
@@ -28,6 +29,8 @@ from disagg.messages.lane import (
 from disagg.messages.layout import GroupKind, GroupPages, LayerGroup, StatePart
 from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, Outcome, PeerRef, ServerMessage, StartLeg
 from disagg.messages.plan import SampledToken, SamplerStart, StepResult, WorkerPlan
+from disagg.staging.pieces import group_piece_bytes
+from disagg.staging.ring import RingAllocator
 from disagg.types.ids import LegKey
 from disagg.types.sampling import SamplingParams
 
@@ -38,7 +41,7 @@ WINDOW = LayerGroup("window", (2, 3), 2, 1, "float32", GroupKind.WINDOW, window=
 STATE = LayerGroup.of_states("state", (4,), (StatePart("ssm", (8,), "float32"),))
 
 P_REF, D_REF = PeerRef("P", "p:1", "p1"), PeerRef("D", "d:1", "d1")
-RANK = m.RankInfo(0, 1, 1, b"agent", 4096, 0)
+RANK = m.RankInfo(0, 1, 1, b"agent", 4096, 0, 8192)
 LINK = 7
 PARAMS = SamplingParams(max_tokens=5)
 
@@ -56,6 +59,7 @@ def facts(*groups: LayerGroup, num_large: int = 12, **changes: Any) -> EngineFac
         "max_slots": 4,
         "chunk_tokens": 8,
         "max_model_len": 64,
+        "vocab_size": 1000,
         "eos_token_ids": (0,),
         "max_waiting": 8,
         "ungranted_share": 0.5,
@@ -201,8 +205,10 @@ class Prefill(Unit):
     def __init__(self, facts: EngineFacts, linked: bool = True) -> None:
         super().__init__()
         self.engine = PrefillEngine(facts)
+        self._entry_ids = itertools.count(16)
+        self._ring = RingAllocator(4096, 4096)
         if linked:
-            assert to_lane(self.engine.link_up(LINK, hello(D_REF))) == [AddPeer(LINK, 0, b"agent", 4096, 0)]
+            assert to_lane(self.engine.link_up(LINK, hello(D_REF))) == [AddPeer(LINK, 0, b"agent", 4096, 0, 8192)]
 
     def start(self, leg: StartLeg) -> list[Instruction]:
         return self.do(self.engine.start_leg(1, leg, self.now_s, 0.0))
@@ -217,7 +223,9 @@ class Prefill(Unit):
         return self.do(self.engine.abort_leg(AbortLeg(leg.key)))
 
     def open_ring(self) -> None:
-        assert self.link(m.OpenRing(0, 0, 4096, (4096,))) == []
+        """Unless it is open."""
+        if not self.engine._links[LINK].rings:
+            assert self.link(m.OpenRing(0, 0, 4096, (4096,))) == []
 
     def granted(self, leg: StartLeg) -> m.OfferPieces:
         """Up to the offer."""
@@ -239,8 +247,12 @@ class Prefill(Unit):
         """Each of these pieces gets an entry, and room in the ring for its write."""
         entries = []
         for piece_no, piece in enumerate(offer.pieces, start=offer.first_piece_no):
-            heads = self.engine.facts.groups[piece.group].kv_heads
-            entries.append(m.Entry(piece_no, piece_no, 0, 0, 0, heads, piece_no * 16, 16))
+            group = self.engine.facts.groups[piece.group]
+            nbytes = group_piece_bytes(piece, group.kv_heads, group)
+            entry_id = next(self._entry_ids)
+            entries.append(
+                m.Entry(entry_id, piece_no, 0, 0, 0, group.kv_heads, self._ring.assign(nbytes).position, nbytes)
+            )
         sends = to_lane(self.link(m.AssignEntries(leg.key, 0, tuple(entries))))
         assert len(sends) == len(entries)
         return [send for send in sends if isinstance(send, SendPiece)]
@@ -273,7 +285,8 @@ class Decode(Unit):
         self.engine = DecodeEngine(facts)
         self._next_piece: dict[LegKey, int] = {}
         if linked:
-            assert to_lane(self.engine.link_up(LINK, hello(P_REF), 0.0, 0.0)) == [AddPeer(LINK, 0, b"agent", 0, 0)]
+            added = to_lane(self.engine.link_up(LINK, hello(P_REF), 0.0, 0.0))
+            assert added == [AddPeer(LINK, 0, b"agent", 0, 0, 0)], "nothing is written into prefill"
 
     def start(self, leg: StartLeg) -> list[Instruction]:
         return self.do(self.engine.start_leg(1, leg, self.now_s, 0.0))

@@ -9,7 +9,13 @@ import sys
 from tests.repository.source import PACKAGE, name_of, source_files
 
 HEAVY = ("torch", "transformers", "triton", "nixl_cu13")
-WITH_TORCH = ("disagg.models.", "disagg.worker.", "disagg.staging.copy", "disagg.staging.checksum")
+STAGING_WITH_TORCH = ("checksum", "copy", "kernels", "mover", "triton_mover")
+WITH_TORCH = (
+    "disagg.models.",
+    "disagg.worker.",
+    *(f"disagg.staging.{name}." for name in STAGING_WITH_TORCH),
+    "disagg.transfer.backends.memory.",
+)
 MUST_BE_THERE = {
     "disagg.api.app",
     "disagg.cli.main",
@@ -27,7 +33,10 @@ MUST_BE_THERE = {
     "disagg.staging.arena",
     "disagg.staging.ring",
     "disagg.text.tokenizer",
+    "disagg.transfer.buffers",
+    "disagg.transfer.landed",
     "disagg.transfer.session",
+    "disagg.transfer.trial",
     "disagg.wire.services",
 }
 PROGRAM = """

@@ -23,10 +23,14 @@ TAIL_CHARS = 4000
 LONG = "tests/cluster/test_exactness.py::test_long_prompts_come_out_as_transformers_says"
 PARTS: dict[str, tuple[str, ...]] = {
     **{f"exact-chunk{chunk}-page{page}": (f"{LONG}[{chunk}-{page}]",) for chunk in (16, 64, 512) for page in (1, 16)},
+    "tensor-parallelism": ("-m", "slow", "tests/cluster/test_tp.py"),
     "families": ("-m", "slow", "tests/cluster/test_tiny_models.py"),
     "prefix-cache": ("-m", "slow", "tests/cluster/test_prefix_cache.py", "-k", "tiny"),
     "gemma3": ("-m", "slow", "tests/cluster/test_prefix_cache.py", "-k", "gemma_3"),
     "memory": ("-m", "slow", "tests/memory"),
+    "bad-wire": ("-m", "slow", "tests/cluster/test_wire_faults.py", "-k", "ten_thousand or write"),
+    "bad-wire-smollm2": ("-m", "slow", "tests/cluster/test_wire_faults.py", "-k", "smollm2"),
+    "partition": ("tests/cluster/test_partition.py",),
     "properties": (
         "-m",
         "slow and not cluster",

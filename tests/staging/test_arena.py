@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
 
 from disagg.staging.arena import Arena, SegmentLease, locate
 
@@ -81,6 +83,7 @@ def test_sizes_that_cannot_work_are_refused(arena_bytes: int, segment_bytes: int
 class ArenaMachine(RuleBasedStateMachine):
     """Against an owner per segment."""
 
+    steps: ClassVar[int] = 0  # of all runs
     leased: Bundle[SegmentLease] = Bundle("leased")
     quarantined: Bundle[SegmentLease] = Bundle("quarantined")
 
@@ -127,6 +130,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_bytes_add_up(self) -> None:
+        type(self).steps += 1
         states = [state for _, state in self.owners.values()]
         assert self.arena.leased_bytes == 64 * states.count("leased")
         assert self.arena.quarantined_bytes == 64 * states.count("quarantined")
@@ -134,5 +138,11 @@ class ArenaMachine(RuleBasedStateMachine):
         self.arena.check_integrity()
 
 
-TestArenaMachine = ArenaMachine.TestCase
-TestArenaMachine.settings = settings(max_examples=50, stateful_step_count=50, derandomize=True, deadline=None)
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(120, 5_000), pytest.param(1_200, 50_000, marks=pytest.mark.slow)], ids=["quick", "long"]
+)
+def test_every_segment_is_in_one_place_and_the_bytes_add_up(examples: int, steps: int) -> None:
+    ArenaMachine.steps = 0
+    campaign = settings(max_examples=examples, stateful_step_count=60, derandomize=True, deadline=None, database=None)
+    run_state_machine_as_test(ArenaMachine, settings=campaign)
+    assert ArenaMachine.steps >= steps

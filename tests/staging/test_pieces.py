@@ -13,6 +13,7 @@ from disagg.staging.pieces import (
     framed_bytes,
     group_payload_bytes,
     group_piece_bytes,
+    most_group_pieces,
     split_group_piece,
     split_pieces,
 )
@@ -114,6 +115,22 @@ def test_the_parts_of_a_split_are_the_whole_without_overlap_and_fit(
     assert set().union(*map(cells, parts)) == cells(whole)
     for part in parts:
         assert framed_bytes(part.layers * part.tokens * bytes_per_token_layer) <= max_bytes
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 5), st.integers(1, 9), st.integers(40, 2000), st.sampled_from([1, 3, 16]))
+def test_pieces_are_counted_without_being_made(
+    positions: int, heads: int, layers: int, max_bytes: int, page_tokens: int
+) -> None:
+    group = LayerGroup("full", tuple(range(layers)), 8, 3, "uint8")
+    try:
+        parts = split_group_piece(Piece(0, 0, layers, 0, positions), heads, group, max_bytes, page_tokens)
+    except ValueError as error:
+        with pytest.raises(ValueError, match=str(error)):
+            most_group_pieces(positions, heads, group, max_bytes, page_tokens)
+    else:
+        bands = len({part.layer_start for part in parts})  # the last piece of each may do without a cut at a page
+        assert 0 <= most_group_pieces(positions, heads, group, max_bytes, page_tokens) - len(parts) <= bands
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)

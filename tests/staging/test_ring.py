@@ -1,108 +1,27 @@
-"""The ring: no live byte is overwritten, nothing waits for ever, and the traps that naive rings fall into."""
+"""The ring: no live byte is overwritten and nothing waits for ever. What naive rings do instead: tests/transfer/test_traps."""
 
 from __future__ import annotations
 
 import random
+from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from disagg.staging.ring import RingAllocator, RingEntry, RingWriterView
 
 CAPACITY, SEGMENT = 320, 64
-
-
-class SeedRing:
-    """The ring of the seed's excerpt: (round, offset), and a watermark that moves only when nothing is live."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.head, self.round = capacity, 0, 0
-        self.live: set[tuple[int, int, int]] = set()
-        self.watermark = (0, 0)
-
-    def assign(self, nbytes: int) -> tuple[int, int, int] | None:
-        if nbytes > self.capacity:
-            return None
-        if nbytes > self.capacity - self.head:
-            self.round, self.head = self.round + 1, 0
-        entry = (self.round, self.head, nbytes)
-        self.head += nbytes
-        self.live.add(entry)
-        return entry
-
-    def free(self, entry: tuple[int, int, int]) -> None:
-        self.live.remove(entry)
-        if not self.live:
-            self.watermark = (self.round, self.head)
-
-    def may_write(self, entry: tuple[int, int, int]) -> bool:
-        round_, offset, nbytes = entry
-        mark = self.watermark[0] * self.capacity + self.watermark[1]
-        return round_ * self.capacity + offset + nbytes <= mark + self.capacity
-
-
-def test_an_empty_ring_whose_head_is_past_the_watermark_does_not_wedge() -> None:
-    # One segment, half used and freed: the next large entry skips to the next round, beyond watermark + capacity.
-    naive = SeedRing(64)
-    small = naive.assign(40)
-    assert small is not None
-    naive.free(small)
-    large = naive.assign(60)
-    assert large is not None
-    assert not naive.may_write(large), "the naive ring is empty but for this entry, and may never write it"
-
-    ring, writer = RingAllocator(64, 64), RingWriterView(64)
-    ring.free(ring.assign(40))
-    writer.update(ring.watermark)
-    entry = ring.assign(60)
-    assert entry.locate(64) == (1, 0)
-    writer.update(ring.watermark)  # the watermark that travels with the entry is past the skipped bytes
-    assert writer.may_write(entry)
-
-
-def test_a_new_subscriber_needs_the_current_watermark() -> None:
-    ring = RingAllocator(CAPACITY, SEGMENT)
-    for _ in range(40):
-        ring.free(ring.assign(SEGMENT))
-    entry = ring.assign(SEGMENT)
-    assert not RingWriterView(CAPACITY).may_write(entry), "a view that begins at zero waits for ever"
-    assert RingWriterView(CAPACITY, watermark=ring.watermark).may_write(entry)
-
-
-def test_a_leaked_entry_pins_the_watermark_until_the_abort_frees_it() -> None:
-    ring, writer = RingAllocator(CAPACITY, SEGMENT), RingWriterView(CAPACITY)
-    leaked = ring.assign(SEGMENT)
-    for _ in range(4):
-        ring.free(ring.assign(SEGMENT))
-    waiting = ring.assign(SEGMENT)
-    writer.update(ring.watermark)
-    assert ring.watermark == leaked.position
-    assert not writer.may_write(waiting), "its bytes are those of the leaked entry"
-    ring.free(leaked)
-    assert ring.watermark == waiting.position
-    assert writer.update(ring.watermark)
-    assert writer.may_write(waiting)
-
-
-def test_the_watermark_advances_to_the_oldest_live_entry_at_each_free() -> None:
-    naive = SeedRing(CAPACITY)
-    entries = [naive.assign(SEGMENT) for _ in range(5)]
-    assert None not in entries
-    naive.free(entries[0])  # type: ignore[arg-type]
-    sixth = naive.assign(SEGMENT)
-    assert sixth is not None
-    assert not naive.may_write(sixth), "the naive watermark waits until everything is free: a busy ring stops"
-
-    ring, writer = RingAllocator(CAPACITY, SEGMENT), RingWriterView(CAPACITY)
-    live = [ring.assign(SEGMENT) for _ in range(5)]
-    ring.free(live[1])
-    assert ring.watermark == live[0].position
-    ring.free(live[0])
-    assert ring.watermark == live[2].position
-    writer.update(ring.watermark)
-    assert writer.may_write(ring.assign(SEGMENT))
 
 
 def test_a_busy_ring_with_skips_keeps_moving() -> None:
@@ -180,6 +99,7 @@ def test_a_reset_ring_reuses_no_position_and_ignores_watermarks_from_before() ->
 class RingMachine(RuleBasedStateMachine):
     """Decode and prefill with a lossy, reordering channel for watermarks, against memory with an owner per byte."""
 
+    steps: ClassVar[int] = 0  # of all runs
     assigned: Bundle[RingEntry] = Bundle("assigned")
     written: Bundle[RingEntry] = Bundle("written")
 
@@ -238,11 +158,20 @@ class RingMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_oldest_entry_may_always_be_written(self) -> None:
+        type(self).steps += 1
         live = self.ring.live
         assert not live or live[0].stop <= self.ring.watermark + self.ring.capacity_bytes
         assert self.writer.watermark <= self.ring.watermark
         self.ring.check_integrity()
 
 
-TestRingMachine = RingMachine.TestCase
-TestRingMachine.settings = settings(max_examples=60, stateful_step_count=60, derandomize=True, deadline=None)
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(120, 5_000), pytest.param(1_200, 50_000, marks=pytest.mark.slow)], ids=["quick", "long"]
+)
+def test_no_live_byte_of_a_ring_is_overwritten_and_its_oldest_entry_may_always_be_written(
+    examples: int, steps: int
+) -> None:
+    RingMachine.steps = 0
+    campaign = settings(max_examples=examples, stateful_step_count=60, derandomize=True, deadline=None, database=None)
+    run_state_machine_as_test(RingMachine, settings=campaign)
+    assert RingMachine.steps >= steps

@@ -458,6 +458,17 @@ def test_a_checkpoint_is_taken_if_its_page_is_bound_and_never_waited_for() -> No
     assert leaving.landed_whole(2, 2, 0, 2) == ((0, 1),)
 
 
+def test_what_two_ranks_lack_is_asked_for_once_and_may_then_be_offered_again() -> None:
+    session = receiver_of_all((0, 8, 1))
+    session.offer(0, (Piece(0, 0, 2, 0, 3), Piece(0, 0, 2, 3, 6), Piece(0, 0, 2, 6, 8)))
+    session.landed(0, 0)
+    session.landed(2, 1)
+    with pytest.raises(ProtocolError, match="22 cells were offered where 19 were granted"):
+        session.offer(3, (Piece(0, 0, 2, 0, 3),))
+    assert session.ask_again() == (Piece(0, 0, 2, 0, 8),), "rank 0 lacks 3 to 8, rank 1 lacks 0 to 6"
+    assert session.offer(3, (Piece(0, 0, 2, 0, 8),)) == ((3, Piece(0, 0, 2, 0, 8)),)
+
+
 def test_only_pages_that_are_whole_on_every_rank_in_every_layer_can_be_published_also_of_a_broken_transfer() -> None:
     session = receiver_of_all((2, WINDOW_START, 0))
     assert session.landed_whole(0, 2, 0, TOKENS) == ()
@@ -534,7 +545,7 @@ def test_a_transfer_is_complete_exactly_when_all_landed_on_all_ranks_and_tokens_
                 if landed[slice_] == slices[slice_[1]]:
                     coverage[slice_[1]].add(session._pieces[slice_[0]])
         elif step > token_at:
-            missing = session.missing()
+            missing = session.ask_again()
             assert missing, "everything landed and it was not noticed"
             offer(tuple(piece for whole in missing for piece in cut(whole)))
             flying.extend(lost[:1])  # it comes after all

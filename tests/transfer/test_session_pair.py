@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from disagg.messages.lane import Piece
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 from disagg.messages.link import Entry, FirstToken
-from disagg.transfer.session import Offer, ReceiveSession, ReceiveState, SendSession, SendState, Write
+from disagg.transfer.session import MAX_WANTS, Offer, ReceiveSession, ReceiveState, SendSession, SendState, Write
 
 PAGE, CHUNK = 2, 4  # checkpoints at multiples of CHUNK
 WINDOW = 5
@@ -217,9 +217,11 @@ class Transfer:
         self._try_complete()
 
     def ask_again(self) -> None:
-        """Perhaps too early: what is under way may land after all, besides what is sent again."""
-        self.receiver.sent_all = False
-        self.to_prefill.append(list(self.receiver.missing()))
+        """Perhaps too early: what is under way may land after all, besides what is sent again. At last it is given up."""
+        if self.receiver.wants_sent == MAX_WANTS:
+            self.abort()
+        else:
+            self.to_prefill.append(list(self.receiver.ask_again()))
 
     def first_tokens(self) -> None:
         self.receiver.first_tokens = (FirstToken(0, 5, None, None),)

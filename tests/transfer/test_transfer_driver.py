@@ -2,125 +2,39 @@
 
 from __future__ import annotations
 
-import itertools
-
+import msgspec
 import pytest
 import torch
 
-from disagg.messages.control import OpenTransfer
 from disagg.messages.lane import (
-    AddPeer,
-    Bind,
-    Bound,
     DropSends,
-    ExpectPiece,
     Landing,
-    LaneReport,
-    LaneRequest,
-    PeerAdded,
     PeerRemoved,
     Piece,
     PieceFailed,
     PieceSent,
     RemovePeer,
-    SendPiece,
     SendsDropped,
     Unbind,
     Unbound,
 )
-from disagg.messages.layout import GroupKind, GroupPages, LayerGroup, StatePart
-from disagg.models.pool import Pool
-from disagg.staging.pieces import group_payload_bytes, group_piece_bytes
+from disagg.messages.layout import GroupPages
+from disagg.staging.pieces import group_payload_bytes
 from disagg.types.errors import ProtocolError
-from disagg.types.ids import LegKey
-from disagg.worker import transfer_driver
-from disagg.worker.transfer_driver import TransferDriver
-from tests.transfer_backends.loopback import Hub, LoopbackBackend
-
-PAGE_TOKENS = 4
-FULL = LayerGroup("full", (0, 2), 2, 8, "float32")
-WINDOW = LayerGroup("window", (1, 3), 2, 8, "float32", GroupKind.WINDOW, window=6)
-FLOAT_STATE = LayerGroup.of_states("state", (4,), (StatePart("ssm", (3, 5), "float32"),))
-MIXED_STATE = LayerGroup.of_states(
-    "state", (4,), (StatePart("conv", (3,), "bfloat16"), StatePart("ssm", (9,), "float32"))
+from tests.transfer.driver_pair import (
+    ENTRY_STRIDE,
+    FLOAT_STATE,
+    FULL,
+    GROUPS,
+    KEY,
+    LINK,
+    MIXED_STATE,
+    PAGE_TOKENS,
+    STRIDES,
+    WINDOW,
+    Pair,
 )
-GROUPS = (FULL, WINDOW, MIXED_STATE)
-NUM_LARGE, LARGE_BYTES = 40, 2048
-STRIDES = (1024, 2048, 128)  # pages of 1024, 1024 and 64 bytes: the window's and the states' are farther apart
-LINK = 7
-KEY = LegKey("request-1", 0, 0)
-ENTRY_STRIDE = 4096
-
-
-class Pair:
-    """A prefill and a decode driver whose agents know each other, and pools of random bytes."""
-
-    def __init__(self, hub: Hub, groups: tuple[LayerGroup, ...] = GROUPS, gather_bytes: int = ENTRY_STRIDE) -> None:
-        self.hub = hub
-        self.groups = groups
-        self.src_pool, self.dst_pool = (
-            Pool.create(groups, NUM_LARGE, LARGE_BYTES, STRIDES[: len(groups)], PAGE_TOKENS, "cpu") for _ in range(2)
-        )
-        generator = torch.Generator().manual_seed(3)
-        for pool in (self.src_pool, self.dst_pool):
-            pool.bytes.copy_(torch.randint(0, 256, pool.bytes.shape, dtype=torch.uint8, generator=generator))
-        self.src = TransferDriver(0, OpenTransfer("loopback", "P", 0, gather_bytes, 2, "", ""), self.src_pool)
-        self.dst = TransferDriver(0, OpenTransfer("loopback", "D", 16 * ENTRY_STRIDE, 0, 0, "", ""), self.dst_pool)
-        self.opened = self.dst.opened(pid=1)
-        self.entry_ids = itertools.count()
-        assert self.tell(self.src, self.meet()) == [PeerAdded(LINK, 0, "", pytest.approx(0, abs=60))]
-
-    def meet(self) -> AddPeer:
-        return AddPeer(LINK, 0, self.opened.metadata, self.opened.arena_address, self.opened.arena_device)
-
-    def tell(self, driver: TransferDriver, *requests: LaneRequest) -> list[LaneReport]:
-        for request in requests:
-            driver.handle(request)
-        return list(driver.take_reports())
-
-    def bind(self, *tables: GroupPages) -> None:
-        assert self.tell(self.dst, Bind(KEY, tables)) == [Bound(KEY)]
-
-    def piece(
-        self, piece: Piece, pages: tuple[int, ...], after_plan: int = -1, of: Piece | None = None
-    ) -> tuple[SendPiece, ExpectPiece]:
-        """Both sides' view of one entry; `of`: what the decode side takes it for, if not for what it is."""
-        group = self.groups[piece.group]
-        entry_id = next(self.entry_ids)
-        offset, nbytes = entry_id % 16 * ENTRY_STRIDE, group_piece_bytes(piece, group.kv_heads, group)
-        send = SendPiece(
-            *(LINK, entry_id, KEY, piece, pages, "P", "D", 0, 0, 0, group.kv_heads, offset, nbytes), after_plan
-        )
-        return send, ExpectPiece(LINK, entry_id, KEY, of or piece, "P", "D", 0, 0, 0, group.kv_heads, offset, nbytes)
-
-    def move(self, piece: Piece, pages: tuple[int, ...], of: Piece | None = None) -> Landing:
-        """Write one piece and let it land."""
-        send, expect = self.piece(piece, pages, of=of)
-        self.tell(self.dst, expect)
-        self.tell(self.src, send)
-        self.src.turn()
-        assert [type(report) for report in self.src.take_reports()] == [PieceSent]
-        self.dst.turn()
-        (landing,) = self.dst.take_reports()
-        assert isinstance(landing, Landing)
-        return landing
-
-    def rows(self, pool: Pool, group: int, pages: tuple[int, ...]) -> torch.Tensor:
-        """[layers, planes, heads, tokens of these pages, row bytes], or [states, bytes]."""
-        view = pool.views[group].bytes[torch.tensor(pages)]
-        shape = self.groups[group]
-        if shape.is_state:
-            return view
-        dims = (len(pages), len(shape.layers), 2, shape.kv_heads, PAGE_TOKENS, shape.head_dim * shape.dtype_bytes)
-        return view.reshape(dims).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """Joins the agents of every driver made in the test."""
-    hub = Hub()
-    monkeypatch.setattr(transfer_driver, "create", lambda backend, *, name, **options: LoopbackBackend(name, hub))
-    return hub
+from tests.transfer_backends.loopback import Hub
 
 
 def test_pieces_of_every_group_land_in_the_pages_bound_for_them_and_nowhere_else(hub: Hub) -> None:
@@ -215,12 +129,12 @@ def test_a_piece_is_gathered_only_after_the_plan_that_makes_it_final(hub: Hub) -
     pair.bind(GroupPages(0, (9,)), GroupPages(0, ()), GroupPages(0, ()))
     send, expect = pair.piece(Piece(0, 0, 2, 0, 4), (3,), after_plan=5)
     pair.tell(pair.dst, expect)
-    pair.src.computed_plan = 4
+    pair.src.plan_computed(4)
     assert pair.tell(pair.src, send) == []
     pair.src.turn()
     assert pair.src.waits_for_plans and pair.src.writes_in_flight == 0
     pair.src_pool.attention(0).kv[3] = 1.5  # what plan 5 writes
-    pair.src.computed_plan = 5
+    pair.src.plan_computed(5)
     pair.src.turn()
     pair.dst.turn()
     assert [type(report) for report in pair.dst.take_reports()] == [Landing]
@@ -260,17 +174,17 @@ def test_sends_are_dropped_only_once_no_write_is_under_way(hub: Hub) -> None:
 
 
 def test_a_piece_that_cannot_be_written_is_reported_with_the_reason(hub: Hub) -> None:
-    pair = Pair(hub, gather_bytes=64)
-    too_large, _ = pair.piece(Piece(0, 0, 2, 0, 4), (3,))
-    pair.tell(pair.src, too_large)
-    pair.src.turn()
-    (failed,) = pair.src.take_reports()
-    assert isinstance(failed, PieceFailed) and "do not fit a gather buffer of 64" in failed.reason
+    pair = Pair(hub)
+    too_large, _ = pair.piece(Piece(0, 0, 2, 0, 32), tuple(range(8)))
+    (failed,) = pair.tell(pair.src, too_large)
+    assert isinstance(failed, PieceFailed) and "do not fit a gather buffer of 4096" in failed.reason
+    outside, _ = pair.piece(Piece(0, 0, 2, 0, 4), (3,))
+    outside = msgspec.structs.replace(outside, arena_offset=16 * ENTRY_STRIDE - 8)
+    (failed,) = pair.tell(pair.src, outside)
+    assert isinstance(failed, PieceFailed) and "outside of an arena of 65536" in failed.reason
     assert pair.tell(pair.src, RemovePeer(LINK)) == [PeerRemoved(LINK)]
     to_nobody, _ = pair.piece(Piece(0, 0, 2, 0, 4), (3,))
-    pair.tell(pair.src, to_nobody)
-    pair.src.turn()
-    (failed,) = pair.src.take_reports()
+    (failed,) = pair.tell(pair.src, to_nobody)
     assert isinstance(failed, PieceFailed) and failed.reason == "its peer is not known here"
 
 

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 
 from disagg.transfer.backends.base import (
+    MAX_UNHEARD,
     BackendError,
     Capabilities,
     FailedWrite,
@@ -61,6 +62,7 @@ class LoopbackBackend:
         self._next = 0
         self._writes: dict[int, _Write] = {}
         self._failed: list[FailedWrite] = []
+        self._unheard: dict[str, int] = {}  # by name of the peer
         with hub.lock:
             self._life = f"loopback {name} {id(self)}"
             hub.agents[self._life] = self
@@ -128,11 +130,14 @@ class LoopbackBackend:
         self._writes[handle] = _Write(peer, local.address + local_offset, remote, remote_offset, nbytes, notification)
         return handle
 
-    def notify(self, peer: Peer, notification: bytes) -> None:
+    def notify(self, peer: Peer, notification: bytes) -> bool:
         with self._hub.lock:
             target = self._target(peer)
-            if target is not None:
-                target.inbox.append((self._name, notification))
+            if target is None or self._unheard.get(peer.name, 0) >= MAX_UNHEARD:
+                return False
+            target.inbox.append((self._name, notification))
+            self._unheard[peer.name] = self._unheard.get(peer.name, 0) + 1
+            return True
 
     def poll(self) -> Polled:
         completed = []
@@ -153,7 +158,10 @@ class LoopbackBackend:
                     target.inbox.append((self._name, write.message))
                     completed.append(handle)
                     del self._writes[handle]
+                    self._unheard.pop(write.peer.name, None)
             notifications = tuple(self.inbox)
+            for sender, _ in notifications:
+                self._unheard.pop(sender, None)
             self.inbox.clear()
         failed, self._failed = tuple(self._failed), []
         gone, self._newly_gone = tuple(self._newly_gone), []

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from disagg.transfer.backends.base import (
+    MAX_UNHEARD,
     WARM_UP_BYTES,
     BackendError,
     FailedWrite,
@@ -401,6 +402,24 @@ def test_a_frozen_peer_blocks_nobody_else_and_its_writes_are_neither_done_nor_fa
     cluster.until(lambda: stuck in cluster.completed)
     assert ("me", b"after the thaw") in cluster.until_kept(frozen, 2)
     assert frozen.ask("read", 0, 4096) == b"\x05" * 4096
+    frozen.kill()
+
+
+def test_what_is_said_to_a_frozen_peer_has_a_bound(cluster: Cluster) -> None:
+    frozen = cluster.spawn("deaf")
+    peer = cluster.join(frozen)
+    warm = cluster.me.write(peer, cluster.region, 0, frozen.region, 0, 64, b"")
+    cluster.until(lambda: warm in cluster.completed)
+    frozen.freeze()
+    assert all(cluster.me.notify(peer, b"%d" % i) for i in range(MAX_UNHEARD))
+    assert not cluster.me.notify(peer, b"one too many")
+    frozen.thaw()
+    heard = cluster.until_kept(frozen, MAX_UNHEARD + 1)  # the write's, and these
+    assert [message for _, message in heard if message][-1] == b"%d" % (MAX_UNHEARD - 1)
+    assert cluster.gone == []
+    frozen.ask("notify", "me", b"I hear")
+    cluster.until(lambda: cluster.notifications)
+    assert cluster.me.notify(peer, b"again"), "it lives"
     frozen.kill()
 
 

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from disagg.messages.channel import Frame, ReliableChannel
 from disagg.messages.legs import AbortLeg, LegEnd, LoadReport, Outcome, ServerHello, ServerState
-from disagg.messages.link import Complete, LinkHello, SentAll
+from disagg.messages.link import Complete, LinkHello, RankInfo, SentAll
 from disagg.types import errors
 from disagg.types.ids import FinishReason, LegKey, Role
 from disagg.types.sampling import SamplingParams
@@ -133,7 +133,7 @@ async def test_a_router_attaches_and_its_messages_are_answered():
 async def test_two_engines_link_and_complete_a_leg():
     async with serving(services.peer_handler(CompletingPeer())) as channel:
         call = services.PeerStub(channel).link()
-        greeting = peer.LinkGreeting(LinkHello("d", "gen", "inc", "fp", 1, "host", ()), 0)
+        greeting = peer.LinkGreeting(LinkHello("d", "gen", "inc", "fp", 1, "host", (RankInfo(0, 1, 1, b"", 0, 0, 0),)), 0)
         await call.write(peer.link_greeting_to_proto(greeting))
         assert peer.link_frame_from_proto(await call.read()) == greeting
         decode = ReliableChannel()

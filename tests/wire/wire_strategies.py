@@ -128,10 +128,16 @@ def pieces(draw):
 
 entries = st.builds(link.Entry, u64, u32, u32, u32, u32, u32, u64, u64)
 first_tokens = st.builds(link.FirstToken, u32, u32, st.none() | token_logprobs, finishes)
-ranks = st.builds(link.RankInfo, u32, u32, u64, st.binary(max_size=8), u64, i32)
-link_greetings = st.builds(
-    LinkGreeting, st.builds(link.LinkHello, name, name, name, text, u32, text, tuples(ranks)), u64
-)
+ranks = st.builds(link.RankInfo, u32, u32, u64, st.binary(max_size=8), st.integers(0, 2**62), i32, u64)
+
+
+@st.composite
+def link_hellos(draw):
+    numbered = tuple(structs.replace(rank, rank=i) for i, rank in enumerate(draw(tuples(ranks, min_size=1))))
+    return link.LinkHello(draw(name), draw(name), draw(name), draw(text), len(numbered), draw(text), numbered)
+
+
+link_greetings = st.builds(LinkGreeting, link_hellos(), u64)
 LINK_MESSAGES = {
     link.Announce: st.builds(link.Announce, keys, u32),
     link.OpenRing: st.builds(link.OpenRing, u32, u32, st.integers(1, 2**64 - 1), tuples(u64)),

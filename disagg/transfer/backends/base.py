@@ -21,6 +21,7 @@ from msgspec import Struct
 
 HOST = -1  # device index of host memory
 WARM_UP_BYTES = 16
+MAX_UNHEARD = 4096  # notifications on their way to a peer of which nothing is heard
 
 
 class BackendError(Exception):
@@ -63,7 +64,10 @@ class Capabilities(Struct, frozen=True):
 
 
 class FailedWrite(Struct, frozen=True):
-    """A write that will not be reported as completed; some or all of its bytes may have landed, or may yet land."""
+    """A write that will not be reported as completed. Its source may be reused.
+
+    Some or all of its bytes may have landed, or may yet land where they are on their way.
+    """
 
     handle: int
     reason: str
@@ -113,7 +117,7 @@ class TransferBackend(Protocol):
         """Begin wiring up, so that the first write is as fast as the second. Returns at once; polls finish it.
 
         With regions the path between these two memories is wired too: WARM_UP_BYTES are written from the start of
-        `local` to `remote_offset`, which must lie in memory that is leased to this link and holds nothing yet.
+        `local` to `remote_offset`, where nothing of value may be.
         """
         ...
 
@@ -138,8 +142,12 @@ class TransferBackend(Protocol):
         """
         ...
 
-    def notify(self, peer: Peer, notification: bytes) -> None:
-        """Send bytes alone. To a peer that is removed or gone they are lost."""
+    def notify(self, peer: Peer, notification: bytes) -> bool:
+        """Send bytes alone. False if they are lost: the peer is removed or gone, or seems frozen.
+
+        It seems frozen when MAX_UNHEARD notifications have been sent since it last notified us or a write to it completed;
+        what is sent to a frozen peer is kept here, so there is a bound to it.
+        """
         ...
 
     def poll(self) -> Polled:

@@ -6,12 +6,13 @@ Measured facts of NIXL 1.5.1 that shape this module:
   begins with one that says what it is. That byte also marks the wire-up message, which no caller sees.
 - A killed peer raises nixlRemoteDisconnectError from whichever call notices; a removed one nixlNotFoundError from the
   state of every unfinished write; a frozen one raises nothing. None of the calls waits for a peer.
+- Releasing the handle of a write that is still under way aborts it and raises; it must be tried again until it does not.
+  Only then is a failed write reported, because only then is its source read no more.
 - UCX reads its environment when it is loaded: its settings are arguments of the first agent in a process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import os
@@ -23,6 +24,7 @@ import msgspec
 
 from disagg.transfer.backends.base import (
     HOST,
+    MAX_UNHEARD,
     NOTHING,
     WARM_UP_BYTES,
     BackendError,
@@ -53,7 +55,13 @@ class _Metadata(msgspec.Struct, frozen=True):
 _settings: dict[str, str] | None = None  # of this process, once NIXL is loaded
 
 
-def _load(settings: dict[str, str]) -> tuple[Any, Any]:
+def ucx_settings(ucx_tls: str | None, ucx_net_devices: str | None, log_level: str = "WARN") -> dict[str, str]:
+    """What UCX and NIXL read of their environment; None leaves UCX to choose."""
+    settings = {"UCX_TLS": ucx_tls, "UCX_NET_DEVICES": ucx_net_devices, "NIXL_LOG_LEVEL": log_level}
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def load_nixl(settings: dict[str, str]) -> tuple[Any, Any]:
     """The NIXL module and its bindings, loaded under `settings` of UCX's environment."""
     global _settings
     if _settings is None:
@@ -79,8 +87,7 @@ class NixlBackend:
     ) -> None:
         """`ucx_tls`, `ucx_net_devices`: UCX_TLS and UCX_NET_DEVICES, e.g. "posix,cma,tcp" and "lo" on one host without
         a GPU; None leaves UCX to choose. Raises BackendError."""
-        settings = {"UCX_TLS": ucx_tls, "UCX_NET_DEVICES": ucx_net_devices, "NIXL_LOG_LEVEL": log_level}
-        nixl, bindings = _load({key: value for key, value in settings.items() if value is not None})
+        nixl, bindings = load_nixl(ucx_settings(ucx_tls, ucx_net_devices, log_level))
         self._disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
         self._errors: tuple[type[Exception], ...] = tuple(
             error
@@ -102,6 +109,8 @@ class NixlBackend:
         self._next_handle = 0
         self._next_wire_up = 0  # their handles are negative, and reported to nobody
         self._writes: dict[int, tuple[Peer, Any]] = {}
+        self._aborting: dict[int, tuple[FailedWrite, Any]] = {}  # failed, and not released yet
+        self._unheard: dict[Peer, int] = {}  # notifications since the peer last showed that it lives
         self._failed: list[FailedWrite] = []  # to be reported by the next poll, like the following
         self._newly_gone: list[Peer] = []
 
@@ -111,7 +120,7 @@ class NixlBackend:
 
     @property
     def outstanding(self) -> int:
-        return len(self._writes) + len(self._failed)
+        return len(self._writes) + len(self._aborting) + len(self._failed)
 
     def register(self, memory: Memory) -> Region:
         self._check_thread()
@@ -175,6 +184,7 @@ class NixlBackend:
         if self._peers.get(peer.name) == peer:
             del self._peers[peer.name]
             self._gone.discard(peer)
+            self._unheard.pop(peer, None)
             self._agent.remove_remote_agent(peer.name)
 
     def write(
@@ -203,18 +213,26 @@ class NixlBackend:
             self._writes[handle] = (peer, transfer)
         return handle
 
-    def notify(self, peer: Peer, notification: bytes) -> None:
-        if self._usable(peer):
-            try:
-                self._agent.send_notif(peer.name, _CALLER + notification)
-            except self._errors as error:
-                self._lost(peer, error)
+    def notify(self, peer: Peer, notification: bytes) -> bool:
+        unheard = self._unheard.get(peer, 0)
+        if not self._usable(peer) or unheard >= MAX_UNHEARD:
+            return False
+        try:
+            self._agent.send_notif(peer.name, _CALLER + notification)
+        except self._errors as error:
+            self._lost(peer, error)
+            return False
+        self._unheard[peer] = unheard + 1
+        return True
 
     def poll(self) -> Polled:
         self._check_thread()
         arrived = self._agent.get_new_notifs()
-        if not (arrived or self._writes or self._failed or self._newly_gone):
+        if not (arrived or self._writes or self._aborting or self._failed or self._newly_gone):
             return NOTHING
+        for peer_name in arrived:
+            if peer_name in self._peers:
+                self._unheard.pop(self._peers[peer_name], None)
         notifications = tuple(
             (peer_name, message[1:])
             for peer_name, messages in arrived.items()
@@ -231,11 +249,16 @@ class NixlBackend:
             if state == "PROC":
                 continue
             del self._writes[handle]
-            self._release(transfer)
             if state == "DONE":
+                self._release(transfer)
+                self._unheard.pop(peer, None)
                 completed.append(handle)
             else:
-                self._failed.append(FailedWrite(handle, reason))
+                self._aborting[handle] = (FailedWrite(handle, reason), transfer)
+        for handle, (failure, transfer) in list(self._aborting.items()):
+            if self._release(transfer):
+                del self._aborting[handle]
+                self._failed.append(failure)
         completed = [handle for handle in completed if handle >= 0]
         failed, self._failed = tuple(failure for failure in self._failed if failure.handle >= 0), []
         gone, self._newly_gone = tuple(self._newly_gone), []
@@ -250,9 +273,10 @@ class NixlBackend:
             time.sleep(0.001)
         for peer in list(self._peers.values()):
             self.remove_peer(peer)
-        for _, transfer in self._writes.values():
+        for _, transfer in (*self._writes.values(), *self._aborting.values()):
             self._release(transfer)
         self._writes.clear()
+        self._aborting.clear()
         for descriptors in self._registered:
             self._agent.deregister_memory(descriptors)
         self._registered.clear()
@@ -293,10 +317,13 @@ class NixlBackend:
     def _range(self, region: Region, offset: int, nbytes: int) -> Any:
         return self._agent.get_xfer_descs([(region.address + offset, nbytes, max(region.device, 0))], _kind(region))
 
-    def _release(self, transfer: Any) -> None:
-        """NIXL keeps what it cannot release yet, and releases it with the agent."""
-        with contextlib.suppress(*self._errors):
+    def _release(self, transfer: Any) -> bool:
+        """False if it is still under way; asking began to abort it. NIXL releases what is left with the agent."""
+        try:
             transfer.release()
+        except self._errors:
+            return False
+        return True
 
     def _check_thread(self) -> None:
         assert threading.get_ident() == self._thread, "a NIXL agent belongs to the thread that made it"

@@ -1,0 +1,241 @@
+"""Gather and scatter on a GPU against a plain copy of the same bytes, in the same run: `python -m bench.staging`.
+
+KV of Llama-3.1-8B (32 layers, 8 KV heads of 128 dims, bfloat16) in random pages; for each pair of TP sizes the slice that
+one prefill rank sends to one decode rank, gathered from the one's pages and scattered into the other's. The copy moves as
+many contiguous bytes from one buffer to another (`Tensor.copy_`, a device-to-device memcpy).
+
+Rates count bytes read and bytes written. Every launch of a round works on other bytes than the last, until at least
+FOOTPRINT_BYTES were touched, so that neither side finds its input in the level-2 cache; the device is kept busy while a
+round is being launched, so that it never waits for Python; rounds of copy, gather and scatter alternate, and medians are
+compared. What scatter brings back is compared with what gather took.
+
+Goals, on one H200: at least 95% of the copy's rate from 32 MiB up; the checksum costs at most 3%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+from msgspec import Struct
+
+from disagg.messages.lane import Piece
+from disagg.staging.copy import PageShape
+from disagg.staging.kernels import SUMS, VERDICT_OK, Launch, plan_launch
+from disagg.staging.pieces import framed_bytes
+from disagg.staging.slices import HeadSlice, head_slices, heads_per_rank
+
+LAYERS, KV_HEADS, HEAD_DIM, DTYPE_BYTES = 32, 8, 128, 2
+TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+PAGE_TOKENS = (16, 64)
+TP_PAIRS = ((1, 2), (2, 1), (1, 4), (4, 1))
+FOOTPRINT_BYTES = 1 << 29  # several times the level-2 cache
+MOST_LAUNCHES = 64  # of one round
+SEED = 0x5EED_CAFE_F00D_D00D
+BUSY_CYCLES = 2_000_000  # of the device, and so many more per launch: longer than Python takes to launch a round
+BUSY_CYCLES_PER_LAUNCH = 200_000
+MIB = 1 << 20
+
+
+class Case(Struct, frozen=True):
+    """A piece of all layers of `tokens` tokens, between ranks of two TP sizes."""
+
+    tokens: int
+    page_tokens: int
+    src_tp: int
+    dst_tp: int
+
+    @property
+    def slice(self) -> HeadSlice:
+        return head_slices(self.src_tp, self.dst_tp, KV_HEADS)[0]
+
+    @property
+    def piece(self) -> Piece:
+        return Piece(0, 0, LAYERS, 0, self.tokens)
+
+    @property
+    def pages(self) -> int:
+        return -(-self.tokens // self.page_tokens)
+
+    @property
+    def payload(self) -> int:
+        return self.shape(self.src_tp).payload_bytes(self.piece, self.slice.heads)
+
+    def shape(self, tp: int) -> PageShape:
+        return PageShape(LAYERS, heads_per_rank(tp, KV_HEADS), self.page_tokens, HEAD_DIM, DTYPE_BYTES)
+
+
+class Rates(Struct, frozen=True):
+    """Seconds per launch, and of the host to launch one gather."""
+
+    copy: float
+    gather: float
+    gather_plain: float  # without the checksum
+    scatter: float
+    scatter_plain: float
+    host: float
+
+
+class Memory:
+    """Everything that the launches of one case touch, `copies` times over."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.copies = max(2, min(MOST_LAUNCHES, -(-FOOTPRINT_BYTES // case.payload)))
+        framed = framed_bytes(case.payload)
+        self.entry_bytes = -(-framed // 256) * 256
+        self.staging = torch.empty(self.copies, self.entry_bytes, dtype=torch.uint8, device="cuda")
+        self.src, self.src_pages = self._pool(case.shape(case.src_tp))
+        self.dst, self.dst_pages = self._pool(case.shape(case.dst_tp))
+        self.plain = self.staging[:, : case.payload]
+        self.target = torch.empty(self.copies, case.payload, dtype=torch.uint8, device="cuda")
+        self.sums = torch.zeros(SUMS, dtype=torch.int64, device="cuda")
+        self.verdict = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+
+    def _pool(self, shape: PageShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """(random pages [num_pages, page bytes] uint8, a page table for each copy [copies, pages] int64)."""
+        pages = self.case.pages * self.copies
+        words = torch.empty(pages * shape.nbytes // 8, dtype=torch.int64, device="cuda")
+        words.random_()
+        tables = torch.randperm(pages, device="cuda").view(self.copies, -1)
+        return words.view(torch.uint8).view(pages, -1), tables
+
+    def gather(self, copy: int, checksum: bool = True) -> Launch:
+        case, where = self.case, self.case.slice
+        launch = plan_launch(
+            *(self.src, self.src_pages[copy], case.shape(case.src_tp), case.piece, where.src_head_start, where.heads),
+            *(self.staging[copy], SEED + copy, self.sums, None, 0),
+        )
+        return launch if checksum else _without_checksum(launch)
+
+    def scatter(self, copy: int, checksum: bool = True) -> Launch:
+        case, where = self.case, self.case.slice
+        launch = plan_launch(
+            *(self.dst, self.dst_pages[copy], case.shape(case.dst_tp), case.piece, where.dst_head_start, where.heads),
+            *(self.staging[copy], SEED + copy, self.sums, self.verdict, 0),
+        )
+        return launch if checksum else _without_checksum(launch)
+
+    def copy(self, copy: int) -> Callable[[], object]:
+        return lambda: self.target[copy].copy_(self.plain[copy])
+
+    def check(self) -> None:
+        """Every piece that was gathered is scattered and found again, bit for bit. Raises AssertionError."""
+        case, where = self.case, self.case.slice
+        for copy in range(self.copies):
+            self.gather(copy)()
+            self.verdict.zero_()
+            self.scatter(copy)()
+            torch.cuda.synchronize()
+            assert int(self.verdict) == VERDICT_OK, f"{case}: the checksum of copy {copy} is wrong"
+            for layer in range(0, LAYERS, 7):
+                sent = self._rows(self.src, self.src_pages[copy], case.src_tp, layer, where.src_head_start)
+                landed = self._rows(self.dst, self.dst_pages[copy], case.dst_tp, layer, where.dst_head_start)
+                assert torch.equal(sent, landed), f"{case}: layer {layer} of copy {copy} differs"
+
+    def _rows(self, pool: torch.Tensor, pages: torch.Tensor, tp: int, layer: int, head: int) -> torch.Tensor:
+        """[whole pages, planes, heads, page_tokens, words of a row] of one layer."""
+        s = self.case.shape(tp)
+        view = pool.view(torch.int64).view(-1, s.layers, s.planes, s.kv_heads, s.page_tokens, s.row_bytes // 8)
+        whole = pages[: self.case.tokens // self.case.page_tokens]
+        return view[:, layer, :, head : head + self.case.slice.heads].index_select(0, whole)
+
+
+def _without_checksum(launch: Launch) -> Launch:
+    return msgspec.structs.replace(launch, arguments=launch.arguments | {"CHECKSUM": False})
+
+
+def measure(case: Case, rounds: int) -> Rates:
+    memory = Memory(case)
+    memory.check()
+    indexes = range(memory.copies)
+    works: dict[str, Sequence[Callable[[], object]]] = {
+        "copy": [memory.copy(i) for i in indexes],
+        "gather": [memory.gather(i) for i in indexes],
+        "gather_plain": [memory.gather(i, checksum=False) for i in indexes],
+        "scatter": [memory.scatter(i) for i in indexes],
+        "scatter_plain": [memory.scatter(i, checksum=False) for i in indexes],
+    }
+    for work in works.values():
+        for each in work:  # compiles, and warms up
+            each()
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            times[name].append(_round(work))
+    return Rates(**{name: statistics.median(each) for name, each in times.items()}, host=_host_seconds(memory))
+
+
+def _round(work: Sequence[Callable[[], object]]) -> float:
+    """Seconds per launch on the device."""
+    busy_cycles = BUSY_CYCLES + BUSY_CYCLES_PER_LAUNCH * len(work)
+    while True:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(busy_cycles)
+        begin.record()
+        for each in work:
+            each()
+        in_time = not begin.query()
+        end.record()
+        end.synchronize()
+        if in_time:
+            return begin.elapsed_time(end) / 1e3 / len(work)
+        busy_cycles *= 2  # the device had to wait for Python
+
+
+def _host_seconds(memory: Memory) -> float:
+    """Of planning and launching one gather, when the device has other things to do."""
+    torch.cuda._sleep(BUSY_CYCLES + BUSY_CYCLES_PER_LAUNCH * memory.copies)
+    begin = time.perf_counter()
+    for copy in range(memory.copies):
+        memory.gather(copy)()
+    seconds = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return seconds / memory.copies
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="medians of so many")
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    parser.add_argument("--page-tokens", type=int, nargs="*", default=PAGE_TOKENS)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench.staging measures kernels on a CUDA device, and there is none here", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; rates are shares of the copy's\n")
+    print("| TP | page | tokens | MiB | copy GB/s | gather | without sum | scatter | without sum | us to launch |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    costs: list[float] = []
+    shares: list[float] = []
+    for src_tp, dst_tp in TP_PAIRS:
+        for page_tokens in arguments.page_tokens:
+            for tokens in arguments.tokens:
+                case = Case(tokens, page_tokens, src_tp, dst_tp)
+                r = measure(case, arguments.rounds)
+                print(
+                    f"| {src_tp}:{dst_tp} | {page_tokens} | {tokens} | {case.payload / MIB:.0f} "
+                    f"| {2 * case.payload / r.copy / 1e9:.0f} | {r.copy / r.gather:.3f} | {r.copy / r.gather_plain:.3f} "
+                    f"| {r.copy / r.scatter:.3f} | {r.copy / r.scatter_plain:.3f} | {r.host * 1e6:.0f} |",
+                    flush=True,
+                )
+                if case.payload >= 32 * MIB:
+                    shares += [r.copy / r.gather, r.copy / r.scatter]
+                    costs += [1 - r.gather_plain / r.gather, 1 - r.scatter_plain / r.scatter]
+    if shares:
+        print(
+            f"\nfrom 32 MiB up: at least {min(shares):.3f} of the copy's rate (goal 0.95), median "
+            f"{statistics.median(shares):.3f}; the checksum costs at most {max(costs):.1%} (goal 3%), median "
+            f"{statistics.median(costs):.1%}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

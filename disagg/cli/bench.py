@@ -1,0 +1,665 @@
+"""`disagg bench transfer`: how fast KV crosses from prefill ranks to decode ranks, and where the time goes.
+
+Starts one process per rank, has them move one sequence's KV again and again with the code that serves requests, compares
+what landed, and draws a table. Knows processes and tables; nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from disagg.cli.memory import show_bytes
+from disagg.cli.terminal import note
+from disagg.messages.control import OpenTransfer
+from disagg.messages.lane import AddPeer
+from disagg.staging.pieces import TRAILER_BYTES
+from disagg.staging.slices import SliceError, heads_per_rank
+from disagg.transfer import trial
+from disagg.types.errors import ConfigError, DisaggError
+
+MIB = 1 << 20
+START_TIMEOUT_S = 120.0
+STEP_TIMEOUT_S = 120.0
+START_DELAY_S = 0.05  # from saying when a trial starts to its start
+WARM_UPS = 2
+SPARE_PAGES = 5  # one page in so many is not part of the sequence: pages are picked at random
+FIRST_CONTACT = "first contact"
+STAGED, UNSTAGED = "staged", "unstaged"
+BAR_CELLS = 40
+FILE_COLUMNS = 120  # of what is written into a file
+
+Answer = TypeVar("Answer")
+
+
+class Defaults(Struct, frozen=True):
+    """What suits a device."""
+
+    shape: str
+    tokens: tuple[int, ...]
+    piece_bytes: int
+    in_flight: int
+    arena_bytes: int
+    curve: tuple[int, ...]  # piece sizes
+    ucx_tls: str
+    ucx_net_devices: str
+    repeats: int
+
+
+DEFAULTS = {
+    "cpu": Defaults(
+        shape="smollm2-135m",
+        tokens=(256, 1024),
+        piece_bytes=4 * MIB,
+        in_flight=4,
+        arena_bytes=64 * MIB,
+        curve=tuple(MIB // 4 << i for i in range(6)),
+        ucx_tls="posix,cma,tcp",
+        ucx_net_devices="lo",
+        repeats=7,
+    ),
+    "cuda": Defaults(
+        shape="llama-3.1-8b",
+        tokens=(2048, 8192, 32768),
+        piece_bytes=64 * MIB,
+        in_flight=4,
+        arena_bytes=1024 * MIB,
+        curve=tuple(MIB << i for i in range(8)),
+        ucx_tls="",
+        ucx_net_devices="",
+        repeats=15,
+    ),
+}
+PAIRS = ("1:1", "1:2", "2:1", "2:2")
+
+
+class TransferOptions(Struct, frozen=True, kw_only=True):
+    """As given; what is None or empty follows from the device (`DEFAULTS`)."""
+
+    device: str
+    pairs: tuple[str, ...]
+    tokens: tuple[int, ...]
+    shape: str | None
+    page_tokens: int
+    piece_bytes: int | None
+    in_flight: int | None
+    arena_bytes: int | None
+    kernels: str
+    ucx_tls: str | None
+    ucx_net_devices: str | None
+    repeats: int | None
+    unstaged: bool
+    curve: bool
+    json_file: Path | None
+
+
+class Plan(Struct, frozen=True):
+    """Options with everything decided."""
+
+    device: str
+    num_gpus: int
+    shape: trial.Shape
+    tokens: tuple[int, ...]
+    page_tokens: int
+    piece_bytes: int
+    in_flight: int
+    arena_bytes: int
+    kernels: str
+    ucx_tls: str
+    ucx_net_devices: str
+    repeats: int
+    unstaged: bool
+    curve: tuple[int, ...]
+
+    @property
+    def largest_piece_bytes(self) -> int:
+        return max((self.piece_bytes, *self.curve))
+
+
+class Row(Struct, frozen=True):
+    """One measurement. copy_s: a plain copy of the same bytes over the same routes; 0 where it says nothing."""
+
+    pair: str
+    what: str
+    tokens: int
+    payload_bytes: int
+    pieces: int
+    piece_bytes: int
+    seconds: float
+    copy_s: float
+    spent: trial.Spent | None = None
+    shared_gpus: bool = False
+    all_seconds: tuple[float, ...] = ()
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.payload_bytes / self.seconds / 1e9
+
+    @property
+    def share(self) -> float:
+        """Of the plain copy's rate."""
+        return self.copy_s / self.seconds
+
+
+def run_transfer_bench(options: TransferOptions) -> int:
+    """Measure, print, and keep. Raises ConfigError for options that cannot be, DisaggError for a transfer that fails."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_COLUMNS)
+    pairs = _pairs(options.pairs)
+    plan: Plan | None = None
+    gpus: tuple[str, ...] = ()
+    rows: list[Row] = []
+    curve: list[Row] = []
+    for pair in pairs:
+        if plan is not None and _left_out(plan, pair):
+            continue
+        with RankProcesses(pair) as ranks:
+            if plan is None:
+                gpus = ranks.gpus
+                plan = _decide(options, len(gpus))
+                if _left_out(plan, pair):
+                    continue
+            bench = PairBench(plan, pair, ranks)
+            note(f"TP {pair}: {', '.join(bench.placement.src)} to {', '.join(bench.placement.dst)}")
+            rows += bench.measure()
+            if not curve and plan.curve:
+                curve = bench.measure_curve()
+    if plan is None or not rows:
+        raise ConfigError("no pair of TP sizes can hold these KV heads; --tp names others")
+    console.print(_heading(plan, gpus))
+    console.print(_table(rows))
+    console.print(_legend(rows))
+    if curve:
+        console.print(_curve(curve))
+    if options.json_file is not None:
+        kept = {"plan": plan, "gpus": gpus, "rows": rows, "curve": curve}
+        options.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
+        note(f"figures kept in {options.json_file}")
+    return 0
+
+
+# ---- what is measured
+
+
+def _pairs(texts: Sequence[str]) -> tuple[trial.Pair, ...]:
+    try:
+        return tuple(trial.Pair.parse(text) for text in texts or PAIRS)
+    except ValueError as error:
+        raise ConfigError(f"--tp: {error}") from error
+
+
+def _decide(options: TransferOptions, num_gpus: int) -> Plan:
+    device = options.device if options.device != "auto" else "cuda" if num_gpus else "cpu"
+    if device == "cuda" and not num_gpus:
+        raise ConfigError("--device cuda: there is no GPU here; use --device cpu")
+    defaults = DEFAULTS[device]
+    name = options.shape or defaults.shape
+    try:
+        shape = trial.SHAPES.get(name) or trial.Shape.parse(name)
+    except ValueError as error:
+        raise ConfigError(f"--shape: {error}") from error
+    piece_bytes = options.piece_bytes or defaults.piece_bytes
+    arena_bytes = options.arena_bytes or defaults.arena_bytes
+    curve = tuple(size for size in defaults.curve if size + trial.SEGMENT_ALIGN <= arena_bytes) if options.curve else ()
+    return Plan(
+        device=device,
+        num_gpus=num_gpus if device == "cuda" else 0,
+        shape=shape,
+        tokens=options.tokens or defaults.tokens,
+        page_tokens=options.page_tokens,
+        piece_bytes=piece_bytes,
+        in_flight=options.in_flight or defaults.in_flight,
+        arena_bytes=arena_bytes,
+        kernels=options.kernels,
+        ucx_tls=defaults.ucx_tls if options.ucx_tls is None else options.ucx_tls,
+        ucx_net_devices=defaults.ucx_net_devices if options.ucx_net_devices is None else options.ucx_net_devices,
+        repeats=options.repeats or defaults.repeats,
+        unstaged=options.unstaged,
+        curve=curve,
+    )
+
+
+def _left_out(plan: Plan, pair: trial.Pair) -> bool:
+    """Says so if the ranks cannot hold the heads."""
+    try:
+        for tp in (pair.src_tp, pair.dst_tp):
+            heads_per_rank(tp, plan.shape.kv_heads)
+    except SliceError as error:
+        note(f"TP {pair} is left out: {error}")
+        return True
+    return False
+
+
+class PairBench:
+    """The measurements of one pair of TP sizes, on processes that have just been started."""
+
+    def __init__(self, plan: Plan, pair: trial.Pair, ranks: RankProcesses) -> None:
+        self._plan = plan
+        self._pair = pair
+        self._ranks = ranks
+        self.placement = trial.place(pair, plan.num_gpus)
+        self._num_pages = max(
+            -(-tokens // plan.page_tokens) * SPARE_PAGES // (SPARE_PAGES - 1) + 1 for tokens in plan.tokens
+        )
+        self._random = random.Random(7)
+        self._trials = 0
+        self._entries = 0
+
+    def measure(self) -> list[Row]:
+        """First contact, then every number of tokens."""
+        self._open()
+        rows = [self._first_contact()]
+        for tokens in self._plan.tokens:
+            copy_s = self._plain_copy(tokens)
+            rows.append(self._staged(tokens, self._plan.piece_bytes, copy_s))
+            if self._plan.unstaged:
+                rows.append(self._unstaged(tokens, copy_s))
+        return rows
+
+    def measure_curve(self) -> list[Row]:
+        """One number of tokens, by size of pieces."""
+        tokens = self._plan.tokens[len(self._plan.tokens) // 2]
+        copy_s = self._plain_copy(tokens)
+        return [self._staged(tokens, piece_bytes, copy_s) for piece_bytes in self._plan.curve]
+
+    def _open(self) -> None:
+        plan = self._plan
+        for side, processes in (("prefill", self._ranks.src), ("decode", self._ranks.dst)):
+            decode = side == "decode"
+            tp = len(processes)
+            group = plan.shape.on_rank(tp)
+            replicas = max(1, tp // plan.shape.kv_heads)
+            for rank, process in enumerate(processes):
+                process.tell(
+                    trial.Open(
+                        side="decode" if decode else "prefill",
+                        rank=rank,
+                        device=(self.placement.dst if decode else self.placement.src)[rank],
+                        group=group,
+                        first_head=rank // replicas * group.kv_heads,
+                        page_tokens=plan.page_tokens,
+                        num_pages=self._num_pages,
+                        transfer=OpenTransfer(
+                            backend="nixl",
+                            incarnation="D" if decode else "P",
+                            arena_bytes=plan.arena_bytes if decode else 0,
+                            gather_bytes=plan.largest_piece_bytes + TRAILER_BYTES,
+                            gather_buffers=0 if decode else plan.in_flight,
+                            ucx_tls=plan.ucx_tls,
+                            ucx_net_devices=plan.ucx_net_devices,
+                            kernels=plan.kernels,  # type: ignore[arg-type]  # the command line allows no other
+                        ),
+                        unstaged=plan.unstaged,
+                    )
+                )
+        self._opened = [process.hear(trial.Opened) for process in self._ranks.all]
+
+    def _first_contact(self) -> Row:
+        """From introducing ranks that have never met to one page in place."""
+        started_s = time.monotonic()
+        src, dst = self._opened[: self._pair.src_tp], self._opened[self._pair.src_tp :]
+        for processes, others in ((self._ranks.src, dst), (self._ranks.dst, src)):
+            peers = tuple(
+                AddPeer(
+                    link=trial.LINK,
+                    peer_rank=other.transfer.rank,
+                    metadata=other.transfer.metadata,
+                    arena_address=other.transfer.arena_address,
+                    arena_device=other.transfer.arena_device,
+                    arena_bytes=other.transfer.arena_bytes,
+                )
+                for other in others
+            )
+            unstaged = tuple(other.unstaged for other in others if other.unstaged is not None)
+            for process in processes:
+                process.tell(trial.Meet(peers, unstaged))
+        for process in self._ranks.all:
+            process.hear(trial.Done)
+        row = self._staged_once(self._plan.page_tokens, self._plan.piece_bytes, delay_s=0.0)
+        seconds = row.landed_s - started_s
+        return Row(
+            pair=str(self._pair),
+            what=FIRST_CONTACT,
+            tokens=self._plan.page_tokens,
+            payload_bytes=row.planned.payload_bytes,
+            pieces=row.planned.pieces,
+            piece_bytes=row.planned.largest_piece_bytes,
+            seconds=seconds,
+            copy_s=0.0,
+            shared_gpus=self.placement.shared,
+        )
+
+    def _plain_copy(self, tokens: int) -> float:
+        """Median seconds of copying the same bytes along the same routes."""
+        routes = trial.routes(self._plan.shape, self._pair, self.placement, tokens)
+        self._ranks.src[0].tell(trial.CopyAlong(routes, self._plan.repeats))
+        return statistics.median(self._ranks.src[0].hear(trial.Copied).seconds)
+
+    def _staged(self, tokens: int, piece_bytes: int, copy_s: float) -> Row:
+        """Warm, measure, and compare what landed last."""
+        for _ in range(WARM_UPS):
+            self._staged_once(tokens, piece_bytes)
+        runs = [self._staged_once(tokens, piece_bytes) for _ in range(self._plan.repeats)]
+        self._compare(runs[-1].seed, runs[-1].dst_pages, tokens)
+        middle = trial.median_of([run.spent for run in runs])
+        planned = runs[-1].planned
+        return Row(
+            pair=str(self._pair),
+            what=STAGED,
+            tokens=tokens,
+            payload_bytes=planned.payload_bytes,
+            pieces=planned.pieces,
+            piece_bytes=planned.largest_piece_bytes,
+            seconds=middle.total_s,
+            copy_s=copy_s,
+            spent=middle,
+            shared_gpus=self.placement.shared,
+            all_seconds=tuple(run.spent.total_s for run in runs),
+        )
+
+    def _staged_once(self, tokens: int, piece_bytes: int, delay_s: float = START_DELAY_S) -> _Run:
+        plan, seed = self._plan, self._next_seed()
+        src_pages, dst_pages = self._pick_pages(tokens), self._pick_pages(tokens)
+        rings = trial.Rings.of(plan.arena_bytes, piece_bytes)
+        try:
+            planned = trial.plan_trial(
+                plan.shape,
+                self._pair,
+                tokens,
+                plan.page_tokens,
+                piece_bytes,
+                rings,
+                seed,
+                src_pages,
+                dst_pages,
+                self._entries,
+            )
+        except ValueError as error:
+            raise ConfigError(f"--piece: {error}") from error
+        self._entries += planned.pieces
+        self._fill(seed, src_pages, dst_pages)
+        deadline_s = time.monotonic() + STEP_TIMEOUT_S
+        for rank, process in enumerate(self._ranks.dst):
+            process.tell(
+                trial.Receive(
+                    bind=planned.binds[rank],
+                    entries=planned.expects[rank],
+                    positions=planned.expect_positions[rank],
+                    capacity_bytes=rings.capacity_bytes,
+                    segment_bytes=rings.segment_bytes,
+                    deadline_s=deadline_s,
+                )
+            )
+        for process in self._ranks.dst:
+            process.hear(trial.Done)
+        start_s = time.monotonic() + delay_s
+        for rank, process in enumerate(self._ranks.src):
+            process.tell(
+                trial.Send(
+                    plan_no=seed,
+                    pieces=planned.sends[rank],
+                    positions=planned.send_positions[rank],
+                    capacity_bytes=rings.capacity_bytes,
+                    start_s=start_s,
+                    deadline_s=deadline_s,
+                )
+            )
+        sent = [process.hear(trial.Sent) for process in self._ranks.src]
+        received = [process.hear(trial.Received) for process in self._ranks.dst]
+        landed_s = max(each.landed_s for each in received)
+        intervals = [interval for each in sent for interval in each.intervals]
+        intervals += [interval for each in received for interval in each.intervals]
+        return _Run(seed, dst_pages, planned, landed_s, trial.spent(start_s, landed_s, intervals))
+
+    def _unstaged(self, tokens: int, copy_s: float) -> Row:
+        slices = trial.unstaged_slices(self._plan.shape, self._pair)
+        seconds: list[float] = []
+        for _ in range(1 + max(3, self._plan.repeats // 3)):
+            seed = self._next_seed()
+            src_pages, dst_pages = self._pick_pages(tokens), self._pick_pages(tokens)
+            self._fill(seed, src_pages, dst_pages)
+            deadline_s = time.monotonic() + STEP_TIMEOUT_S
+            for rank, process in enumerate(self._ranks.dst):
+                writes = sum(part.rank == rank for parts in slices for part in parts)
+                process.tell(trial.ReceiveUnstaged(writes, deadline_s))
+            for process in self._ranks.dst:
+                process.hear(trial.Done)
+            start_s = time.monotonic() + START_DELAY_S
+            for parts, process in zip(slices, self._ranks.src, strict=True):
+                process.tell(trial.SendUnstaged(parts, src_pages, dst_pages, start_s, deadline_s))
+            for process in self._ranks.src:
+                process.hear(trial.Sent)
+            seconds.append(max(process.hear(trial.Received).landed_s for process in self._ranks.dst) - start_s)
+        self._compare(seed, dst_pages, tokens)
+        group = self._plan.shape.on_rank(1)
+        units = len(src_pages) * len(group.layers) * group.planes
+        payload = len(src_pages) * self._plan.page_tokens * self._plan.shape.bytes_per_token
+        pieces = units * sum(map(len, slices))
+        return Row(
+            pair=str(self._pair),
+            what=UNSTAGED,
+            tokens=tokens,
+            payload_bytes=payload,
+            pieces=pieces,
+            piece_bytes=payload // pieces,
+            seconds=statistics.median(seconds[1:]),
+            copy_s=copy_s,
+            shared_gpus=self.placement.shared,
+            all_seconds=tuple(seconds[1:]),
+        )
+
+    def _pick_pages(self, tokens: int) -> tuple[int, ...]:
+        """Random pages in random order, as in a pool that has served for a while."""
+        return tuple(self._random.sample(range(self._num_pages), -(-tokens // self._plan.page_tokens)))
+
+    def _fill(self, seed: int, src_pages: tuple[int, ...], dst_pages: tuple[int, ...]) -> None:
+        for processes, pages in ((self._ranks.src, src_pages), (self._ranks.dst, dst_pages)):
+            for process in processes:
+                process.tell(trial.Fill(seed, pages))
+        for process in self._ranks.all:
+            process.hear(trial.Done)
+
+    def _compare(self, seed: int, pages: tuple[int, ...], tokens: int) -> None:
+        for process in self._ranks.dst:
+            process.tell(trial.Check(seed, pages, tokens))
+        for rank, process in enumerate(self._ranks.dst):
+            wrong = process.hear(trial.Checked).wrong_pages
+            if wrong:
+                raise DisaggError(f"TP {self._pair}: {wrong} pages of decode rank {rank} are not what was sent")
+
+    def _next_seed(self) -> int:
+        self._trials += 1
+        return self._trials
+
+
+class _Run(Struct, frozen=True):
+    seed: int
+    dst_pages: tuple[int, ...]
+    planned: trial.Trial
+    landed_s: float
+    spent: trial.Spent
+
+
+# ---- processes
+
+
+class RankProcess:
+    """One rank's process, and the socket to it."""
+
+    def __init__(self, name: str, shared_fd: int) -> None:
+        self._name = name
+        self._output = open(os.memfd_create(name), "r+b")  # noqa: SIM115  # closed by `end`
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "disagg.worker.trial", "--socket-fd", str(theirs.fileno())]
+        command += ["--shared-fd", str(shared_fd), "--parent", str(os.getpid())]
+        self.process = subprocess.Popen(
+            command,
+            pass_fds=(theirs.fileno(), shared_fd),
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+
+    def tell(self, command: trial.Command) -> None:
+        with self._explained():
+            self._connection.send_bytes(trial.encode(command))
+
+    def hear(self, kind: type[Answer], timeout_s: float = STEP_TIMEOUT_S) -> Answer:
+        """The next answer. Raises DisaggError if it is a failure, or does not come."""
+        with self._explained():
+            if not self._connection.poll(timeout_s):
+                raise DisaggError(f"{self._name} did not answer within {timeout_s:g} s{self._last_words()}")
+            answer = trial.decode_answer(self._connection.recv_bytes())
+        if isinstance(answer, trial.Failed):
+            raise DisaggError(f"{self._name}: {answer.reason}")
+        assert isinstance(answer, kind), f"{self._name} answered {type(answer).__name__}"
+        return answer
+
+    def quit(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(trial.encode(trial.Quit()))
+
+    def end(self) -> None:
+        """Wait for it, not for long, and kill it."""
+        try:
+            self.process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._connection.close()
+        self._output.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            raise DisaggError(f"{self._name} has ended{self._last_words()}") from error
+
+    def _last_words(self) -> str:
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").strip().splitlines()
+        return ": " + " | ".join(lines[-3:]) if lines else ""
+
+
+class RankProcesses:
+    """The processes of one pair of TP sizes, and the memory in which the decode ranks say how far their rings are free."""
+
+    def __init__(self, pair: trial.Pair) -> None:
+        self._shared_fd = os.memfd_create("watermarks")
+        os.ftruncate(self._shared_fd, max(mmap.PAGESIZE, 8 * pair.dst_tp))
+        names = [f"prefill rank {rank}" for rank in range(pair.src_tp)]
+        names += [f"decode rank {rank}" for rank in range(pair.dst_tp)]
+        self.all = [RankProcess(name, self._shared_fd) for name in names]
+        self.src, self.dst = self.all[: pair.src_tp], self.all[pair.src_tp :]
+
+    def __enter__(self) -> RankProcesses:
+        try:
+            hellos = [process.hear(trial.Hello, START_TIMEOUT_S) for process in self.all]
+            self.gpus = hellos[0].gpus
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for process in self.all:
+            process.quit()
+        for process in self.all:
+            process.end()
+        os.close(self._shared_fd)
+
+
+# ---- what is shown
+
+
+def _heading(plan: Plan, gpus: Sequence[str]) -> Text:
+    shape = plan.shape
+    where = f"{plan.num_gpus} x {gpus[0]}" if plan.num_gpus else "CPU"
+    return Text(
+        f"\nKV of {shape.layers} layers x {shape.kv_heads} heads x {shape.head_dim} in {shape.dtype} "
+        f"({show_bytes(shape.bytes_per_token)} a token), pages of {plan.page_tokens} tokens at random places, on {where}.\n"
+        f"Pieces of {show_bytes(plan.piece_bytes)}, {plan.in_flight} gather buffers, an arena of "
+        f"{show_bytes(plan.arena_bytes)}, kernels {plan.kernels}, UCX_TLS {plan.ucx_tls or 'left to UCX'}; "
+        f"medians of {plan.repeats}. What landed was compared."
+    )
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("TP", no_wrap=True)
+    table.add_column("transfer")
+    for name in ("tokens", "bytes", "writes", "ms", "GB/s", "of a copy", "gather", "wire", "scatter", "waiting"):
+        table.add_column(name, justify="right", no_wrap=True)
+    before = ""
+    for row in rows:
+        if before not in ("", row.pair):
+            table.add_section()
+        before = row.pair
+        stages = [""] * 4
+        if row.spent is not None:
+            spent = row.spent
+            stages = [
+                f"{1e3 * seconds:.2f}"
+                for seconds in (spent.gather_s, spent.wire_s, spent.scatter_s, max(0.0, spent.waiting_s))
+            ]
+        table.add_row(
+            row.pair + ("*" if row.shared_gpus else ""),
+            row.what,
+            str(row.tokens),
+            show_bytes(row.payload_bytes),
+            str(row.pieces),
+            f"{1e3 * row.seconds:.2f}",
+            f"{row.gb_per_s:.1f}" if row.copy_s else "",
+            f"{100 * row.share:.0f}%" if row.copy_s else "",
+            *stages,
+        )
+    return table
+
+
+def _legend(rows: Sequence[Row]) -> Text:
+    lines = [
+        "gather, wire, scatter: ms in which at least one piece was there; they overlap. waiting: ms in which none was.",
+        "of a copy: its rate divided by that of a plain copy of the same bytes along the same routes, in this run.",
+        "first contact: from introducing ranks that never met to one page in place.",
+    ]
+    if any(row.what == UNSTAGED for row in rows):
+        lines.append("unstaged: one descriptor per page, layer and plane, pool to pool, prepared once per peer.")
+    if any(row.shared_gpus for row in rows):
+        lines.append("*: there are fewer GPUs than ranks, so ranks share GPUs and the links between them.")
+    return Text("\n".join(lines), style="dim")
+
+
+def _curve(rows: Sequence[Row]) -> Text:
+    """GB/s by size of pieces, as bars on the scale of the plain copy."""
+    first = rows[0]
+    copy_rate = first.payload_bytes / first.copy_s / 1e9
+    out = Text(f"\nGB/s by size of pieces: TP {first.pair}, {first.tokens} tokens; a plain copy: {copy_rate:.1f}\n")
+    for row in rows:
+        cells = min(BAR_CELLS, round(BAR_CELLS * row.share))
+        out.append(f"{show_bytes(row.piece_bytes):>9} ")
+        out.append("█" * cells, style="cyan")
+        out.append("░" * (BAR_CELLS - cells), style="bright_black")
+        out.append(f" {row.gb_per_s:6.1f}  {100 * row.share:3.0f}%\n")
+    return out

@@ -1,0 +1,97 @@
+"""The ranks that compute one model together: what they add up, put together and agree on. One object per process.
+
+Collectives go through torch.distributed: gloo over loopback on CPU, NCCL between GPUs. All ranks of a server are on one
+host and find each other by a file. They run the same plans in the same order, so their collectives match by themselves;
+none waits for longer than it is told, and whoever waits in vain fails its rank, and with it the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+dist: Any = torch.distributed  # much of it is compiled, and declared nowhere
+
+LOOPBACK = "127.0.0.1"
+TOKENS_FROM = 0  # the rank that samples
+
+
+class Ranks:
+    """`connect` once every rank's model is loaded; of a single rank every method does nothing."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        assert 0 <= rank < size, f"rank {rank} of {size}"
+        self.rank = rank
+        self.size = size
+        self._group: Any = None  # of torch.distributed, once connected
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank chooses the tokens that all take."""
+        return self.rank == TOKENS_FROM
+
+    def connect(self, meeting: Path, device: torch.device, meet_s: float, collective_s: float) -> None:
+        """Wait until all ranks are here. meeting: a file that no other group uses.
+
+        meet_s: how long for the others; collective_s: how long any later collective may wait for them. Raises RuntimeError
+        when that is over, here and in every collective.
+        """
+        if self.size == 1:
+            return
+        store = dist.FileStore(str(meeting), self.size)
+        if store.add("here", 1) == self.size:
+            store.set("all here", "yes")
+        store.wait(["all here"], timedelta(seconds=meet_s))
+        timeout = timedelta(seconds=collective_s)
+        self._group = (_nccl if device.type == "cuda" else _gloo)(store, self.rank, self.size, timeout)
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors of this shape; in place."""
+        if self.size > 1:
+            part = part.contiguous()
+            self._backend.allreduce([part]).wait()
+        return part
+
+    def join(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """All ranks' tensors of this shape, one after the other along `dim`."""
+        if self.size == 1:
+            return part
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        self._backend.allgather([parts], [part]).wait()
+        return torch.cat(parts, dim)
+
+    def agree(self, tokens: Sequence[int], count: int, device: str | torch.device) -> list[int]:
+        """`count` token ids, those of the rank that samples; what the others pass is not looked at."""
+        if self.size == 1:
+            return list(tokens)
+        ids = torch.tensor(list(tokens) if self.samples else [0] * count, dtype=torch.int64, device=device)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = TOKENS_FROM, 0
+        self._backend.broadcast([ids], options).wait()
+        agreed: list[int] = ids.tolist()
+        return agreed
+
+    @property
+    def _backend(self) -> Any:
+        assert self._group is not None, "the ranks are not connected"
+        return self._group
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    # By default gloo listens on whatever address the host's name has.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -1,0 +1,247 @@
+"""Moves pieces between a pool's pages and staging memory, by whichever kernels suit the device.
+
+    mover = create_mover(config.transfer.kernels, pool.device)
+    move = mover.scatter(...)        # returns at once
+    ...
+    if move.done(): landed(move.ok())
+
+One thread makes a mover and uses it. Moves of one mover happen in the order in which they were asked for. `TorchMover`
+has done its work when a call returns; `TritonMover` has a stream of its own, on which nothing ever waits for the host,
+and which waits for no other stream: whoever asks for a gather knows that the KV is final, whoever asks for a scatter that
+nobody reads the pages yet.
+
+Of a piece that does not verify TorchMover writes nothing, while TritonMover, which reads, sums and writes in one pass, has
+written every row by then. That does no harm: the pages belong to a sequence that has not begun, and that waits for the
+verdict; the piece is asked for again, or the sequence is given up and its pages are made blank.
+
+Knows pages and bytes; nothing of requests, peers or rings.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from disagg.messages.lane import Piece
+from disagg.staging import copy
+from disagg.staging.copy import PageShape
+from disagg.staging.pieces import framed_bytes
+from disagg.types.errors import ConfigError
+
+Kernels = Literal["auto", "triton", "torch"]
+
+
+class Move(Protocol):
+    """A gather, a scatter or a zeroing that was asked for."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the piece in staging, padding and trailer included; 0 of a zeroing."""
+
+    def done(self) -> bool:
+        """Whether all bytes are where they belong. Never waits; stays true once it is."""
+
+    def ok(self) -> bool:
+        """Of a scatter, whether the checksum was right; else true. Only to be asked once done."""
+
+    def seconds(self) -> float:
+        """How long the device (or, on CPU, the call) took. Only to be asked once done."""
+
+
+class Mover(Protocol):
+    """What TorchMover and TritonMover have in common. Every tensor is on the mover's device.
+
+    pool: [num_pages, >= shape.nbytes] uint8, rows contiguous, any distance apart; page_ids: from `pages`, entry i being
+    the page of tokens [(first_page + i) * page_tokens, ...); out, staging: uint8, contiguous, 8-byte aligned (at 16 bytes
+    the kernels are faster), at least as long as the framed piece; seed: the piece's identity, 64 bits.
+    """
+
+    def pages(self, page_ids: Sequence[int]) -> torch.Tensor:
+        """A page table for the calls below. [n] int64."""
+
+    def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
+        """Do now what the first moves between these would otherwise wait for (compiling). Moves nothing."""
+
+    def gather(
+        self,
+        pool: torch.Tensor,
+        page_ids: torch.Tensor,
+        shape: PageShape,
+        piece: Piece,
+        head_start: int,
+        heads: int,
+        out: torch.Tensor,
+        seed: int,
+        first_page: int = 0,
+    ) -> Move:
+        """Copy a piece and its checksum into `out`, which nobody else may write, nor the pages, until it is done."""
+
+    def scatter(
+        self,
+        staging: torch.Tensor,
+        pool: torch.Tensor,
+        page_ids: torch.Tensor,
+        shape: PageShape,
+        piece: Piece,
+        head_start: int,
+        heads: int,
+        seed: int,
+        first_page: int = 0,
+    ) -> Move:
+        """Copy a piece into pages, which are distinct and which nobody may read before the move is done and ok."""
+
+    def plan_gather(
+        self,
+        pool: torch.Tensor,
+        page_ids: torch.Tensor,
+        shape: PageShape,
+        piece: Piece,
+        head_start: int,
+        heads: int,
+        out: torch.Tensor,
+        seed: int,
+        first_page: int = 0,
+    ) -> Callable[[torch.Tensor], Move]:
+        """A gather but for its beginning, which is to call what is returned with the memory to gather into.
+
+        That memory is aligned as `out` is. Planning is most of what a move costs the host, and needs no final KV.
+        """
+
+    def plan_scatter(
+        self,
+        staging: torch.Tensor,
+        pool: torch.Tensor,
+        page_ids: torch.Tensor,
+        shape: PageShape,
+        piece: Piece,
+        head_start: int,
+        heads: int,
+        seed: int,
+        first_page: int = 0,
+    ) -> Callable[[], Move]:
+        """A scatter but for its beginning, which is to call what is returned, once. Needs nothing to have arrived."""
+
+    def zero(self, pool: torch.Tensor, page_ids: torch.Tensor) -> Move:
+        """Make whole pages blank. pool: [num_pages, page_bytes] uint8."""
+
+
+def create_mover(kernels: Kernels, device: torch.device) -> Mover:
+    """kernels: "auto" is triton on CUDA and torch elsewhere. Raises ConfigError if they cannot run there."""
+    if kernels == "auto":
+        kernels = "triton" if device.type == "cuda" else "torch"
+    if kernels == "torch":
+        return TorchMover(device)
+    if device.type != "cuda":
+        raise ConfigError(
+            f'transfer.kernels = "triton": Triton has no kernels for {device.type}; use "auto" or "torch"'
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            'transfer.kernels: Triton is not installed; install triton, or use "torch", which is slow on CUDA'
+        )
+    # Triton takes a second to import, which a worker on CPU need not wait for.
+    from disagg.staging.triton_mover import CudaQueue, TritonMover
+
+    return TritonMover(device, CudaQueue(device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """A move that was over when it was asked for."""
+
+    nbytes: int
+    was_ok: bool
+    took_s: float
+
+    def done(self) -> bool:
+        return True
+
+    def ok(self) -> bool:
+        return self.was_ok
+
+    def seconds(self) -> float:
+        return self.took_s
+
+
+class TorchMover:
+    """Moves with staging/copy, on the calling thread. On CUDA it works, and makes the host wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def pages(self, page_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(page_ids, dtype=torch.int64, device=self._device)
+
+    def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
+        """Nothing is compiled."""
+
+    def gather(
+        self,
+        pool: torch.Tensor,
+        page_ids: torch.Tensor,
+        shape: PageShape,
+        piece: Piece,
+        head_start: int,
+        heads: int,
+        out: torch.Tensor,
+        seed: int,
+        first_page: int = 0,
+    ) -> Move:
+        started = time.perf_counter()
+        nbytes = copy.gather(pool, page_ids, shape, piece, head_start, heads, out, seed, first_page)
+        return _Moved(nbytes, was_ok=True, took_s=time.perf_counter() - started)
+
+    def scatter(
+        self,
+        staging: torch.Tensor,
+        pool: torch.Tensor,
+        page_ids: torch.Tensor,
+        shape: PageShape,
+        piece: Piece,
+        head_start: int,
+        heads: int,
+        seed: int,
+        first_page: int = 0,
+    ) -> Move:
+        started = time.perf_counter()
+        ok = copy.scatter(staging, pool, page_ids, shape, piece, head_start, heads, seed, first_page)
+        nbytes = framed_bytes(shape.payload_bytes(piece, heads))
+        return _Moved(nbytes, was_ok=ok, took_s=time.perf_counter() - started)
+
+    def plan_gather(
+        self,
+        pool: torch.Tensor,
+        page_ids: torch.Tensor,
+        shape: PageShape,
+        piece: Piece,
+        head_start: int,
+        heads: int,
+        out: torch.Tensor,
+        seed: int,
+        first_page: int = 0,
+    ) -> Callable[[torch.Tensor], Move]:
+        return lambda into: self.gather(pool, page_ids, shape, piece, head_start, heads, into, seed, first_page)
+
+    def plan_scatter(
+        self,
+        staging: torch.Tensor,
+        pool: torch.Tensor,
+        page_ids: torch.Tensor,
+        shape: PageShape,
+        piece: Piece,
+        head_start: int,
+        heads: int,
+        seed: int,
+        first_page: int = 0,
+    ) -> Callable[[], Move]:
+        return lambda: self.scatter(staging, pool, page_ids, shape, piece, head_start, heads, seed, first_page)
+
+    def zero(self, pool: torch.Tensor, page_ids: torch.Tensor) -> Move:
+        started = time.perf_counter()
+        pool.index_fill_(0, page_ids, 0)
+        return _Moved(0, was_ok=True, took_s=time.perf_counter() - started)

@@ -1,0 +1,107 @@
+"""What may be done with a piece that has arrived, so that unverified bytes never replace verified ones. Pure.
+
+A scatter on a GPU copies and sums in one pass: a piece that does not verify has been written all the same. That is
+harmless where nothing had landed, and would be wrong KV where something had: pieces can be written twice, cut in two
+ways (`WantPieces`), and whole pages of a transfer that broke off are cached. Hence, of the rows that a piece has:
+
+    none has landed                 scatter it
+    all have landed                 nothing is left to do: what is there has been verified
+    some have landed                verify it first, and scatter it only if it is right
+    some are being scattered now    wait for that
+
+Knows rectangles and heads of one leg; nothing of bytes, tensors or entries.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from disagg.messages.lane import Piece
+from disagg.messages.layout import LayerGroup
+from disagg.staging.pieces import Coverage
+
+
+class Arrival(enum.Enum):
+    SCATTER = "scatter"
+    NOTHING = "nothing"
+    VERIFY_FIRST = "verify first"
+    WAIT = "wait"
+
+
+class Slice(Struct, frozen=True):
+    """Rows of one leg on one rank: a rectangle, of `heads` heads of this rank from `head_start` on.
+
+    Two slices of a leg have the same heads or none in common: its source's and its destination's TP sizes do not change.
+    """
+
+    piece: Piece
+    head_start: int
+    heads: int
+
+    def overlaps(self, other: Slice) -> bool:
+        ours, theirs = self.piece, other.piece
+        return (
+            ours.group == theirs.group
+            and self.head_start == other.head_start
+            and max(ours.layer_start, theirs.layer_start) < min(ours.layer_stop, theirs.layer_stop)
+            and max(ours.token_start, theirs.token_start) < min(ours.token_stop, theirs.token_stop)
+        )
+
+
+class LandedRows:
+    """The rows of one leg on one rank: landed, being scattered, or spoiled by a piece that did not verify."""
+
+    def __init__(self) -> None:
+        self._landed: dict[int, Coverage] = {}  # by head_start
+        self._under_way: list[Slice] = []
+        self._spoiled: list[Slice] = []
+
+    @property
+    def under_way(self) -> int:
+        """How many scatters were begun and have not ended."""
+        return len(self._under_way)
+
+    def judge(self, rows: Slice) -> Arrival:
+        if any(rows.overlaps(other) for other in self._under_way):
+            return Arrival.WAIT
+        missing = self._coverage(rows).missing([rows.piece])
+        if missing == (rows.piece,):
+            return Arrival.SCATTER
+        return Arrival.VERIFY_FIRST if missing else Arrival.NOTHING
+
+    def begin(self, rows: Slice) -> None:
+        """A scatter of these rows has been asked for."""
+        assert self.judge(rows) in (Arrival.SCATTER, Arrival.VERIFY_FIRST), f"{rows} must not be scattered now"
+        self._under_way.append(rows)
+
+    def end(self, rows: Slice, *, ok: bool) -> None:
+        """The scatter has its verdict."""
+        self._under_way.remove(rows)
+        if ok:
+            self._coverage(rows).add(rows.piece)
+        else:
+            self._spoiled.append(rows)
+
+    def spoiled_pages(self, groups: Sequence[LayerGroup], page_tokens: int) -> dict[int, tuple[int, ...]]:
+        """Page positions, by attention group, in which bytes that never verified may be left.
+
+        They may be any bytes, such as NaNs, which attention must not read even with weight zero. A page whose rows have all
+        landed since is in order. States are written whole before anybody reads them.
+        """
+        spoiled: dict[int, set[int]] = {}
+        for rows in self._spoiled:
+            piece = rows.piece
+            group = groups[piece.group]
+            if group.is_state:
+                continue
+            for page in range(piece.token_start // page_tokens, -(-piece.token_stop // page_tokens)):
+                whole = Piece(piece.group, 0, len(group.layers), page * page_tokens, (page + 1) * page_tokens)
+                if not self._coverage(rows).complete([whole]):
+                    spoiled.setdefault(piece.group, set()).add(page)
+        return {group: tuple(sorted(pages)) for group, pages in spoiled.items()}
+
+    def _coverage(self, rows: Slice) -> Coverage:
+        return self._landed.setdefault(rows.head_start, Coverage())

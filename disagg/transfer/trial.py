@@ -1,0 +1,449 @@
+"""A measured transfer between ranks of two TP sizes: what is sent where, what is said to the processes that do it, and
+where the time went. Pure: knows shapes, pieces and times; nothing of tensors, processes or terminals.
+
+The plan of a trial is made with the code that engines use: pieces, head slices and the ring's entries. What engines say
+to each other over the link, how far a ring is free, is told through shared memory here.
+
+    coordinator ── Open, Meet ─────────> every rank         Opened, Done
+                ── Fill ───────────────> every rank         Done          random content; other content on the decode side
+                ── Receive ────────────> decode ranks       Done          pages are bound, entries expected
+                ── Send(start_s) ──────> prefill ranks      Sent          all at one moment
+                                         decode ranks       Received
+                ── Check ──────────────> decode ranks       Checked       bit for bit
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from disagg.messages.control import OpenTransfer, TransferOpen
+from disagg.messages.lane import AddPeer, Bind, ExpectPiece, Piece, SendPiece
+from disagg.messages.layout import DTYPE_BYTES, GroupPages, LayerGroup
+from disagg.staging.pieces import TRAILER_BYTES, group_payload_bytes, group_piece_bytes, split_group_piece
+from disagg.staging.ring import RingAllocator
+from disagg.staging.slices import head_slices, heads_per_rank
+from disagg.types.ids import LegKey
+
+LINK = 0
+SEGMENT_ALIGN = 4096
+STAGES = ("gather", "wire", "scatter")
+
+Side = Literal["prefill", "decode"]
+
+
+class Shape(Struct, frozen=True):
+    """The KV cache of a model's attention layers. kv_heads: of the whole model."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str  # a key of DTYPE_BYTES
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """ "32x8x128xbfloat16": layers, KV heads, head_dim, dtype. Raises ValueError."""
+        parts = text.split("x", 3)
+        if len(parts) != 4 or not all(part.isdigit() and int(part) > 0 for part in parts[:3]):
+            raise ValueError(f"{text!r} is no shape; it must be LAYERSxKV_HEADSxHEAD_DIMxDTYPE or a known name")
+        if parts[3] not in DTYPE_BYTES:
+            raise ValueError(f"{text!r} has an unknown dtype; known: {', '.join(DTYPE_BYTES)}")
+        return cls(int(parts[0]), int(parts[1]), int(parts[2]), parts[3])
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.on_rank(1).bytes_per_token
+
+    def on_rank(self, tp: int) -> LayerGroup:
+        """The layer group as one of `tp` ranks keeps it. Raises SliceError."""
+        return LayerGroup(
+            "full", tuple(range(self.layers)), heads_per_rank(tp, self.kv_heads), self.head_dim, self.dtype
+        )
+
+
+SHAPES = {
+    "llama-3.1-8b": Shape(32, 8, 128, "bfloat16"),
+    "smollm2-135m": Shape(30, 3, 64, "float32"),
+}
+
+
+class Pair(Struct, frozen=True):
+    """TP sizes of the two sides."""
+
+    src_tp: int
+    dst_tp: int
+
+    def __str__(self) -> str:
+        return f"{self.src_tp}:{self.dst_tp}"
+
+    @classmethod
+    def parse(cls, text: str) -> Pair:
+        """ "2:1": two prefill ranks, one decode rank. Raises ValueError."""
+        src, _, dst = text.partition(":")
+        if not (src.isdigit() and dst.isdigit() and int(src) > 0 and int(dst) > 0):
+            raise ValueError(f"{text!r} is no pair of TP sizes; it must be PREFILL:DECODE, such as 2:1")
+        return cls(int(src), int(dst))
+
+
+class Placement(Struct, frozen=True):
+    """Device of every rank. shared: some GPU has several ranks, so they share its links."""
+
+    src: tuple[str, ...]
+    dst: tuple[str, ...]
+    shared: bool
+
+
+def place(pair: Pair, num_gpus: int) -> Placement:
+    """Every rank on a GPU of its own; with too few, the two sides on different halves; with none, on the CPU."""
+    if num_gpus == 0:
+        return Placement(("cpu",) * pair.src_tp, ("cpu",) * pair.dst_tp, shared=False)
+    total = pair.src_tp + pair.dst_tp
+    if total <= num_gpus:
+        src, dst = list(range(pair.src_tp)), list(range(pair.src_tp, total))
+    else:
+        half = max(1, num_gpus // 2)
+        src = [rank % half for rank in range(pair.src_tp)]
+        dst = [min(half, num_gpus - 1) + rank % max(1, num_gpus - half) for rank in range(pair.dst_tp)]
+    return Placement(tuple(f"cuda:{i}" for i in src), tuple(f"cuda:{i}" for i in dst), total > num_gpus)
+
+
+# ---- what is said to the processes
+
+
+class Open(Struct, frozen=True, tag="open"):
+    """Make a pool of random bytes, and the transfer driver. group: as this rank keeps it. first_head: of the model."""
+
+    side: Side
+    rank: int
+    device: str
+    group: LayerGroup
+    first_head: int
+    page_tokens: int
+    num_pages: int
+    transfer: OpenTransfer
+    unstaged: bool  # register the pool too, with an agent of its own, for transfers without staging
+
+
+class Meet(Struct, frozen=True, tag="meet"):
+    """Introduce these peers. unstaged: metadata of their pools' agents, and where the pools lie."""
+
+    peers: tuple[AddPeer, ...]
+    unstaged: tuple[UnstagedPeer, ...] = ()
+
+
+class UnstagedPeer(Struct, frozen=True):
+    """pool_address: of its pool, whose pages are [layers, planes, kv_heads, page_tokens, head_dim]."""
+
+    rank: int
+    name: str
+    metadata: bytes
+    pool_address: int
+    pool_device: int
+    num_pages: int
+    group: LayerGroup
+
+
+class Fill(Struct, frozen=True, tag="fill"):
+    """Prefill: draw the content of these pages from the seed. Decode: overwrite them with something else."""
+
+    seed: int
+    pages: tuple[int, ...]
+
+
+class Receive(Struct, frozen=True, tag="receive"):
+    """Bind, expect, and answer Received when every entry has landed. position, nbytes: of the entries in the ring."""
+
+    bind: Bind
+    entries: tuple[ExpectPiece, ...]
+    positions: tuple[int, ...]
+    capacity_bytes: int
+    segment_bytes: int
+    deadline_s: float
+
+
+class Send(Struct, frozen=True, tag="send"):
+    """At start_s of the monotonic clock the plan that computes these pieces ends: send them as fast as the rings allow, and
+    answer Sent. The driver is told of them before, as far as the rings have room, as it is while a plan is computed."""
+
+    plan_no: int
+    pieces: tuple[SendPiece, ...]
+    positions: tuple[int, ...]
+    capacity_bytes: int
+    start_s: float
+    deadline_s: float
+
+
+class HeadRange(Struct, frozen=True):
+    """Heads of a slice, numbered within the rank."""
+
+    rank: int  # of the peer
+    src_start: int
+    dst_start: int
+    heads: int
+
+
+class SendUnstaged(Struct, frozen=True, tag="send_unstaged"):
+    """At start_s, write every page, layer and plane of these slices by a descriptor of its own, and answer Sent."""
+
+    slices: tuple[HeadRange, ...]
+    src_pages: tuple[int, ...]
+    dst_pages: tuple[int, ...]
+    start_s: float
+    deadline_s: float
+
+
+class ReceiveUnstaged(Struct, frozen=True, tag="receive_unstaged"):
+    """Wait for this many notifications."""
+
+    writes: int
+    deadline_s: float
+
+
+class Check(Struct, frozen=True, tag="check"):
+    """Decode: compare the sequence's rows in these pages with what the seed gives."""
+
+    seed: int
+    pages: tuple[int, ...]
+    num_tokens: int
+
+
+class CopyAlong(Struct, frozen=True, tag="copy_along"):
+    """Copy as many bytes between each of these pairs of devices, all at once, plainly, `repeats` times."""
+
+    routes: tuple[tuple[str, str, int], ...]  # (from, to, bytes)
+    repeats: int
+
+
+class Quit(Struct, frozen=True, tag="quit"):
+    pass
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    """First thing a rank says. gpus: their names."""
+
+    gpus: tuple[str, ...]
+
+
+class Opened(Struct, frozen=True, tag="opened"):
+    transfer: TransferOpen
+    unstaged: UnstagedPeer | None
+
+
+class Done(Struct, frozen=True, tag="done"):
+    pass
+
+
+class Interval(Struct, frozen=True, array_like=True):
+    """One stage of one piece, by the monotonic clock."""
+
+    stage: str
+    start_s: float
+    stop_s: float
+
+
+class Sent(Struct, frozen=True, tag="sent"):
+    intervals: tuple[Interval, ...]
+
+
+class Received(Struct, frozen=True, tag="received"):
+    landed_s: float  # the last one, by the monotonic clock
+    intervals: tuple[Interval, ...]
+
+
+class Checked(Struct, frozen=True, tag="checked"):
+    wrong_pages: int
+
+
+class Copied(Struct, frozen=True, tag="copied"):
+    seconds: tuple[float, ...]
+
+
+class Failed(Struct, frozen=True, tag="failed"):
+    reason: str
+
+
+Command = Open | Meet | Fill | Receive | Send | SendUnstaged | ReceiveUnstaged | Check | CopyAlong | Quit
+Answer = Hello | Opened | Done | Sent | Received | Checked | Copied | Failed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+# ---- the plan
+
+
+class Rings(Struct, frozen=True):
+    """One ring per decode rank, at the beginning of its arena."""
+
+    capacity_bytes: int
+    segment_bytes: int
+
+    @classmethod
+    def of(cls, arena_bytes: int, piece_bytes: int) -> Rings:
+        """As many segments as fit, each for one piece of the largest size."""
+        segment = -(-(piece_bytes + TRAILER_BYTES) // SEGMENT_ALIGN) * SEGMENT_ALIGN
+        segments = arena_bytes // segment
+        if not segments:
+            raise ValueError(f"pieces of {piece_bytes} bytes do not fit an arena of {arena_bytes}")
+        return cls(segments * segment, segment)
+
+
+class Trial(Struct, frozen=True):
+    """One sequence's way from one side to the other, by rank."""
+
+    sends: tuple[tuple[SendPiece, ...], ...]
+    send_positions: tuple[tuple[int, ...], ...]
+    binds: tuple[Bind, ...]
+    expects: tuple[tuple[ExpectPiece, ...], ...]
+    expect_positions: tuple[tuple[int, ...], ...]
+    payload_bytes: int
+    pieces: int  # entries, over all ranks
+    largest_piece_bytes: int
+
+
+def plan_trial(
+    shape: Shape,
+    pair: Pair,
+    num_tokens: int,
+    page_tokens: int,
+    piece_bytes: int,
+    rings: Rings,
+    number: int,
+    src_pages: Sequence[int],
+    dst_pages: Sequence[int],
+    first_entry_id: int,
+) -> Trial:
+    """src_pages, dst_pages: of the sequence, in order; the same on every rank of a side. number: of the trial.
+
+    Raises SliceError if the TP sizes cannot hold the heads, ValueError if not one row fits into a piece.
+    """
+    key = LegKey(f"trial-{number}", 0, 0)
+    group = shape.on_rank(1)
+    slices = head_slices(pair.src_tp, pair.dst_tp, shape.kv_heads)
+    widest = max(part.heads for part in slices)
+    whole = Piece(0, 0, shape.layers, 0, num_tokens)
+    allocators = [RingAllocator(rings.capacity_bytes, rings.segment_bytes) for _ in range(pair.dst_tp)]
+    sends: list[list[SendPiece]] = [[] for _ in range(pair.src_tp)]
+    expects: list[list[ExpectPiece]] = [[] for _ in range(pair.dst_tp)]
+    send_positions: list[list[int]] = [[] for _ in range(pair.src_tp)]
+    expect_positions: list[list[int]] = [[] for _ in range(pair.dst_tp)]
+    entry_id, payload, largest = first_entry_id, 0, 0
+    for piece in split_group_piece(whole, widest, group, piece_bytes + TRAILER_BYTES, page_tokens):
+        first, stop = piece.token_start // page_tokens, -(-piece.token_stop // page_tokens)
+        for part in slices:
+            nbytes = group_piece_bytes(piece, part.heads, group)
+            position = allocators[part.dst_rank].assign(nbytes).position
+            offset = position % rings.capacity_bytes
+            sends[part.src_rank].append(
+                SendPiece(
+                    link=LINK,
+                    entry_id=entry_id,
+                    key=key,
+                    piece=piece,
+                    pages=tuple(src_pages[first:stop]),
+                    src_incarnation="P",
+                    dst_incarnation="D",
+                    src_rank=part.src_rank,
+                    dst_rank=part.dst_rank,
+                    src_head_start=part.src_head_start,
+                    heads=part.heads,
+                    arena_offset=offset,
+                    nbytes=nbytes,
+                    after_plan=number,
+                )
+            )
+            expects[part.dst_rank].append(
+                ExpectPiece(
+                    link=LINK,
+                    entry_id=entry_id,
+                    key=key,
+                    piece=piece,
+                    src_incarnation="P",
+                    dst_incarnation="D",
+                    src_rank=part.src_rank,
+                    dst_rank=part.dst_rank,
+                    dst_head_start=part.dst_head_start,
+                    heads=part.heads,
+                    arena_offset=offset,
+                    nbytes=nbytes,
+                )
+            )
+            send_positions[part.src_rank].append(position)
+            expect_positions[part.dst_rank].append(position)
+            of_rows = group_payload_bytes(piece, part.heads, group)
+            payload += of_rows
+            largest = max(largest, of_rows)
+            entry_id += 1
+    bind = Bind(key, (GroupPages(0, tuple(dst_pages)),))
+    return Trial(
+        sends=tuple(map(tuple, sends)),
+        send_positions=tuple(map(tuple, send_positions)),
+        binds=(bind,) * pair.dst_tp,
+        expects=tuple(map(tuple, expects)),
+        expect_positions=tuple(map(tuple, expect_positions)),
+        payload_bytes=payload,
+        pieces=entry_id - first_entry_id,
+        largest_piece_bytes=largest,
+    )
+
+
+def unstaged_slices(shape: Shape, pair: Pair) -> tuple[tuple[HeadRange, ...], ...]:
+    """By source rank: which heads go to which decode rank."""
+    out: list[list[HeadRange]] = [[] for _ in range(pair.src_tp)]
+    for part in head_slices(pair.src_tp, pair.dst_tp, shape.kv_heads):
+        out[part.src_rank].append(HeadRange(part.dst_rank, part.src_head_start, part.dst_head_start, part.heads))
+    return tuple(map(tuple, out))
+
+
+def routes(shape: Shape, pair: Pair, placement: Placement, num_tokens: int) -> tuple[tuple[str, str, int], ...]:
+    """The bytes that each source rank owes each decode rank, as (device, device, bytes)."""
+    per_head = num_tokens * shape.bytes_per_token // shape.kv_heads
+    return tuple(
+        (placement.src[part.src_rank], placement.dst[part.dst_rank], part.heads * per_head)
+        for part in head_slices(pair.src_tp, pair.dst_tp, shape.kv_heads)
+    )
+
+
+# ---- where the time went
+
+
+class Spent(Struct, frozen=True):
+    """Of one trial: how long at least one piece, on any rank, was in each stage; waiting: no piece was in any."""
+
+    total_s: float
+    gather_s: float
+    wire_s: float
+    scatter_s: float
+    waiting_s: float
+
+
+def spent(start_s: float, stop_s: float, intervals: Iterable[Interval]) -> Spent:
+    """Stages overlap, so they add up to more than the total."""
+    by_stage: dict[str, list[tuple[float, float]]] = {stage: [] for stage in STAGES}
+    for each in intervals:
+        first, last = max(each.start_s, start_s), min(each.stop_s, stop_s)
+        if first < last:
+            by_stage[each.stage].append((first, last))
+    everything = [span for spans in by_stage.values() for span in spans]
+    gather_s, wire_s, scatter_s = (covered(by_stage[stage]) for stage in STAGES)
+    return Spent(stop_s - start_s, gather_s, wire_s, scatter_s, stop_s - start_s - covered(everything))
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total
+
+
+def median_of(trials: Sequence[Spent]) -> Spent:
+    """The trial with the median total (of an even number, the lower one)."""
+    middle = statistics.median_low(trial.total_s for trial in trials)
+    return next(trial for trial in trials if trial.total_s == middle)

@@ -1,0 +1,314 @@
+"""The prefill side of a transfer: gathers pieces into buffers, writes them to peers, and says what became of them.
+
+    queued ──> gathering ──> writing ──> sent, or failed
+               a buffer is held: until the backend says that nothing reads it any more
+
+Gathers, and writes to several peers, are under way side by side; nothing here waits. Knows pages, buffers and peers;
+nothing of what is done with a piece where it lands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from disagg.messages.lane import LaneReport, PieceFailed, PieceSent, SendPiece, SendsDropped
+from disagg.models.pool import Pool
+from disagg.staging.copy import PageShape
+from disagg.staging.mover import Move, Mover
+from disagg.staging.pieces import group_payload_bytes
+from disagg.transfer.backends.base import WARM_UP_BYTES, Peer, Region, TransferBackend
+from disagg.transfer.backends.memory import allocate
+from disagg.transfer.buffers import GatherBuffers
+from disagg.types.ids import LegKey
+from disagg.worker.entries import notification_of, seed_of
+
+_BUFFER_ALIGN = 256
+
+Where = tuple[int, int]  # (link, rank of the peer)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPeer:
+    """arena: of the peer, without what it keeps for wiring up."""
+
+    peer: Peer
+    arena: Region
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """gather: into the memory it is given. pages: what it reads, kept alive until it is done."""
+
+    request: SendPiece
+    gather: Callable[[torch.Tensor], Move]
+    pages: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathering:
+    queued: _Queued
+    buffer: int
+    move: Move
+
+    @property
+    def request(self) -> SendPiece:
+        return self.queued.request
+
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    request: SendPiece
+    buffer: int
+    gather_s: float
+    posted_s: float
+
+
+class Sends:
+    """`send`, and `advance` while `busy`; tell it what the backend says of its writes. Reports go into `reports`."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        mover: Mover,
+        backend: TransferBackend,
+        gather_bytes: int,
+        num_buffers: int,
+        reports: list[LaneReport],
+    ) -> None:
+        """num_buffers of gather_bytes each are allocated and registered; with 0 of them nothing can be sent.
+
+        Raises BackendError if the memory cannot be had.
+        """
+        self._pool = pool
+        self._mover = mover
+        self._backend = backend
+        self._reports = reports
+        self._gather_bytes = gather_bytes
+        self._stride = -(-gather_bytes // _BUFFER_ALIGN) * _BUFFER_ALIGN
+        self._buffers = GatherBuffers(num_buffers)
+        self._memory: torch.Tensor | None = None
+        self._region: Region | None = None
+        if num_buffers:
+            self._memory = allocate(num_buffers * self._stride, pool.device)
+            self._region = backend.register(self._memory)
+        self._shapes = tuple(PageShape.of(group, pool.page_tokens) for group in pool.groups)
+        self._peers: dict[Where, KnownPeer] = {}
+        self._queues: dict[Where, deque[_Queued]] = {}  # those that are not empty; whose turn it is comes first
+        self._gathering: deque[_Gathering] = deque()
+        self._writing: dict[int, _Writing] = {}  # by handle
+        self._dropping: dict[tuple[int, LegKey], None] = {}
+
+    # ---- what others want to know
+
+    @property
+    def has_peers(self) -> bool:
+        return bool(self._peers)
+
+    @property
+    def queued(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    @property
+    def writing(self) -> int:
+        return len(self._writing)
+
+    @property
+    def gathering(self) -> int:
+        return len(self._gathering)
+
+    def sendable(self, computed_plan: int) -> bool:
+        """Something could be gathered now."""
+        now_s = time.monotonic()
+        return any(self._next_of(where, computed_plan, now_s) is not None for where in self._queues)
+
+    def under_way(self, link: int) -> bool:
+        """A gather or a write for this link has not ended."""
+        return any(request.link == link for request in self._requests())
+
+    def describe(self) -> str:
+        now_s = time.monotonic()
+        slow = [where for where in self._peers if self._buffers.overdue(where, now_s)]
+        return (
+            f"to send {self.queued}, gathering {self.gathering}, writing {self.writing}, peers {sorted(self._peers)}"
+            + (f", overdue writes to {slow}" if slow else "")
+        )
+
+    def prepare(self) -> None:
+        """Compile what the first gathers would otherwise wait for."""
+        if self._memory is not None:
+            for view, shape in zip(self._pool.views, self._shapes, strict=True):
+                self._mover.prepare(view.bytes, shape, self._memory[: self._gather_bytes])
+
+    # ---- peers
+
+    def add_peer(self, where: Where, known: KnownPeer) -> None:
+        """Make a peer's arena known, and begin wiring up the way into it."""
+        self._peers[where] = known
+        pad = Region(known.arena.address, known.arena.nbytes + WARM_UP_BYTES, known.arena.device)
+        if self._region is not None and known.arena.nbytes:
+            self._backend.warm_up(known.peer, self._region, pad, known.arena.nbytes)
+        else:
+            self._backend.warm_up(known.peer)
+
+    def remove_link(self, link: int) -> None:
+        """Forget the peers of a link and what waits for them. What is under way will be reported as failed."""
+        for where in [where for where in self._peers if where[0] == link]:
+            self._backend.remove_peer(self._peers.pop(where).peer)
+            self._queues.pop(where, None)
+            self._buffers.forget(where)
+        for dropped in [dropped for dropped in self._dropping if dropped[0] == link]:
+            del self._dropping[dropped]
+
+    def at(self, peer: Peer) -> list[Where]:
+        """Where a peer of the backend is known."""
+        return [where for where, known in self._peers.items() if known.peer == peer]
+
+    # ---- pieces
+
+    def send(self, request: SendPiece) -> None:
+        """Gather and write a piece as soon as its plan has been computed."""
+        known = self._peers.get((request.link, request.dst_rank))
+        stop = request.arena_offset + request.nbytes
+        if known is None:
+            self._failed(request, "its peer is not known here")
+        elif request.nbytes > self._gather_bytes or not self._buffers.count:
+            self._failed(request, f"{request.nbytes} bytes do not fit a gather buffer of {self._gather_bytes}")
+        elif request.arena_offset < 0 or stop > known.arena.nbytes:
+            self._failed(
+                request, f"bytes {request.arena_offset} to {stop} lie outside of an arena of {known.arena.nbytes}"
+            )
+        else:
+            self._queues.setdefault((request.link, request.dst_rank), deque()).append(self._plan(request))
+
+    def drop(self, link: int, key: LegKey) -> None:
+        """Send nothing more of a leg; SendsDropped is reported when nothing of it is under way."""
+        for where, queue in list(self._queues.items()):
+            if where[0] == link:
+                kept = deque(queued for queued in queue if queued.request.key != key)
+                if kept:
+                    self._queues[where] = kept
+                else:
+                    del self._queues[where]
+        self._dropping[link, key] = None
+        self._report_dropped()
+
+    def advance(self, computed_plan: int) -> bool:
+        """Gather what can be gathered and post what has been. Whether anything was done."""
+        progress = False
+        while self._post() or self._gather(computed_plan):
+            progress = True
+        return progress
+
+    def written(self, handle: int) -> None:
+        """The backend says that a write is complete."""
+        writing = self._writing.pop(handle)
+        self._buffers.give_back(writing.buffer, time.monotonic())
+        request = writing.request
+        payload = group_payload_bytes(request.piece, request.heads, self._pool.groups[request.piece.group])
+        wire_s = time.perf_counter() - writing.posted_s
+        self._reports.append(PieceSent(request.link, request.entry_id, request.key, payload, writing.gather_s, wire_s))
+        self._report_dropped()
+
+    def not_written(self, handle: int, reason: str) -> None:
+        """The backend says that a write failed, and that its source is read no more."""
+        writing = self._writing.pop(handle)
+        self._buffers.give_back(writing.buffer, time.monotonic())
+        self._failed(writing.request, reason)
+        self._report_dropped()
+
+    # ---- parts of the above
+
+    def _plan(self, request: SendPiece) -> _Queued:
+        """Ready to be gathered as soon as its KV is final."""
+        assert self._memory is not None
+        piece, shape = request.piece, self._shapes[request.piece.group]
+        pages = self._mover.pages(request.pages)
+        gather = self._mover.plan_gather(
+            self._pool.views[piece.group].bytes,
+            pages,
+            shape,
+            piece,
+            request.src_head_start,
+            request.heads,
+            self._buffer(0),
+            seed_of(request),
+            first_page=piece.token_start // shape.page_tokens,
+        )
+        return _Queued(request, gather, pages)
+
+    def _buffer(self, number: int) -> torch.Tensor:
+        assert self._memory is not None
+        return self._memory[number * self._stride : number * self._stride + self._gather_bytes]
+
+    def _next_of(self, where: Where, computed_plan: int, now_s: float) -> _Queued | None:
+        """The oldest piece for a peer whose KV is final, if the peer may have a buffer."""
+        if not self._buffers.may_take(where, len(self._peers), now_s):
+            return None
+        return next((queued for queued in self._queues[where] if queued.request.after_plan <= computed_plan), None)
+
+    def _gather(self, computed_plan: int) -> bool:
+        """Begin one gather, for the peer whose turn it is. False if none can begin."""
+        now_s = time.monotonic()
+        for where in self._queues:
+            queued = self._next_of(where, computed_plan, now_s)
+            if queued is not None:
+                break
+        else:
+            return False
+        queue = self._queues.pop(where)
+        queue.remove(queued)
+        if queue:
+            self._queues[where] = queue  # as the last
+        buffer = self._buffers.take(where, now_s)
+        move = queued.gather(self._buffer(buffer))
+        request = queued.request
+        assert move.nbytes == request.nbytes, f"a piece takes {move.nbytes} bytes; its entry has {request.nbytes}"
+        self._gathering.append(_Gathering(queued, buffer, move))
+        return True
+
+    def _post(self) -> bool:
+        """Write the oldest piece that is gathered. False if the oldest gather is still under way."""
+        if not self._gathering or not self._gathering[0].move.done():
+            return False
+        gathered = self._gathering.popleft()
+        request, buffer = gathered.request, gathered.buffer
+        known = self._peers.get((request.link, request.dst_rank))
+        if known is None or (request.link, request.key) in self._dropping:
+            self._buffers.give_back(buffer, time.monotonic())
+            if known is None:
+                self._failed(request, "its peer was removed")
+            self._report_dropped()
+            return True
+        assert self._region is not None
+        handle = self._backend.write(
+            known.peer,
+            self._region,
+            buffer * self._stride,
+            known.arena,
+            request.arena_offset,
+            request.nbytes,
+            notification_of(request.entry_id),
+        )
+        self._writing[handle] = _Writing(request, buffer, gathered.move.seconds(), time.perf_counter())
+        return True
+
+    def _requests(self) -> list[SendPiece]:
+        """Of which a gather or a write is under way."""
+        return [gathering.request for gathering in self._gathering] + [each.request for each in self._writing.values()]
+
+    def _failed(self, request: SendPiece, reason: str) -> None:
+        self._reports.append(PieceFailed(request.link, request.entry_id, request.key, reason))
+
+    def _report_dropped(self) -> None:
+        """Answer DropSends for every leg of which nothing is under way any more."""
+        if not self._dropping:
+            return
+        under_way = {(request.link, request.key) for request in self._requests()}
+        for where in [where for where in self._dropping if where not in under_way]:
+            del self._dropping[where]
+            self._reports.append(SendsDropped(*where))

@@ -1,0 +1,253 @@
+"""A prefill and a decode server in network namespaces of their own, and the link between them taken down for 15 s.
+
+                    ┌──────────── this namespace ────────────┐
+                    │ router                       prefill-1 │
+                    └───┬────────────────────────────────┬───┘
+        10.213.1.0/30   │                                │   10.213.2.0/30
+                  ┌─────┴─────┐    10.213.3.0/30   ┌─────┴─────┐
+                  │ prefill-0 ├────────── ✂ ───────┤ decode-0  │
+                  └───────────┘                    └───────────┘
+
+KV crosses it by NIXL over TCP. The router goes on seeing every server: only the pair is parted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from disagg.cli.rundir import pick_ports
+from disagg.config.load import dump_config, load_config
+from disagg.config.tree import ServerRef
+from tests.cluster.cluster import CLI, START_S, STOP_S, Cluster, parse_metrics
+from tests.cluster.wire_faults.questions import Questions, ask, two_layers
+
+CUT_S = 15.0
+RATE = "8mbit"  # of the link that is cut: a piece takes a quarter of a second, so that a cut finds some under way
+LINK_BYTES = 2 * (4 << 20)  # transfer.link_segments of transfer.segment_bytes
+
+OURS_A, SIDE_A = "10.213.1.1", "10.213.1.2"
+OURS_B, SIDE_B = "10.213.2.1", "10.213.2.2"
+CUT_A, CUT_B = "10.213.3.1", "10.213.3.2"
+
+
+def ip(*words: str) -> None:
+    run("ip", *words)
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+class Namespaces:
+    """A and B, each joined to ours and to each other. `with Namespaces() as net:`; raises CalledProcessError."""
+
+    def __init__(self) -> None:
+        serial = os.getpid() % 100_000
+        self.a, self.b = f"disagg-a{serial}", f"disagg-b{serial}"
+        self.ours_a, self.ours_b = f"dga{serial}", f"dgb{serial}"
+
+    def __enter__(self) -> Namespaces:
+        with contextlib.ExitStack() as undo:
+            for name in (self.a, self.b):
+                ip("netns", "add", name)
+                undo.callback(ip, "netns", "del", name)
+                ip("-n", name, "link", "set", "lo", "up")
+            for ours, namespace, here, there in (
+                (self.ours_a, self.a, OURS_A, SIDE_A),
+                (self.ours_b, self.b, OURS_B, SIDE_B),
+            ):
+                ip("link", "add", ours, "type", "veth", "peer", "name", "ours", "netns", namespace)
+                undo.callback(ip, "link", "del", ours)
+                ip("addr", "add", f"{here}/30", "dev", ours)
+                ip("link", "set", ours, "up")
+                ip("-n", namespace, "addr", "add", f"{there}/30", "dev", "ours")
+                ip("-n", namespace, "link", "set", "ours", "up")
+            ip("-n", self.a, "link", "add", "pair", "type", "veth", "peer", "name", "pair", "netns", self.b)
+            for namespace, address in ((self.a, CUT_A), (self.b, CUT_B)):
+                ip("-n", namespace, "addr", "add", f"{address}/30", "dev", "pair")
+                ip("-n", namespace, "link", "set", "pair", "up")
+            shape = ("root", "tbf", "rate", RATE, "burst", "64k", "latency", "1s")
+            run("tc", "-n", self.a, "qdisc", "add", "dev", "pair", *shape)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def link(self, state: str) -> None:
+        """up or down."""
+        ip("-n", self.a, "link", "set", "pair", state)
+
+
+class PartedCluster(Cluster):
+    """The four processes of the picture, each started as Kubernetes would."""
+
+    def __init__(self, run_dir: Path, net: Namespaces, questions: Questions, *sets: str) -> None:
+        super().__init__(run_dir)
+        self._net = net
+        self._base = load_config(
+            None,
+            {
+                "model.name": str(questions.model_dir),
+                "model.dtype": "float32",
+                "engine.chunk_tokens": "512",
+                "engine.kv_memory_bytes": "32MiB",
+                "transfer.ucx_tls": "tcp",
+                **dict(each.split("=") for each in sets),
+            },
+            {},
+        )
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._hosts = {"prefill-0": SIDE_A, "decode-0": SIDE_B, "prefill-1": OURS_B}
+
+    def __enter__(self) -> PartedCluster:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        http_port, grpc_port, *ports = pick_ports("127.0.0.1", 8)
+        base, net, refs = self._base, self._net, []
+        for name, namespace, advertised, devices in (
+            ("prefill-0", net.a, CUT_A, "pair"),
+            ("decode-0", net.b, CUT_B, "pair,ours"),
+            ("prefill-1", None, OURS_B, net.ours_b),
+        ):
+            port = ports.pop()
+            own = replace(
+                base.server,
+                name=name,
+                host="0.0.0.0",
+                advertise_host=advertised,
+                port=port,
+                metrics_port=ports.pop(),
+            )
+            transfer = replace(base.transfer, ucx_net_devices=devices)
+            role = name.partition("-")[0]
+            refs.append(ServerRef(name=name, role=role, address=f"{self._hosts[name]}:{port}"))
+            self._start(name, role, dump_config(replace(base, server=own, transfer=transfer)), namespace)
+        router = replace(base.router, http_port=http_port, grpc_port=grpc_port, servers=tuple(refs))
+        self.http = f"http://127.0.0.1:{http_port}"
+        self._start("router", "router", dump_config(replace(base, router=router)), None)
+        try:
+            self.wait(self._all_ready, START_S, "every server ready")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self, name: str, role: str, config: str, namespace: str | None) -> None:
+        file = self.run_dir / f"{name}.toml"
+        file.write_text(config)
+        enter = ("ip", "netns", "exec", namespace) if namespace else ()  # with its /sys, where UCX looks for devices
+        command = (*enter, *CLI, role, "--config", str(file), "--parent-pid", str(os.getpid()))
+        with (self.run_dir / f"{name}.log").open("wb") as log:
+            self._processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+
+    def _all_ready(self) -> bool:
+        for process in self._processes:
+            if process.poll() is not None:
+                logs = "\n".join(log.read_text()[-2000:] for log in self.run_dir.glob("*.log"))
+                raise AssertionError(f"{process.args} exited with {process.returncode}:\n{logs}")
+        with contextlib.suppress(httpx.TransportError):
+            servers = self.status()["servers"]
+            return len(servers) == len(self._hosts) and all(server["state"] == "ready" for server in servers)
+        return False
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self._processes):  # the router first
+            process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def output(self) -> str:
+        return ""  # each process has a log of its own
+
+    def metrics(self, server: str) -> dict[str, float]:
+        port = tomllib.loads((self.run_dir / f"{server}.toml").read_text())["server"]["metrics_port"]
+        return parse_metrics(httpx.get(f"http://{self._hosts[server]}:{port}/metrics", timeout=10).text)
+
+    def pieces_sent(self, server: str) -> float:
+        return self.metrics(server).get('disagg_transfer_pieces_total{direction="sent"}', 0.0)
+
+
+@pytest.fixture(scope="module")
+def net() -> Iterator[Namespaces]:
+    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
+        pytest.skip(f"no network namespaces can be made here: there is no {' and no '.join(missing)}")
+    with contextlib.ExitStack() as stack:
+        try:
+            namespaces = stack.enter_context(Namespaces())
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces can be made here: {' '.join(error.cmd)}: {error.stderr}")
+        yield namespaces
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Questions:
+    """Prompts of one chunk or two, in pieces of some 250 KiB."""
+    return two_layers(tmp_path_factory.mktemp("model"), prompts=12, shortest=400, longest=700, outputs=100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("lease_s", "lost"), [(10, True), (40, False)])
+def test_a_pair_that_is_parted_for_a_while_spoils_no_answer_and_disturbs_no_other(
+    tmp_path: Path, net: Namespaces, questions: Questions, lease_s: int, lost: bool
+) -> None:
+    sets = (f"transfer.link_lease_s={lease_s}", "transfer.progress_s=60")
+    with PartedCluster(tmp_path, net, questions, *sets) as cluster, ThreadPoolExecutor(2) as pool:
+
+        def wave(first: int) -> None:
+            serials = range(first, first + 3 * len(questions.prompts))
+            ask(cluster, questions, serials, len(serials)).check()
+
+        def failures() -> float:
+            samples = cluster.metrics("decode-0")
+            return sum(value for name, value in samples.items() if name.startswith("disagg_transfer_failures_total"))
+
+        def quarantined() -> float:
+            return cluster.metrics("decode-0")['disagg_arena_bytes{state="quarantined"}']
+
+        asked = pool.submit(wave, 0)
+        cluster.wait(lambda: cluster.pieces_sent("prefill-0") >= 4, 60, "pieces on the link")
+        cluster.wait(lambda: cluster.server("decode-0")["running"] >= 2, 60, "requests that decode")
+        net.link("down")
+        cut_s = time.monotonic()
+        try:
+            assert not asked.done()
+            before = cluster.pieces_sent("prefill-1")
+            later = pool.submit(wave, 100)
+            cluster.wait(lambda: cluster.pieces_sent("prefill-1") >= before + 6, CUT_S, "pieces of another pair")
+            time.sleep(max(0.0, cut_s + CUT_S - time.monotonic()))
+            if lost:
+                assert quarantined() == LINK_BYTES
+        finally:
+            net.link("up")
+        asked.result()
+        later.result()
+        print(
+            f"lease {lease_s} s: all answered {time.monotonic() - cut_s:.0f} s after the cut; {failures():g} failures"
+        )
+        assert (failures() > 0) is lost, "a transfer was given up" if not lost else "nothing was under way"
+
+        before = cluster.pieces_sent("prefill-0")
+        wave(200)
+        assert cluster.pieces_sent("prefill-0") > before, "the pair did not come together again"
+        if lost:
+            cluster.kill(cluster.server("prefill-0")["worker_pids"][0])
+            cluster.wait_healthy()
+        cluster.check_adds_up()

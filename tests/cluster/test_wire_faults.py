@@ -1,0 +1,251 @@
+"""Frames, writes and notifications are lost, repeated, late or damaged; workers die and freeze: no answer changes.
+
+Every answer is compared with what `transformers` says, every request is answered, nothing leaks, and every damaged piece
+is found by its checksum. The same damage with checksums that notice nothing shows wrong tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import reference
+from tests.cluster.campaign import total
+from tests.cluster.cluster import Cluster
+from tests.cluster.wire_faults.plan import COMMAND, FaultPlan, Rates
+from tests.cluster.wire_faults.questions import Questions, ask, two_layers
+
+CONCURRENCY = 48
+FLAGS = ("--page-tokens", "4", "--chunk-tokens", "16", "--dtype", "float32", "--kv-memory", "4MiB")
+FIVE_PERCENT = Rates(drop=0.05, duplicate=0.05, delay=0.05)
+FIVE_PERCENT_AND_DAMAGE = Rates(drop=0.05, duplicate=0.05, delay=0.05, flip=0.01)
+
+# One piece in a hundred is damaged, and with it an attempt is lost; workers die beside. With three attempts one request in
+# some ten thousand would rightly fail.
+ATTEMPTS = "router.max_attempts=8"
+
+IDLE_S = 1.0  # transfer.link_idle_s
+LINK_BYTES = 2 * (4 << 20)  # transfer.link_segments of transfer.segment_bytes
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Questions:
+    """Prompts of up to four chunks, each of which is a piece."""
+    return two_layers(tmp_path_factory.mktemp("short"), prompts=32, shortest=1, longest=60, outputs=8)
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A worker dies, or stops for a while that nobody calls silence yet."""
+
+    server: str
+    frozen_s: float  # 0: it dies
+
+    def at(self, cluster: Cluster) -> None:
+        pid = cluster.server(self.server)["worker_pids"][0]
+        if not self.frozen_s:
+            cluster.kill(pid)
+            return
+        cluster.kill(pid, signal.SIGSTOP)
+        time.sleep(self.frozen_s)
+        cluster.kill(pid, signal.SIGCONT)
+
+
+def strikes(seed: int, count: int, servers: Sequence[str]) -> list[Strike]:
+    """Deaths and frozen workers by turns, of every server by turns."""
+    rng = random.Random(seed)
+    return [
+        Strike(servers[number // 2 % len(servers)], 0.0 if number % 2 else rng.uniform(1.0, 4.0))
+        for number in range(count)
+    ]
+
+
+def campaign(
+    run_dir: Path,
+    questions: Questions,
+    flags: Sequence[str],
+    requests: int,
+    every: int,
+    concurrency: int = CONCURRENCY,
+) -> None:
+    """Half of the requests while the wire is bad, half while workers die and freeze too, one every `every` requests."""
+    plan = FaultPlan(
+        log_dir=str(run_dir / "faults"),
+        seed=requests,
+        frames=FIVE_PERCENT,
+        writes=FIVE_PERCENT_AND_DAMAGE,
+        notifications=FIVE_PERCENT,
+    )
+    model = ("--model", str(questions.model_dir))
+    started = time.monotonic()
+    with Cluster(run_dir, *model, *flags, sets=(ATTEMPTS,), env=plan.environ(), cli=COMMAND) as cluster:
+        first = requests // 2
+        ask(cluster, questions, range(first), concurrency).check()
+        cluster.check_adds_up()
+        counts = plan.log.counts()
+        print(f"a bad wire: {first} requests in {time.monotonic() - started:.0f} s; {dict(counts)}")
+        damaged, failures = counts["landing damaged checksum"], total(cluster, "disagg_checksum_failures")
+        assert failures == damaged > 0, f"{damaged} damaged pieces were verified, {failures:g} are counted"
+
+        servers = [*cluster.servers("prefill"), *cluster.servers("decode")]
+        for strike in strikes(requests, (requests - first) // every, servers):
+            cluster.wait_healthy()
+            serials = range(first, first + every)
+            ask(cluster, questions, serials, concurrency, lambda strike=strike: strike.at(cluster)).check()
+            first += every
+        cluster.wait_healthy()
+        cluster.check_adds_up()
+        counts = plan.log.counts()
+        print(f"all: {first} requests in {time.monotonic() - started:.0f} s; {dict(counts)}")
+    for what in ("frame", "write", "notification"):
+        for fault in ("drop", "duplicate", "delay"):
+            assert counts[f"{what} {fault}"] > 0, f"no {what} met {fault}"
+    assert counts["landing damaged taken"] == 0, "a damaged piece was taken"
+    assert counts["landing intact checksum"] == 0, "an intact piece was refused"
+
+
+@pytest.mark.timeout(900)
+def test_no_answer_is_wrong_or_missing_on_a_bad_wire(tmp_path: Path, short: Questions) -> None:
+    campaign(tmp_path, short, FLAGS, requests=300, every=50)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_no_answer_of_ten_thousand_is_wrong_or_missing_on_a_bad_wire(tmp_path: Path, short: Questions) -> None:
+    campaign(tmp_path, short, (*FLAGS, "--prefill", "2", "--decode", "2"), requests=10_000, every=250)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * 3600)
+def test_no_answer_of_smollm2_is_wrong_or_missing_on_a_bad_wire(tmp_path: Path, smollm2: Path) -> None:
+    answers = reference.load("boundary", smollm2)
+    questions = Questions(smollm2, [answer.prompt for answer in answers], answers)
+    # The entry of a lost notification stays until its leg has ended: the ring has room for what is sent meanwhile.
+    roomy = ("--set", "transfer.arena_bytes=1GiB", "--set", "transfer.link_segments=64")
+    campaign(tmp_path, questions, ("--chunk-tokens", "64", *roomy), requests=300, every=50, concurrency=16)
+
+
+@pytest.mark.timeout(600)
+def test_without_checksums_the_same_damage_makes_answers_wrong(tmp_path: Path, short: Questions) -> None:
+    plan = FaultPlan(log_dir=str(tmp_path / "faults"), writes=Rates(flip=0.5), ignore_checksums=True)
+    model = ("--model", str(short.model_dir))
+    with Cluster(tmp_path, *model, *FLAGS, sets=(ATTEMPTS,), env=plan.environ(), cli=COMMAND) as cluster:
+        outcome = ask(cluster, short, range(2 * len(short.prompts)), CONCURRENCY)
+        assert total(cluster, "disagg_checksum_failures") == 0
+    assert not outcome.failed
+    assert plan.log.counts()["landing damaged taken"] > 0
+    assert outcome.wrong
+
+
+# ---- a worker stops in the middle of a write
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Questions:
+    """Prompts of one chunk or two, in pieces of some 200 KiB."""
+    return two_layers(tmp_path_factory.mktemp("long"), prompts=12, shortest=400, longest=700, outputs=24)
+
+
+class Trio:
+    """Two prefill servers and a decode server that gives up after GIVE_UP_S."""
+
+    GIVE_UP_S = 3.0
+
+    def __init__(self, cluster: Cluster, plan: FaultPlan, questions: Questions) -> None:
+        self.cluster = cluster
+        self.plan = plan
+        self.questions = questions
+
+    @property
+    def frozen_pid(self) -> int:
+        return self.cluster.server("prefill-0")["worker_pids"][0]
+
+    def arena(self, state: str) -> float:
+        return self.cluster.metrics("decode-0")[f'disagg_arena_bytes{{state="{state}"}}']
+
+    def lost(self, reason: str) -> float:
+        return self.cluster.metrics("decode-0").get(f'disagg_transfer_failures_total{{reason="{reason}"}}', 0.0)
+
+    def wait_for_the_other(self) -> None:
+        """Until prefill-1 has sent more pieces: what waits for prefill-0 is its own queue."""
+
+        def sent() -> float:
+            return self.cluster.metrics("prefill-1")['disagg_transfer_pieces_total{direction="sent"}']
+
+        before = sent()
+        self.cluster.wait(lambda: sent() >= before + 4, 60, "pieces of another link")
+
+    def ask(self, first: int) -> None:
+        serials = range(first, first + len(self.questions.prompts))
+        ask(self.cluster, self.questions, serials, len(serials)).check()
+
+
+@pytest.fixture(scope="module", params=["posix,cma,tcp", pytest.param("tcp", marks=pytest.mark.slow)])
+def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, long: Questions) -> Iterator[Trio]:
+    run_dir = tmp_path_factory.mktemp("trio")
+    plan = FaultPlan(log_dir=str(run_dir / "faults"))
+    flags = ("--model", str(long.model_dir), "--prefill", "2", "--chunk-tokens", "512", "--kv-memory", "16MiB")
+    sets = (
+        f"transfer.ucx_tls={request.param}",
+        f"transfer.link_lease_s={Trio.GIVE_UP_S:g}",
+        f"transfer.progress_s={Trio.GIVE_UP_S:g}",
+        "worker.silent_s=120",  # prefill's own server lets it freeze
+    )
+    with Cluster(run_dir, *flags, sets=sets, env=plan.environ(), cli=COMMAND) as cluster:
+        yield Trio(cluster, plan, long)
+
+
+@pytest.mark.timeout(600)
+def test_what_a_write_may_still_reach_comes_back_when_the_writer_has_answered(trio: Trio) -> None:
+    cluster = trio.cluster
+    cluster.wait_healthy()
+    given_up = trio.lost("peer_lost")
+    frozen = trio.plan.freeze_next_write("prefill-0")
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(trio.ask, 1000)]
+        cluster.wait(lambda: frozen.frozen, 60, "a worker in the middle of a write")
+        pid = trio.frozen_pid
+        cluster.wait(lambda: trio.lost("peer_lost") > given_up, 60, "a receiver that has given up")
+        asked.append(pool.submit(trio.ask, 2000))
+        trio.wait_for_the_other()
+        time.sleep(2 * IDLE_S)
+        assert trio.arena("leased") > 0, "segments came back while half a write was to come"
+        assert trio.arena("quarantined") == 0, "the link is up: nobody's fate is unknown"
+        cluster.kill(pid, signal.SIGCONT)
+        cluster.wait(lambda: frozen.resumed, 60, "the other half of the write")
+        for each in asked:
+            each.result()
+    assert trio.frozen_pid == pid
+    cluster.check_adds_up()
+
+
+@pytest.mark.timeout(600)
+def test_only_segments_of_a_writer_of_unknown_fate_are_quarantined_until_it_is_gone(trio: Trio) -> None:
+    cluster = trio.cluster
+    cluster.wait_healthy()
+    frozen = trio.plan.freeze_next_write("prefill-0")
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(trio.ask, 3000)]
+        cluster.wait(lambda: frozen.frozen, 60, "a worker in the middle of a write")
+        worker, server = trio.frozen_pid, cluster.server("prefill-0")["pid"]
+        cluster.kill(server, signal.SIGSTOP)
+        cluster.wait(lambda: trio.arena("quarantined"), 60, "a lost link")
+        cluster.kill(server, signal.SIGCONT)  # or it would be taken for hung, and killed with its worker
+        asked.append(pool.submit(trio.ask, 4000))
+        trio.wait_for_the_other()
+        assert trio.arena("quarantined") == LINK_BYTES
+        cluster.kill(worker, signal.SIGCONT)
+        cluster.wait(lambda: frozen.resumed, 60, "the other half of the write")
+        for each in asked:
+            each.result()
+    trio.ask(5000)
+    cluster.kill(worker)
+    cluster.wait_healthy()
+    cluster.check_adds_up()

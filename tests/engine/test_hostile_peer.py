@@ -1,0 +1,581 @@
+"""A peer that says what it must not costs its link, and nothing else: no crash, no memory, no order to a worker that cannot be.
+
+Messages cross the wire's own conversion first, so numbers are those that can come: unsigned, of 32 or 64 bits.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+from msgspec import Struct
+from msgspec.structs import replace
+
+from disagg.engine.instructions import Instruction
+from disagg.messages import link as m
+from disagg.messages.channel import Frame
+from disagg.messages.lane import (
+    Bind,
+    Bound,
+    DropSends,
+    ExpectPiece,
+    Landing,
+    PeerRemoved,
+    Piece,
+    PieceSent,
+    RemovePeer,
+    SendPiece,
+    SendsDropped,
+    Unbind,
+    Unbound,
+)
+from disagg.messages.legs import StartLeg
+from disagg.messages.plan import TokenLogprobs
+from disagg.staging.pieces import group_piece_bytes
+from disagg.staging.slices import SliceError
+from disagg.transfer.session import MAX_PIECES, MAX_WANTS
+from disagg.types.errors import ProtocolError
+from disagg.types.ids import FinishReason, LegKey
+from disagg.types.sampling import MAX_CHOICES
+from disagg.wire.fields import MAX_REQUEST_ID_CHARS
+from disagg.wire.peer import MAX_RANKS, LinkGreeting, link_frame_from_proto, link_frame_to_proto, link_greeting_to_proto
+from tests.engine.units import (
+    D_REF,
+    FULL,
+    LINK,
+    P_REF,
+    RANK,
+    STATE,
+    WINDOW,
+    Decode,
+    Prefill,
+    Unit,
+    facts,
+    hello,
+    start,
+    to_lane,
+    to_link,
+)
+
+FACTS = facts(FULL, WINDOW, STATE, num_large=24)
+SEGMENT = FACTS.segment_bytes
+MANY = 3000
+NUMBERS = (0, 1, 2, 3, 7, 16, 4096, 4097, 2**16, 2**31, 2**32 - 1, 2**48, 2**63, 2**64 - 1)
+KEYS = tuple(LegKey(name, 0, 0) for name in ("a", "b", "c", "nobody"))
+BYTES_PER_ITEM, BYTES_PER_MESSAGE = 4000, 400_000
+
+
+# ---- mutations
+
+
+def items(value: object) -> int:
+    """Values in a message, however deep."""
+    if isinstance(value, Struct):
+        return sum(items(getattr(value, name)) for name in value.__struct_fields__)
+    return sum(map(items, value)) if isinstance(value, tuple) else 1
+
+
+def mutated(draw: st.DrawFn, value: Any) -> Any:
+    """`value` with one thing wrong: a number, a key, a list that is too long, too short, or has its items twice."""
+    match value:
+        case LegKey():
+            return draw(st.sampled_from(KEYS))
+        case Struct():
+            lists = [name for name in value.__struct_fields__ if isinstance(getattr(value, name), tuple)]
+            name = draw(st.sampled_from([*value.__struct_fields__, *lists * 4]))
+            return replace(value, **{name: mutated(draw, getattr(value, name))})
+        case bool() | None | str():
+            return value
+        case int():
+            near = st.integers(-2, 2).map(lambda step: max(0, value + step))
+            return draw(st.sampled_from(NUMBERS) | near)
+        case tuple():
+            how = draw(st.sampled_from((*["item"] * 9, "none", "twice", "many")))
+            if not value or how == "none":
+                return ()
+            if how == "twice":
+                return value * 2
+            if how == "many":
+                return value * (MANY // len(value))
+            index = draw(st.integers(0, len(value) - 1))
+            return (*value[:index], mutated(draw, value[index]), *value[index + 1 :])
+    return value
+
+
+@st.composite
+def hostile(draw: st.DrawFn, legal: m.LinkMessage) -> m.LinkMessage | None:
+    """What arrives of `legal` with up to two things wrong; None if no message on the wire can say so."""
+    message = legal
+    try:
+        for _ in range(draw(st.sampled_from((0, 0, 1, 1, 1, 2)))):
+            message = mutated(draw, message)
+        frame = link_frame_from_proto(link_frame_to_proto(Frame(1, 0, (message,))))
+    except (ValueError, ProtocolError):  # out of the field's range; refused where it is read
+        return None
+    assert isinstance(frame, Frame)
+    return frame.messages[0]
+
+
+# ---- what an engine may come to hold
+
+
+def lists_first(messages: list[m.LinkMessage]) -> st.SearchStrategy[m.LinkMessage]:
+    """One of these; most often one in which most can be wrong."""
+    rich = [each for each in messages if isinstance(each, m.AssignEntries | m.OfferPieces | m.FirstTokens)]
+    return st.sampled_from(messages) | st.sampled_from(rich or messages)
+
+
+def footprint(value: object, seen: set[int] | None = None) -> int:
+    """Items in everything that is reachable from an engine and may grow."""
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, str | bytes | int | float | None):
+        return 0
+    seen.add(id(value))
+    if isinstance(value, dict):
+        return len(value) + sum(footprint(v, seen) for v in value.values())
+    if isinstance(value, list | tuple | set | frozenset) or type(value).__name__ == "deque":
+        return len(value) + sum(footprint(v, seen) for v in value)  # type: ignore[arg-type]
+    module = type(value).__module__
+    if not module.startswith("disagg.") or module.startswith("disagg.memory"):
+        return 0
+    names = getattr(value, "__struct_fields__", None) or getattr(type(value), "__slots__", None) or vars(value)
+    return sum(footprint(getattr(value, name, None), seen) for name in names)
+
+
+def within_bounds(unit: Unit, message: m.LinkMessage, apply: Callable[[], list[Instruction]]) -> list[Instruction]:
+    """Applies a message. What is allocated meanwhile is in proportion to what came."""
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    try:
+        return apply()
+    finally:
+        grown = tracemalloc.get_traced_memory()[1] - before
+        allowed = BYTES_PER_MESSAGE + BYTES_PER_ITEM * items(message)
+        assert grown <= allowed, f"{type(message).__name__} of {items(message)} items cost {grown} bytes"
+        unit.engine.check_integrity()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced() -> Any:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+CAMPAIGNS = pytest.mark.parametrize(
+    "examples", [50, pytest.param(1_500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["quick", "long"]
+)
+
+
+def campaign(examples: int, body: Callable[[st.DataObject], None]) -> None:
+    health = list(HealthCheck)
+    limits = settings(
+        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=health
+    )
+    limits(given(st.data())(body))()
+
+
+# ---- a hostile decode server
+
+
+class HostileDecode:
+    """A prefill engine with legs in every phase, a worker that obeys, and what a decode server could rightly say now."""
+
+    def __init__(self) -> None:
+        self.prefill = Prefill(FACTS)
+        self.legs = [start(name, tokens=20, first_token=i * 100 + 1) for i, name in enumerate("abc")]
+        self.offers: dict[LegKey, list[tuple[int, Piece]]] = {}
+        self.under_way: set[int] = set()
+        self.entry_id = self.position = 0
+        self.do(self.prefill.link(m.OpenRing(0, 0, SEGMENT, (0, SEGMENT))))
+        for leg in self.legs:
+            self.do(self.prefill.start(leg))
+        self.do(self.prefill.link(m.Grant(self.legs[0].key, self.wants(self.legs[0]))))
+
+    def wants(self, leg: StartLeg) -> tuple[int, ...]:
+        return self.prefill.engine._first_held(len(leg.token_ids))
+
+    def do(self, out: list[Instruction]) -> None:
+        """Workers obey, and check that they can."""
+        engine = self.prefill.engine
+        while out:
+            for message in to_link(out):
+                if isinstance(message, m.OfferPieces):
+                    numbered = enumerate(message.pieces, start=message.first_piece_no)
+                    self.offers.setdefault(message.key, []).extend(numbered)
+            reports: list[Any] = []
+            for request in to_lane(out):
+                if isinstance(request, SendPiece):
+                    self.check(request)
+                    reports.append(PieceSent(LINK, request.entry_id, request.key, request.nbytes, 0.0, 0.0))
+                elif isinstance(request, DropSends):
+                    reports.append(SendsDropped(LINK, request.key))
+                elif isinstance(request, RemovePeer):
+                    reports.append(PeerRemoved(LINK))
+            out = [each for report in reports for each in self.prefill.lane(report)]
+            assert footprint(engine) < 5000, "it keeps what a peer made up"
+
+    def check(self, send: SendPiece) -> None:
+        """What the transfer thread asserts, and what its agent needs."""
+        group = FACTS.groups[send.piece.group]
+        assert send.src_head_start + send.heads <= group.kv_heads and send.heads > 0
+        assert send.piece.layer_stop <= len(group.layers)
+        assert send.nbytes == group_piece_bytes(send.piece, send.heads, group) <= FACTS.gather_bytes
+        assert send.arena_offset % 16 == 0 and send.arena_offset + send.nbytes < 2**62
+        rows = group.rows_per_page(FACTS.page_tokens)
+        assert len(send.pages) == -(-send.piece.token_stop // rows) - send.piece.token_start // rows
+        assert send.src_rank == 0 and send.entry_id not in self.under_way
+        self.under_way.add(send.entry_id)
+
+    def legal(self) -> list[m.LinkMessage]:
+        out: list[m.LinkMessage] = [
+            m.OpenRing(0, 0, SEGMENT, (0, SEGMENT)),
+            m.OpenRing(1, 0, SEGMENT, (0,)),
+            m.CloseRing(0),
+            m.Watermarks(0, (self.position,)),
+            m.WantPieces(self.legs[0].key, (Piece(0, 0, 2, 4, 8),)),
+            m.WantPieces(self.legs[0].key, (Piece(0, 0, 1, 0, 20), Piece(1, 0, 2, 16, 20), Piece(2, 0, 1, 0, 1))),
+            *(m.Grant(leg.key, self.wants(leg)) for leg in self.legs),
+            *(m.Complete(leg.key) for leg in self.legs),
+            *(m.Revoke(leg.key, "no") for leg in self.legs),
+        ]
+        for key, offered in self.offers.items():
+            entries = []
+            position = self.position
+            for number, (piece_no, piece) in enumerate(offered[:4]):
+                group = FACTS.groups[piece.group]
+                nbytes = group_piece_bytes(piece, group.kv_heads, group)
+                if position % SEGMENT + nbytes > SEGMENT:
+                    position += SEGMENT - position % SEGMENT
+                entries.append(m.Entry(self.entry_id + number, piece_no, 0, 0, 0, group.kv_heads, position, nbytes))
+                position += -(-nbytes // 16) * 16
+            if entries:
+                out.append(m.AssignEntries(key, 0, tuple(entries)))
+        return out
+
+    def said(self, message: m.LinkMessage) -> None:
+        """It was taken."""
+        if isinstance(message, m.AssignEntries):
+            for entry in message.entries:
+                self.entry_id = max(self.entry_id, entry.entry_id + 1)
+                self.position = max(self.position, -(-(entry.position + entry.nbytes) // 16) * 16)
+                self.offers[message.key] = [o for o in self.offers.get(message.key, []) if o[0] != entry.piece_no]
+
+    def the_rest_goes_on(self) -> None:
+        """The link is dropped; legs end, nothing is held, and another decode server is served as ever."""
+        self.do(self.prefill.do(self.prefill.engine.link_down(LINK, "it broke the protocol")))
+        self.prefill.compute_all()
+        for leg in self.legs:
+            self.do(self.prefill.abort(leg))
+        self.prefill.compute_all()
+        assert self.prefill.engine.idle and self.prefill.used == 0
+        self.prefill.do(self.prefill.engine.link_up(LINK, hello(D_REF)))
+        self.prefill.through(start("after", tokens=20, first_token=500))
+
+
+@CAMPAIGNS
+def test_a_prefill_server_survives_whatever_a_decode_server_says(examples: int) -> None:
+    campaign(examples, _hostile_decode)
+
+
+def _hostile_decode(data: st.DataObject) -> None:
+    peer = HostileDecode()
+    for _ in range(data.draw(st.integers(1, 12))):
+        message = data.draw(hostile(data.draw(lists_first(peer.legal()))))
+        if message is None:
+            continue
+        try:
+            out = within_bounds(peer.prefill, message, lambda message=message: peer.prefill.link(message))
+        except ProtocolError:
+            break
+        peer.said(message)
+        peer.do(out)
+        if peer.prefill.unreported and data.draw(st.booleans()):
+            peer.do(peer.prefill.compute())
+    peer.the_rest_goes_on()
+
+
+# ---- a hostile prefill server
+
+
+class HostilePrefill:
+    """A decode engine with legs in every phase, a worker that obeys, and what a prefill server could rightly say now."""
+
+    def __init__(self) -> None:
+        self.decode = Decode(FACTS)
+        self.legs = [start(name, tokens=12, peer=P_REF, first_token=i * 100 + 1) for i, name in enumerate("abc")]
+        self.grants: dict[LegKey, m.Grant] = {}
+        self.piece_no = 0
+        self.flying: list[ExpectPiece] = []
+        for leg in self.legs[:2]:
+            self.do(self.decode.start(leg))
+        self.do(self.decode.link(m.Announce(self.legs[0].key, 12)))
+
+    def do(self, out: list[Instruction]) -> None:
+        while out:
+            for message in to_link(out):
+                if isinstance(message, m.Grant):
+                    self.grants[message.key] = message
+            reports: list[Any] = []
+            for request in to_lane(out):
+                match request:
+                    case Bind():
+                        reports.append(Bound(request.key))
+                    case Unbind():
+                        reports.append(Unbound(request.key))
+                    case ExpectPiece():
+                        self.check(request)
+                        self.flying.append(request)
+            out = [each for report in reports for each in self.decode.lane(report)]
+            assert footprint(self.decode.engine) < 5000, "it keeps what a peer made up"
+
+    def check(self, expect: ExpectPiece) -> None:
+        group = FACTS.groups[expect.piece.group]
+        assert expect.dst_head_start + expect.heads <= group.kv_heads
+        assert expect.piece.layer_stop <= len(group.layers)
+        assert expect.nbytes == group_piece_bytes(expect.piece, expect.heads, group)
+        assert 0 <= expect.arena_offset <= FACTS.arena_bytes - expect.nbytes
+
+    def land(self) -> None:
+        expect = self.flying.pop(0)
+        self.do(self.decode.lane(Landing(LINK, expect.entry_id, expect.key, True, "", 1, 0.0, 0.0)))
+
+    def legal(self) -> list[m.LinkMessage]:
+        keys = [leg.key for leg in self.legs]
+        row = TokenLogprobs(-1.0, ((1, -1.0), (2, -2.0)))
+        out: list[m.LinkMessage] = [
+            m.RingClosed(0),
+            *(m.Announce(key, 12) for key in keys),
+            *(m.FirstTokens(key, (m.FirstToken(0, 9, row, None),)) for key in keys),
+            m.FirstTokens(keys[0], (m.FirstToken(0, 0, None, FinishReason.STOP),)),
+            *(m.SentAll(key, 3) for key in keys[:2]),
+            m.Withdraw(keys[1], "no"),
+            m.Drained(keys[1]),
+        ]
+        for key, grant in self.grants.items():
+            stops = (12, 12, 1)
+            wanted = [
+                Piece(g, 0, len(group.layers), want, stop)
+                for g, (group, want, stop) in enumerate(zip(FACTS.groups, grant.wants, stops, strict=True))
+                if want < stop
+            ]
+            if wanted:
+                out.append(m.OfferPieces(key, self.piece_no, tuple(wanted)))
+        return out
+
+    def said(self, message: m.LinkMessage) -> None:
+        if isinstance(message, m.OfferPieces):
+            self.piece_no = min(MAX_PIECES, max(self.piece_no, message.first_piece_no + len(message.pieces)))
+
+    def the_rest_goes_on(self) -> None:
+        decode = self.decode
+        self.do(decode.do(decode.engine.link_down(LINK, True, "it broke the protocol")))
+        for leg in self.legs:
+            self.do(decode.abort(leg))
+        decode.compute_all()
+        assert decode.engine.idle and decode.used == 0
+        decode.do(decode.engine.link_up(LINK, hello(P_REF), decode.now_s, 0.0))
+        decode.through(start("after", tokens=12, peer=P_REF, first_token=500))
+
+
+@CAMPAIGNS
+def test_a_decode_server_survives_whatever_a_prefill_server_says(examples: int) -> None:
+    campaign(examples, _hostile_prefill)
+
+
+def _hostile_prefill(data: st.DataObject) -> None:
+    peer = HostilePrefill()
+    for _ in range(data.draw(st.integers(1, 12))):
+        message = data.draw(hostile(data.draw(lists_first(peer.legal()))))
+        if message is None:
+            continue
+        try:
+            out = within_bounds(peer.decode, message, lambda message=message: peer.decode.link(message))
+        except ProtocolError:
+            break
+        peer.said(message)
+        peer.do(out)
+        if peer.flying and data.draw(st.booleans()):
+            peer.land()
+        if peer.decode.unreported and data.draw(st.booleans()):
+            peer.do(peer.decode.compute())
+    peer.the_rest_goes_on()
+
+
+# ---- one by one
+
+
+ENTRY = m.Entry(3, 0, 0, 0, 0, 2, 0, 200)  # of the one piece of `start()`
+
+
+@pytest.mark.parametrize(
+    ("entry", "error"),
+    [
+        (replace(ENTRY, piece_no=1), "was not offered"),
+        (replace(ENTRY, src_rank=1), "no rank slice"),
+        (replace(ENTRY, dst_rank=1), "not there"),
+        (replace(ENTRY, src_head_start=1), "no rank slice"),
+        (replace(ENTRY, heads=2**31), "no rank slice"),
+        (replace(ENTRY, nbytes=208), "not as large"),
+        (replace(ENTRY, position=8), "does not follow"),
+        (replace(ENTRY, position=4096 - 192), "does not follow"),
+        (replace(ENTRY, position=2**62), "does not follow"),
+        (replace(ENTRY, nbytes=2**63), "does not follow"),
+    ],
+)
+def test_an_entry_that_cannot_be_written_never_reaches_a_worker(entry: m.Entry, error: str) -> None:
+    prefill = Prefill(facts(prefix_cache=False))
+    leg = start()
+    prefill.granted(leg)
+    with pytest.raises(ProtocolError, match=error):
+        prefill.link(m.AssignEntries(leg.key, 0, (entry,)))
+    assert not prefill.engine._links[LINK].writing
+
+
+def test_an_entry_id_is_given_once_and_two_entries_share_no_byte() -> None:
+    for second in (replace(ENTRY, position=208), replace(ENTRY, entry_id=4, position=192)):
+        prefill = Prefill(facts(prefix_cache=False))
+        leg = start()
+        prefill.granted(leg)
+        with pytest.raises(ProtocolError, match=r"was assigned before|does not follow"):
+            prefill.link(m.AssignEntries(leg.key, 0, (ENTRY, second)))
+
+
+@pytest.mark.parametrize(
+    ("ring", "error"),
+    [
+        (m.OpenRing(1, 0, SEGMENT, (0,)), "while another one is open"),
+        (m.OpenRing(0, 0, SEGMENT, (0,)), "again on rank 0"),
+        (m.OpenRing(0, 7, SEGMENT, (0,)), "on rank 7 cannot be"),
+    ],
+)
+def test_a_link_has_one_ring_that_is_opened_once(ring: m.OpenRing, error: str) -> None:
+    prefill = Prefill(FACTS)
+    prefill.open_ring()
+    with pytest.raises(ProtocolError, match=error):
+        prefill.link(ring)
+
+
+@pytest.mark.parametrize(
+    ("ring", "error"),
+    [
+        (m.OpenRing(0, 0, 16, (0,)), "takes .* bytes; at most 16 fit"),
+        (m.OpenRing(0, 0, SEGMENT, ()), "0 segments"),
+        (m.OpenRing(0, 0, SEGMENT, (0,) * 100_000), "100000 segments"),
+        (m.OpenRing(0, 0, SEGMENT + 1, (0,)), "4097 bytes"),
+        (m.OpenRing(0, 0, SEGMENT, (2**63,)), "beyond what an arena may have"),
+    ],
+)
+def test_a_ring_that_cannot_be_is_not_opened(ring: m.OpenRing, error: str) -> None:
+    prefill = Prefill(FACTS)
+    with pytest.raises(ProtocolError, match=error):
+        prefill.link(ring)
+    assert not prefill.engine._links[LINK].rings
+
+
+def test_segments_that_would_cut_a_prompt_into_countless_pieces_are_refused() -> None:
+    prefill = Prefill(facts(num_large=200_000, max_model_len=700_000))
+    with pytest.raises(ProtocolError, match=f"at most {MAX_PIECES} may be"):
+        prefill.link(m.OpenRing(0, 0, 48, (0,)))
+
+
+def test_watermarks_are_of_every_rank_and_of_what_was_assigned() -> None:
+    prefill = Prefill(FACTS)
+    prefill.open_ring()
+    with pytest.raises(ProtocolError, match="beyond"):
+        prefill.link(m.Watermarks(0, (16,)))
+    with pytest.raises(ProtocolError, match="of 1 ranks"):
+        prefill.link(m.Watermarks(0, (0,) * 1000))
+
+
+def test_pieces_are_not_wanted_again_without_end() -> None:
+    prefill = Prefill(facts(prefix_cache=False))
+    leg = start()
+    prefill.granted(leg)
+    whole = Piece(0, 0, 2, 0, 6)
+    with pytest.raises(ProtocolError, match="wanted again: more than all of them"):
+        prefill.link(m.WantPieces(leg.key, (whole, whole)))
+    for _ in range(MAX_WANTS):
+        prefill.link(m.WantPieces(leg.key, (whole,)))
+    with pytest.raises(ProtocolError, match="more than 3 times"):
+        prefill.link(m.WantPieces(leg.key, (whole,)))
+
+
+def test_what_was_not_announced_cannot_be_granted() -> None:
+    prefill = Prefill(replace(FACTS, max_slots=1))
+    prefill.start(start("a"))
+    prefill.start(start("b", tokens=20))
+    with pytest.raises(ProtocolError, match="before it was announced"):
+        prefill.link(m.Grant(LegKey("b", 0, 0), (0, 12, 0)))
+
+
+def test_an_announcement_repeated_leaves_nothing_behind() -> None:
+    decode = Decode(FACTS)
+    leg = start(peer=P_REF)
+    decode.announced(leg)
+    before = footprint(decode.engine)
+    for _ in range(1000):
+        decode.link(m.Announce(leg.key, 6))
+    assert footprint(decode.engine) == before
+
+
+def test_pieces_are_not_offered_again_without_end() -> None:
+    decode = Decode(facts(prefix_cache=False))
+    leg = start(peer=P_REF)
+    decode.receiving(leg)
+    with pytest.raises(ProtocolError, match="pieces of 24 cells were offered where 12 were granted"):
+        decode.link(m.OfferPieces(leg.key, 1, (Piece(0, 0, 2, 0, 6),)))
+    assert len(decode.engine.rings.links[LINK].live) == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error"),
+    [
+        ((m.FirstToken(0, FACTS.vocab_size, None, None),), "first token 1000 is not among the model's 1000"),
+        ((m.FirstToken(0, 1, TokenLogprobs(0.0, ((1, 0.0),) * 1000), None),), "1000 logprobs"),
+        ((m.FirstToken(0, 1, None, None),) * (MAX_CHOICES + 1), "65 choices"),
+    ],
+)
+@pytest.mark.parametrize("key", KEYS[:2])
+def test_first_tokens_that_no_leg_can_have_are_not_kept(
+    tokens: tuple[m.FirstToken, ...], error: str, key: LegKey
+) -> None:
+    decode = Decode(FACTS)
+    decode.start(start("a", peer=P_REF))
+    for announced in KEYS[:2]:
+        decode.link(m.Announce(announced, 6))
+    with pytest.raises(ProtocolError, match=error):
+        decode.link(m.FirstTokens(key, tokens))
+
+
+def test_sizes_that_exchange_no_heads_are_refused_on_either_side() -> None:
+    three = replace(hello(D_REF), tp=3, ranks=tuple(replace(RANK, rank=r) for r in range(3)))
+    with pytest.raises(SliceError, match="TP size 3 cannot hold 2 KV heads"):
+        Prefill(FACTS, linked=False).engine.link_up(LINK, three)
+    with pytest.raises(SliceError, match="TP size 3 cannot hold 2 KV heads"):
+        Decode(FACTS, linked=False).engine.link_up(LINK, three, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        replace(hello(D_REF), tp=2**32 - 1),
+        replace(hello(D_REF), tp=0, ranks=()),
+        replace(hello(D_REF), tp=2, ranks=(RANK, RANK)),
+        replace(hello(D_REF), tp=MAX_RANKS + 1, ranks=tuple(replace(RANK, rank=r) for r in range(MAX_RANKS + 1))),
+        replace(hello(D_REF), ranks=(replace(RANK, arena_address=2**64 - 1),)),
+    ],
+)
+def test_a_greeting_with_ranks_that_cannot_be_is_refused(bad: m.LinkHello) -> None:
+    with pytest.raises(ProtocolError, match=r"LinkHello\.ranks"):
+        link_frame_from_proto(link_greeting_to_proto(LinkGreeting(bad, 0)))
+
+
+def test_a_request_id_is_not_kept_whatever_its_length() -> None:
+    long = m.Announce(LegKey("x" * (MAX_REQUEST_ID_CHARS + 1), 0, 0), 1)
+    with pytest.raises(ProtocolError, match="has 257 characters; at most 256 may be"):
+        link_frame_from_proto(link_frame_to_proto(Frame(1, 0, (long,))))

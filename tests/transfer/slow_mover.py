@@ -1,0 +1,138 @@
+"""A mover as on a GPU: moves are over when the test says, in order, and a scatter writes before it knows its verdict."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from disagg.messages.lane import Piece
+from disagg.staging import copy
+from disagg.staging.checksum import checksum
+from disagg.staging.copy import PageShape
+from disagg.staging.pieces import TRAILER_BYTES, framed_bytes
+
+
+class SlowMove:
+    def __init__(self, nbytes: int, run: Callable[[], bool]) -> None:
+        self.nbytes = nbytes
+        self._run = run
+        self._verdict: bool | None = None
+
+    def run(self) -> None:
+        self._verdict = self._run()
+
+    def done(self) -> bool:
+        return self._verdict is not None
+
+    def ok(self) -> bool:
+        assert self._verdict is not None, "asked before it was done"
+        return self._verdict
+
+    def seconds(self) -> float:
+        assert self._verdict is not None, "asked before it was done"
+        return 0.25
+
+
+class SlowMover:
+    """`run` ends the oldest moves. With `at_once`, moves end when they are asked for, as on CPU."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[SlowMove] = deque()
+        self.at_once = False
+
+    def run(self, moves: int = 1) -> None:
+        for _ in range(moves):
+            self.waiting.popleft().run()
+
+    def pages(self, page_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(page_ids, dtype=torch.int64)
+
+    def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
+        pass
+
+    def gather(
+        self,
+        pool: torch.Tensor,
+        page_ids: torch.Tensor,
+        shape: PageShape,
+        piece: Piece,
+        head_start: int,
+        heads: int,
+        out: torch.Tensor,
+        seed: int,
+        first_page: int = 0,
+    ) -> SlowMove:
+        def run() -> bool:
+            copy.gather(pool, page_ids, shape, piece, head_start, heads, out, seed, first_page)
+            return True
+
+        return self._begin(framed_bytes(shape.payload_bytes(piece, heads)), run)
+
+    def scatter(
+        self,
+        staging: torch.Tensor,
+        pool: torch.Tensor,
+        page_ids: torch.Tensor,
+        shape: PageShape,
+        piece: Piece,
+        head_start: int,
+        heads: int,
+        seed: int,
+        first_page: int = 0,
+    ) -> SlowMove:
+        payload = shape.payload_bytes(piece, heads)
+        padded = framed_bytes(payload) - TRAILER_BYTES
+
+        def run() -> bool:
+            whole = staging.clone()
+            trailer = checksum(whole[:padded], payload, seed).to_bytes(TRAILER_BYTES, "little")
+            whole[padded : padded + TRAILER_BYTES] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
+            assert copy.scatter(whole, pool, page_ids, shape, piece, head_start, heads, seed, first_page)
+            return torch.equal(whole, staging)
+
+        return self._begin(padded + TRAILER_BYTES, run)
+
+    def plan_gather(
+        self,
+        pool: torch.Tensor,
+        page_ids: torch.Tensor,
+        shape: PageShape,
+        piece: Piece,
+        head_start: int,
+        heads: int,
+        out: torch.Tensor,
+        seed: int,
+        first_page: int = 0,
+    ) -> Callable[[torch.Tensor], SlowMove]:
+        return lambda into: self.gather(pool, page_ids, shape, piece, head_start, heads, into, seed, first_page)
+
+    def plan_scatter(
+        self,
+        staging: torch.Tensor,
+        pool: torch.Tensor,
+        page_ids: torch.Tensor,
+        shape: PageShape,
+        piece: Piece,
+        head_start: int,
+        heads: int,
+        seed: int,
+        first_page: int = 0,
+    ) -> Callable[[], SlowMove]:
+        return lambda: self.scatter(staging, pool, page_ids, shape, piece, head_start, heads, seed, first_page)
+
+    def zero(self, pool: torch.Tensor, page_ids: torch.Tensor) -> SlowMove:
+        def run() -> bool:
+            pool.index_fill_(0, page_ids, 0)
+            return True
+
+        return self._begin(0, run)
+
+    def _begin(self, nbytes: int, run: Callable[[], bool]) -> SlowMove:
+        move = SlowMove(nbytes, run)
+        if self.at_once:
+            move.run()
+        else:
+            self.waiting.append(move)
+        return move
