@@ -465,7 +465,7 @@ class SequencePages:
             return ()
         checkpoint_tokens = self._layout.checkpoint_tokens
         needs = [0] * len(self._tables)
-        pages_after = pages_for(stop, self._page_tokens)
+        pages_after = -(-stop // self._page_tokens)
         for g in self._paged:
             needs[g] = max(0, pages_after - len(self._tables[g]))
         taken = None
@@ -554,7 +554,8 @@ class SequencePages:
                 self._publish(g, num_tokens // page_tokens, hashes)
         for g in self._windows:
             self._leave_window(g, num_tokens, hashes, step)
-        self._let_go_of_states(num_tokens, hashes, step)
+        if self._superseded:
+            self._let_go_of_states(num_tokens, hashes, step)
         self._due = num_tokens + 1 if self._superseded else (num_tokens // page_tokens + 1) * page_tokens
 
     def _publish(self, g: int, stop: int, hashes: Sequence[bytes]) -> None:

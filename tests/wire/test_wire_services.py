@@ -133,7 +133,9 @@ async def test_a_router_attaches_and_its_messages_are_answered():
 async def test_two_engines_link_and_complete_a_leg():
     async with serving(services.peer_handler(CompletingPeer())) as channel:
         call = services.PeerStub(channel).link()
-        greeting = peer.LinkGreeting(LinkHello("d", "gen", "inc", "fp", 1, "host", (RankInfo(0, 1, 1, b"", 0, 0, 0),)), 0)
+        greeting = peer.LinkGreeting(
+            LinkHello("d", "gen", "inc", "fp", 1, "host", (RankInfo(0, 1, 1, b"", 0, 0, 0),)), 0
+        )
         await call.write(peer.link_greeting_to_proto(greeting))
         assert peer.link_frame_from_proto(await call.read()) == greeting
         decode = ReliableChannel()
