@@ -23,7 +23,7 @@ serve: setup ## Run a cluster on this machine until Ctrl-C (other flags: .venv/b
 test: lint $(MODELS_STAMP) ## What CI runs: lint, types, import contracts, and every test that is not slow.
 	$(PYTEST) -m "not slow"
 
-check: lint ## The three-minute part of `test`: without the tests that start real clusters.
+check: lint ## The five-minute part of `test`: without the tests that start real clusters.
 	$(PYTEST) -m "not slow and not cluster"
 
 lint: setup ## Ruff, mypy and the import contracts.
