@@ -589,20 +589,28 @@ def machine(seen: collections.Counter[str]) -> type[RuleBasedStateMachine]:
     return SequenceMachine
 
 
+MUST_HAPPEN = (
+    "hit",
+    "wants less",
+    "refused",
+    "no page",
+    "evicted",
+    "recycled",
+    "copied",
+    "kept a checkpoint to send",
+    "kept of a broken transfer",
+    "fitted alone",
+)
+
+
 @pytest.mark.parametrize("examples", [200, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_whatever_may_still_be_read_is_there(examples: int) -> None:
+    """What hypothesis draws depends on which modules are loaded: where something was too rare, more examples are run."""
     seen: collections.Counter[str] = collections.Counter()
-    run_state_machine_as_test(machine(seen), settings=campaign(examples, 100))
-    for what in (
-        "hit",
-        "wants less",
-        "refused",
-        "no page",
-        "evicted",
-        "recycled",
-        "copied",
-        "kept a checkpoint to send",
-        "kept of a broken transfer",
-        "fitted alone",
-    ):
+    for factor in (1, 2, 4):
+        seen.clear()
+        run_state_machine_as_test(machine(seen), settings=campaign(factor * examples, 100))
+        if all(seen[what] >= examples // 4 for what in MUST_HAPPEN):
+            break
+    for what in MUST_HAPPEN:
         assert seen[what] >= examples // 4, f"{what}: only {seen[what]} times"
