@@ -19,9 +19,10 @@ from typing import Any
 
 from disagg.messages.lane import Landing, LaneReport
 from disagg.staging import copy
+from disagg.staging.pieces import TRAILER_BYTES
 from disagg.transfer.backends.base import FailedWrite, Peer, Polled, Region
 from disagg.transfer.backends.nixl import NixlBackend
-from disagg.worker import transfer_driver
+from disagg.worker import landings, transfer_driver
 from tests.cluster.wire_faults.plan import Fault, FaultPlan, FrozenWrite
 
 _INTACT, _FLIPPED = b"\x00", b"\x01"  # the mark, last in every notification
@@ -107,8 +108,10 @@ class FaultyBackend:
                 first = part(0, nbytes, b"")
                 self._again[first] = (handle, whole)
             case Fault.FLIP:
-                # Rows of these models are whole words, so there is no padding that nobody verifies.
-                bit = self._rng.randrange(8 * nbytes)
+                # Rows of these models are whole words, so there is no padding that nobody verifies. The trailer would be
+                # missed without checksums too: the receiving end compares it with the sum that it did not make.
+                damageable = nbytes - TRAILER_BYTES if self._plan.ignore_checksums else nbytes
+                bit = self._rng.randrange(8 * damageable)
                 ctypes.c_uint8.from_address(local.address + local_offset + bit // 8).value ^= 1 << bit % 8
                 self._ours[part(0, nbytes, notification + _FLIPPED)] = handle
             case Fault.NONE:
@@ -214,4 +217,4 @@ def install(plan: FaultPlan, server: str) -> None:
     transfer_driver.create = lambda backend, **options: faulty(**options)
     transfer_driver.TransferDriver = LoggingDriver
     if plan.ignore_checksums:
-        copy.checksum = lambda staged, payload, seed: 0
+        copy.checksum = landings.checksum = lambda staged, payload, seed: 0
