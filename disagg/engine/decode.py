@@ -32,6 +32,7 @@ from disagg.messages.lane import (
     Bind,
     Bound,
     ExpectPiece,
+    ForgetEntry,
     Landing,
     LaneReport,
     PeerAdded,
@@ -156,6 +157,7 @@ class DecodeEngine:
         self._queued: dict[LegKey, _Leg] = {}  # announced and without a grant, longest first
         self._ending: dict[LegKey, _Leg] = {}  # ended, and not all free
         self._links: dict[int, _Link] = {}
+        self._quarantined: dict[int, m.LinkHello] = {}  # lost links that hold segments still
         self._closed: dict[LegKey, None] = {}  # recently, oldest first: announces that come late are refused
         self._arrivals = 0
         self._out: list[Instruction] = []
@@ -270,7 +272,8 @@ class DecodeEngine:
         link = self._links.pop(number, None)
         if link is None:
             return []
-        self.rings.remove(number, gone)
+        if self.rings.remove(number, gone):
+            self._quarantined[number] = link.hello
         self._out.append(ToLane(None, RemovePeer(number)))
         for leg in [leg for leg in self._legs.values() if leg.link == number]:
             if leg.session.open and not leg.ended:
@@ -280,8 +283,9 @@ class DecodeEngine:
         return self._take()
 
     def peer_gone(self, number: int) -> None:
-        """The workers behind a lost link have exited at last: their segments come back."""
-        self.rings.gone(number)
+        """The workers behind a lost link have exited at last, or are known to be quiet: their segments come back."""
+        self._quarantined.pop(number, None)
+        self.rings.quiet(number)
 
     def link_message(self, number: int, message: m.LinkMessage, now_s: float, now_unix_s: float) -> list[Instruction]:
         """Raises ProtocolError for what no prefill engine may say; the server then drops the link."""
@@ -326,6 +330,12 @@ class DecodeEngine:
                 if ring.state is not RingState.CLOSING or ring.ring_no != message.ring_no:
                     raise ProtocolError(f"prefill closed ring {message.ring_no}, which it was not asked for")
                 self.rings.closed(number)
+            case m.Written():
+                ring = self.rings.links[number]
+                if ring.ring_no == message.ring_no:
+                    self._forget(link, [entry_id for entry_id in message.entry_ids if entry_id in ring.live])
+            case m.QuietLinks():
+                self._quiet_links(link, message)
             case _:
                 raise ProtocolError(f"a prefill server may not send {type(message).__name__}")
         self._grant_waiting(now_s, now_unix_s)
@@ -360,8 +370,10 @@ class DecodeEngine:
     def tick(self, now_s: float, now_unix_s: float) -> list[Instruction]:
         """Rings that idle go back; transfers that stand still are asked for, then given up; backstop deadlines."""
         receiving = {key for key, leg in self._legs.items() if leg.session.state is ReceiveState.RECEIVING}
-        for ring in self.rings.links.values():
+        for number, ring in self.rings.links.items():
             ring.watch(receiving, now_s)
+            if doubtful := ring.doubtful(now_s):
+                self._out.append(ToLink(number, m.AskWritten(ring.ring_no, doubtful)))
         for leg in [leg for leg in self._legs.values() if not leg.ended]:
             if now_s > leg.deadline_s + 5.0:
                 self._close(leg, Outcome.ABORTED, "the request's deadline passed")
@@ -607,7 +619,7 @@ class DecodeEngine:
             for part in link.next_slices(piece.group):
                 nbytes = group_piece_bytes(piece, part.heads, group)
                 try:
-                    entry_id, entry = ring.assign(leg.key, piece_no, part.dst_rank, nbytes)
+                    entry_id, entry = ring.assign(leg.key, piece_no, part.dst_rank, nbytes, now_s)
                 except ValueError as error:
                     raise ProtocolError(f"{piece} was offered: {error}") from error
                 assert ring.lease is not None
@@ -660,6 +672,9 @@ class DecodeEngine:
             self._tell_watermarks(message.link)
         leg = self._legs.get(message.key)
         if leg is None or leg.link != message.link or live is None:
+            return
+        if message.reason == "lost":
+            self.tally.lost_notifications += 1  # the piece is missing, and will be asked for
             return
         if not message.ok:
             if message.reason == "checksum":
@@ -760,9 +775,24 @@ class DecodeEngine:
                 self._close(leg, Outcome.BAD_TRANSFER, "pieces were sent and never arrived")
                 return
             leg.progress_s = now_s
+            live = self.rings.links[leg.link].live.items()
+            self._forget(self._links[leg.link], [entry_id for entry_id, entry in live if entry.key == leg.key])
             self._out.append(ToLink(leg.link, m.WantPieces(leg.key, leg.session.ask_again())))
         elif self.rings.links[leg.link].idle_s(leg.key, leg.progress_s, receiving, now_s) > self.facts.progress_s:
             self._close(leg, Outcome.PEER_LOST, f"its transfer made no progress for {self.facts.progress_s:g} s")
+
+    def _forget(self, link: _Link, entry_ids: list[int]) -> None:
+        """Prefill has written these entries. Those whose notification has not come by now are free."""
+        live = self.rings.links[link.number].live
+        for entry_id in entry_ids:
+            self._out.append(ToLane(live[entry_id].rank, ForgetEntry(link.number, entry_id)))
+
+    def _quiet_links(self, link: _Link, message: m.QuietLinks) -> None:
+        """Of these lost links nothing is under way any more: their segments come back. A peer speaks for itself only."""
+        for number, hello in list(self._quarantined.items()):
+            same = (hello.name, hello.incarnation) == (link.hello.name, link.hello.incarnation)
+            if same and hello.generation in message.generations:
+                self.peer_gone(number)
 
     def _peer_quiet(self, link: _Link, key: LegKey) -> None:
         """Prefill has nothing of this leg under way. Its entries are free once our ranks look at none of them either."""

@@ -78,6 +78,7 @@ class Tally:
     pieces_sent: int = 0
     pieces_landed: int = 0
     checksum_failures: int = 0
+    lost_notifications: int = 0
     aborts: int = 0
     max_steps_after_abort: int = 0
     legs: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by outcome

@@ -69,6 +69,7 @@ from disagg.types.ids import LegKey
 MAX_TIMELINE = 256
 MAX_ARENA_BYTES = 1 << 48  # no device has so much; a sum of such offsets stays within what the transfer agent takes
 MAX_SEGMENTS = 1024  # of one ring
+MAX_QUIET = 1024  # generations of lost links that are remembered
 
 
 @dataclass(slots=True)
@@ -176,6 +177,19 @@ class _Link:
         )
 
 
+@dataclass(slots=True)
+class _LostLink:
+    """A link that was lost, and of which something may be under way still."""
+
+    hello: m.LinkHello
+    ranks: set[int]  # that have yet to say PeerRemoved
+
+
+def _peer_of(hello: m.LinkHello) -> tuple[str, str]:
+    """Who is at the other end."""
+    return hello.name, hello.incarnation
+
+
 class PrefillEngine:
     """See the module. Methods take `now_s` (monotonic) and, where the timeline wants it, `now_unix_s`."""
 
@@ -192,7 +206,8 @@ class PrefillEngine:
         self._running: dict[int, _Leg] = {}  # by sequence: admitted, first token not yet sampled, not given up
         self._by_seq: dict[int, _Leg] = {}  # by sequence: everything that a plan in flight may name
         self._links: dict[int, _Link] = {}
-        self._lost_links: dict[int, set[int]] = {}  # link -> ranks that have yet to say PeerRemoved
+        self._lost_links: dict[int, _LostLink] = {}
+        self._quiet: dict[str, tuple[str, str]] = {}  # generations of lost links -> _peer_of; the oldest first
         self._next_seq_id = 0
         self._out: list[Instruction] = []
 
@@ -290,6 +305,7 @@ class PrefillEngine:
                     ),
                 )
             )
+        self._tell_quiet(number, tuple(g for g, peer in self._quiet.items() if peer == _peer_of(hello)))
         for leg in list(self._legs.values()):
             peer = leg.start.peer
             if leg.link is None and peer.name == hello.name:
@@ -305,7 +321,7 @@ class PrefillEngine:
         link = self._links.pop(number, None)
         if link is None:
             return []
-        self._lost_links[number] = set(range(self.facts.tp))
+        self._lost_links[number] = _LostLink(link.hello, set(range(self.facts.tp)))
         self._out.append(ToLane(None, RemovePeer(number)))
         for leg in [leg for leg in self._legs.values() if leg.link == number]:
             self._close(leg, Outcome.PEER_LOST, reason)
@@ -329,6 +345,8 @@ class PrefillEngine:
                 self._assign(link, message)
             case m.Watermarks():
                 self._watermarks(link, message)
+            case m.AskWritten():
+                self._say_written(link, message)
             case m.WantPieces():
                 leg = self._leg_of(link, message.key)
                 if leg is not None:
@@ -357,13 +375,11 @@ class PrefillEngine:
                     if not leg.dropping:
                         self._dropped(leg)
             case PeerRemoved():
-                waiting = self._lost_links.get(message.link)
-                if waiting is not None:
-                    waiting.discard(rank)
-                    if not waiting:
-                        del self._lost_links[message.link]
-                        for leg in [leg for leg in self._legs.values() if leg.link == message.link]:
-                            leg.session.dropped()
+                lost = self._lost_links.get(message.link)
+                if lost is not None:
+                    lost.ranks.discard(rank)
+                    if not lost.ranks:
+                        self._quiet_at_last(message.link)
             case PeerAdded():
                 if message.error and message.link in self._links:
                     self._out.append(DropLink(message.link, message.error))
@@ -431,7 +447,7 @@ class PrefillEngine:
                 }
                 for link in self._links.values()
             },
-            "links being removed": {k: sorted(v) for k, v in self._lost_links.items()},
+            "links being removed": {number: sorted(lost.ranks) for number, lost in self._lost_links.items()},
             "plans in flight": [plan.plan_no for plan in self.pipeline.in_flight],
             "memory": self.pool.dump(),
         }
@@ -729,6 +745,17 @@ class PrefillEngine:
                 ring.views[rank].update(position)
         self._flush(link, message.ring_no)
 
+    def _say_written(self, link: _Link, message: m.AskWritten) -> None:
+        ring = link.rings.get(message.ring_no)
+        if ring is None:
+            return
+        to_come = {write.entry.entry_id for pending in ring.pending.values() for _, write in pending} | set(
+            link.writing
+        )
+        written = tuple(e for e in message.entry_ids if e < link.next_entry_id and e not in to_come)
+        if written:
+            self._out.append(ToLink(link.number, m.Written(message.ring_no, written)))
+
     def _flush(self, link: _Link, ring_no: int) -> None:
         """Hand on the writes whose ring bytes are free, in order."""
         ring = link.rings[ring_no]
@@ -840,6 +867,24 @@ class PrefillEngine:
             self._out.append(ToLink(link.number, m.Withdraw(leg.key, leg.withdraw_reason)))
         for ring_no in rings | set(link.rings):
             self._close_ring_if_quiet(link, ring_no)
+
+    # ---- links that were lost
+
+    def _quiet_at_last(self, number: int) -> None:
+        """No rank has anything of a lost link under way any more. Its peer may use that memory again."""
+        hello = self._lost_links.pop(number).hello
+        for leg in [leg for leg in self._legs.values() if leg.link == number]:
+            leg.session.dropped()
+        self._quiet[hello.generation] = _peer_of(hello)
+        if len(self._quiet) > MAX_QUIET:
+            del self._quiet[next(iter(self._quiet))]
+        for link in self._links.values():
+            if _peer_of(link.hello) == _peer_of(hello):
+                self._tell_quiet(link.number, (hello.generation,))
+
+    def _tell_quiet(self, number: int, generations: tuple[str, ...]) -> None:
+        if generations:
+            self._out.append(ToLink(number, m.QuietLinks(generations)))
 
     # ---- the end of a leg
 

@@ -18,6 +18,8 @@ from disagg.staging.ring import RingAllocator, RingEntry
 from disagg.types.ids import LegKey
 
 TURN_S = 1.0  # a busy ring is kept at least for this long while another link waits for segments
+DOUBTFUL_S = 1.0  # after which an entry of a full ring may have lost its notification
+MAX_DOUBTFUL = 1024  # entries asked about at once
 
 
 class RingState(enum.Enum):
@@ -34,6 +36,7 @@ class LiveEntry:
     piece_no: int
     rank: int
     entry: RingEntry
+    assigned_s: float
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class LinkRing:
     idle_since_s: float = 0.0
     told: tuple[int, ...] = ()  # the watermarks that prefill was last told
     moved_s: float = 0.0  # when `watch` last saw it move
+    _asked_s: float = 0.0
     _seen: tuple[tuple[int, bool], ...] = ()
 
     @property
@@ -83,12 +87,27 @@ class LinkRing:
             return 0.0
         return now_s - max(progress_s, self.moved_s)
 
-    def assign(self, key: LegKey, piece_no: int, rank: int, nbytes: int) -> tuple[int, RingEntry]:
+    def doubtful(self, now_s: float) -> tuple[int, ...]:
+        """Entries to ask prefill about, oldest first: its writes wait for them, and nothing was heard of them for long.
+
+        Nothing when it has been asked a moment ago: it may not have computed them yet.
+        """
+        if now_s - self._asked_s < DOUBTFUL_S:
+            return ()
+        full = {rank for rank, ring in enumerate(self.rings) if ring.overcommitted}
+        old_s = now_s - DOUBTFUL_S
+        doubtful = (e for e, live in self.live.items() if live.rank in full and live.assigned_s <= old_s)
+        entry_ids = tuple(itertools.islice(doubtful, MAX_DOUBTFUL))
+        if entry_ids:
+            self._asked_s = now_s
+        return entry_ids
+
+    def assign(self, key: LegKey, piece_no: int, rank: int, nbytes: int, now_s: float) -> tuple[int, RingEntry]:
         """(entry_id, entry). Raises ValueError if no entry can be that large."""
         assert self.state is not RingState.NONE
         entry = self.rings[rank].assign(nbytes)
         entry_id = next(self.entry_ids)
-        self.live[entry_id] = LiveEntry(key, piece_no, rank, entry)
+        self.live[entry_id] = LiveEntry(key, piece_no, rank, entry, now_s)
         return entry_id, entry
 
     def free(self, entry_id: int) -> LiveEntry | None:
@@ -219,8 +238,8 @@ class RingTable:
         self._quarantine[link] = ring.lease
         return True
 
-    def gone(self, link: int) -> None:
-        """The workers behind a lost link are now known to have exited."""
+    def quiet(self, link: int) -> None:
+        """The workers behind a lost link have exited, or say that nothing of it is under way any more."""
         lease = self._quarantine.pop(link, None)
         if lease is not None:
             self.arena.unquarantine(lease)

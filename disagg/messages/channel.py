@@ -46,6 +46,11 @@ class ReliableChannel(Generic[T]):
         return len(self._unacked)
 
     @property
+    def unacked_messages(self) -> int:
+        """How many messages are in them, all of which are kept."""
+        return sum(len(messages) for _, messages in self._unacked)
+
+    @property
     def ack_owed(self) -> bool:
         """A frame was taken (or repeated) since we last sent one: an acknowledgement should go out soon."""
         return self._ack_owed

@@ -112,6 +112,16 @@ class ExpectPiece(Struct, frozen=True, tag="expect_piece"):
     nbytes: int
 
 
+class ForgetEntry(Struct, frozen=True, tag="forget_entry"):
+    """Nothing will write to this entry any more, and its notification does not come: wait for it no longer.
+
+    Answered by a Landing that says "lost"; not at all if the entry has landed, or is about to.
+    """
+
+    link: int
+    entry_id: int
+
+
 class Unbind(Struct, frozen=True, tag="unbind"):
     """Scatter nothing more into this leg's pages; answered by Unbound, after which they may be reused."""
 
@@ -163,9 +173,9 @@ class Unbound(Struct, frozen=True, tag="unbound"):
 
 
 class Landing(Struct, frozen=True, tag="landing"):
-    """A notified piece was handled. ok: checksum right and rows scattered; else nothing was written to the pool.
+    """A piece was handled. ok: checksum right and rows scattered; else the pool has nothing of it that anybody may read.
 
-    reason: "" | "checksum" | "unbound" (the leg was unbound before it came; dropped).
+    reason: "" | "checksum" | "unbound" (the leg was unbound before it came; dropped) | "lost" (forgotten; see ForgetEntry).
     """
 
     link: int
@@ -187,7 +197,7 @@ class Beat(Struct, frozen=True, tag="beat"):
     writes_in_flight: int
 
 
-LaneRequest = AddPeer | RemovePeer | SendPiece | DropSends | Bind | ExpectPiece | Unbind
+LaneRequest = AddPeer | RemovePeer | SendPiece | DropSends | Bind | ExpectPiece | ForgetEntry | Unbind
 LaneReport = PeerAdded | PeerRemoved | PieceSent | PieceFailed | SendsDropped | Bound | Unbound | Landing | Beat
 
 

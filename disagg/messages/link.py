@@ -10,11 +10,13 @@ a reconnect of the same link generation.
     D -> P   AssignEntries ... where each rank slice of each piece goes
     P        (one-sided writes, each with a notification)
     D -> P   Watermarks ...... how far each ring is free again
+    D -> P   AskWritten ...... nothing was heard of these entries: answered by Written
     P -> D   FirstTokens ..... token 0 of every choice
     P -> D   SentAll ......... every piece has been written
     D -> P   Complete ........ every rectangle has landed: P may free
     any      Withdraw / Revoke, answered by Drained when nothing of the leg is under way
     D -> P   CloseRing ....... the link is idle: answered by RingClosed, then the segments go back to the arena
+    P -> D   QuietLinks ...... of these links, lost before, nothing is under way any more
 """
 
 from __future__ import annotations
@@ -127,6 +129,26 @@ class Watermarks(Struct, frozen=True):
     positions: tuple[int, ...]
 
 
+class AskWritten(Struct, frozen=True):
+    """The ring is full, and nothing was heard of these entries for some time."""
+
+    ring_no: int
+    entry_ids: tuple[int, ...]
+
+
+class Written(Struct, frozen=True):
+    """Those of the entries asked about of which nothing is under way, and nothing will come. The others will be written."""
+
+    ring_no: int
+    entry_ids: tuple[int, ...]
+
+
+class QuietLinks(Struct, frozen=True):
+    """Of these links between the two incarnations, which were lost, nothing is under way any more, and nothing will come."""
+
+    generations: tuple[str, ...]
+
+
 class FirstToken(Struct, frozen=True, array_like=True):
     choice: int
     token_id: int
@@ -181,6 +203,6 @@ class WantPieces(Struct, frozen=True):
     pieces: tuple[Piece, ...]
 
 
-ToPrefill = OpenRing | CloseRing | Grant | AssignEntries | Watermarks | Complete | Revoke | WantPieces
-ToDecode = Announce | OfferPieces | FirstTokens | SentAll | Withdraw | Drained | RingClosed
+ToPrefill = OpenRing | CloseRing | Grant | AssignEntries | Watermarks | AskWritten | Complete | Revoke | WantPieces
+ToDecode = Announce | OfferPieces | FirstTokens | SentAll | Written | Withdraw | Drained | RingClosed | QuietLinks
 LinkMessage = ToPrefill | ToDecode

@@ -68,6 +68,7 @@ class Exporter:
             (metrics.transfer_pieces.labels("sent"), "pieces sent", tally.pieces_sent),
             (metrics.transfer_pieces.labels("received"), "pieces landed", tally.pieces_landed),
             (metrics.checksum_failures, "checksum", tally.checksum_failures),
+            (metrics.lost_notifications, "lost notifications", tally.lost_notifications),
             (metrics.aborts, "aborts", tally.aborts),
             (metrics.prefix_query_tokens, "query tokens", tally.query_tokens),
             (metrics.prefix_hit_tokens.labels("gpu"), "hit tokens", tally.hit_tokens),

@@ -33,6 +33,9 @@ ACK_DELAY_S = 0.1
 REDIAL_S = 0.1
 GREETING_TIMEOUT_S = 5.0
 GONE_POLL_S = 0.05
+MAX_UNACKED_MESSAGES = (
+    1 << 16
+)  # messages kept for a peer that does not acknowledge them; some of a lease's length are usual
 
 
 class Link:
@@ -124,7 +127,7 @@ class Links(PeerServicer):
             self._lose(generation, link, reason)
 
     def tick(self) -> None:
-        """Lose links that have been silent for too long; learn which lost peers have exited at last."""
+        """Lose links that have been silent for too long, or that only talk; learn which lost peers have exited at last."""
         now = time.monotonic()
         for generation, link in list(self._links.items()):
             if link.gone:
@@ -132,6 +135,8 @@ class Links(PeerServicer):
             elif now - link.heard_s > self._lease_s:
                 self.lease_expiries += 1
                 self._lose(generation, link, f"nothing was heard from {link.peer.name} for {self._lease_s:g} s")
+            elif link.channel.unacked_messages + len(link.pending) > MAX_UNACKED_MESSAGES:
+                self._lose(generation, link, f"{link.peer.name} leaves {MAX_UNACKED_MESSAGES} messages unacknowledged")
         for number, link in list(self._lost.items()):
             if link.gone:
                 self._forget(number)

@@ -80,6 +80,11 @@ class RingAllocator:
         return self._order[0] if self._order else self._head
 
     @property
+    def overcommitted(self) -> bool:
+        """Some entry must wait for the watermark to move before it may be written."""
+        return self._head > self.watermark + self.capacity_bytes
+
+    @property
     def head(self) -> int:
         """Lowest position that the next entry may have."""
         return self._head
@@ -91,21 +96,6 @@ class RingAllocator:
 
     def is_live(self, entry: RingEntry) -> bool:
         return self._live.get(entry.position) == entry
-
-    def reset(self, capacity_bytes: int | None = None) -> tuple[RingEntry, ...]:
-        """Forget every entry (returned) and begin the next round, perhaps with another number of segments.
-
-        Only for memory that no peer can still write to. Positions keep growing: one that was used is never used again,
-        and a watermark that is still on its way says nothing about the new round that was not true.
-        """
-        dropped = self.live
-        if capacity_bytes is not None:
-            _check_sizes(capacity_bytes, self.segment_bytes)
-            self.capacity_bytes = capacity_bytes
-        self._live.clear()
-        self._order.clear()
-        self._head = -(-self._head // self.capacity_bytes) * self.capacity_bytes
-        return dropped
 
     def check_integrity(self) -> None:
         """What must hold between any two calls."""

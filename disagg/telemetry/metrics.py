@@ -125,6 +125,11 @@ class EngineMetrics:
             "Rank slices of pieces that landed, did not match their checksum, and were not copied",
             registry=registry,
         )
+        self.lost_notifications = Counter(
+            "disagg_lost_notifications",
+            "Rank slices of pieces that prefill had written, of which nothing was heard, and that were asked for again",
+            registry=registry,
+        )
         self.grant_wait_seconds = Histogram(
             "disagg_grant_wait_seconds", "From the announcement to the grant", buckets=WAIT_SECONDS, registry=registry
         )

@@ -11,6 +11,7 @@ from disagg.messages.channel import Frame
 from disagg.messages.lane import Piece
 from disagg.messages.link import (
     Announce,
+    AskWritten,
     AssignEntries,
     CloseRing,
     Complete,
@@ -23,6 +24,7 @@ from disagg.messages.link import (
     LinkMessage,
     OfferPieces,
     OpenRing,
+    QuietLinks,
     RankInfo,
     Revoke,
     RingClosed,
@@ -30,6 +32,7 @@ from disagg.messages.link import (
     WantPieces,
     Watermarks,
     Withdraw,
+    Written,
 )
 from disagg.wire import pb
 from disagg.wire.fields import (
@@ -338,6 +341,30 @@ def _read_watermarks(message: pb.peer.Watermarks) -> Watermarks:
     return Watermarks(ring_no=message.ring_no, positions=tuple(message.positions))
 
 
+def _fill_entry_ids(out: Any, message: AskWritten | Written) -> None:
+    out.ring_no = message.ring_no
+    out.entry_ids.extend(message.entry_ids)
+
+
+def _read_ask_written(message: pb.peer.AskWritten) -> AskWritten:
+    return AskWritten(ring_no=message.ring_no, entry_ids=tuple(message.entry_ids))
+
+
+def _read_written(message: pb.peer.Written) -> Written:
+    return Written(ring_no=message.ring_no, entry_ids=tuple(message.entry_ids))
+
+
+# ---- messages about other links
+
+
+def _fill_quiet_links(out: pb.peer.QuietLinks, message: QuietLinks) -> None:
+    out.generations.extend(message.generations)
+
+
+def _read_quiet_links(message: pb.peer.QuietLinks) -> QuietLinks:
+    return QuietLinks(generations=tuple(message.generations))
+
+
 _FILL: Mapping[type, tuple[str, Fill]] = {
     Announce: ("announce", _fill_announce),
     OpenRing: ("open_ring", _fill_open_ring),
@@ -354,6 +381,9 @@ _FILL: Mapping[type, tuple[str, Fill]] = {
     Withdraw: ("withdraw", _fill_key_reason),
     Drained: ("drained", _fill_key_only),
     WantPieces: ("want_pieces", _fill_want_pieces),
+    AskWritten: ("ask_written", _fill_entry_ids),
+    Written: ("written", _fill_entry_ids),
+    QuietLinks: ("quiet_links", _fill_quiet_links),
 }
 _READ: Mapping[str, Read[LinkMessage]] = {
     "announce": _read_announce,
@@ -371,4 +401,7 @@ _READ: Mapping[str, Read[LinkMessage]] = {
     "withdraw": _read_withdraw,
     "drained": _read_drained,
     "want_pieces": _read_want_pieces,
+    "ask_written": _read_ask_written,
+    "written": _read_written,
+    "quiet_links": _read_quiet_links,
 }

@@ -27,6 +27,11 @@ def seed_of(request: SendPiece | ExpectPiece) -> int:
     )
 
 
+def agent_name(incarnation: str, rank: int) -> str:
+    """What a rank's transfer agent is called, so also who a notification is from."""
+    return f"{incarnation}/{rank}"
+
+
 def notification_of(entry_id: int) -> bytes:
     """What follows the bytes of an entry."""
     return entry_id.to_bytes(_ENTRY_BYTES, "little")

@@ -1,6 +1,7 @@
 """The decode side of a transfer: knows what ring entries mean, scatters what arrives in them, and says what landed.
 
     expected ──> arrived ──> scattering ──> landed, or not
+       └──> forgotten
     an entry is in use until its landing is reported; a leg's pages are, until Unbound is
 
 Scatters are under way side by side; nothing here waits. Knows pages, pieces and entries; nothing of peers.
@@ -25,7 +26,7 @@ from disagg.staging.pieces import TRAILER_BYTES, group_payload_bytes
 from disagg.transfer.landed import Arrival, LandedRows, Slice
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
-from disagg.worker.entries import seed_of
+from disagg.worker.entries import agent_name, seed_of
 
 MAX_UNKNOWN = 1 << 16  # notifications without an entry, and entries without a leg, that are remembered
 
@@ -82,7 +83,7 @@ class Landings:
         self._arrived: deque[ExpectPiece] = deque()  # of bound legs; not begun
         self._scattering: deque[_Scattering] = deque()
         self._abandoned: OrderedDict[int, ExpectPiece] = OrderedDict()  # whose leg was unbound before they arrived
-        self._early: OrderedDict[int, None] = OrderedDict()  # notified, and not expected yet
+        self._early: OrderedDict[tuple[int, str], None] = OrderedDict()  # notified, by whom, and not expected yet
         self._planned: dict[int, Callable[[], Move]] = {}  # scatters of what is expected
 
     # ---- what others want to know
@@ -165,26 +166,32 @@ class Landings:
         leg = self._bound.get(request.key)
         if leg is not None:
             self._planned[request.entry_id] = self._plan(request, leg)
-        if request.entry_id in self._early:
-            del self._early[request.entry_id]
-            self.notified(request.entry_id)
+        early = (request.entry_id, _sender_of(request))
+        if early in self._early:
+            del self._early[early]
+            self.notified(*early)
 
-    def notified(self, entry_id: int) -> None:
-        """The bytes of an entry are in place."""
-        expected = self._expected.pop(entry_id, None)
-        if expected is not None:
-            if expected.key in self._bound:
+    def notified(self, entry_id: int, sender: str) -> None:
+        """The bytes of an entry are in place, says an agent; whose entry it is not is not listened to."""
+        expected = self._expected.get(entry_id) or self._abandoned.get(entry_id)
+        if expected is None:
+            # The engine's ExpectPiece is on its way, by another road than the bytes.
+            self._early[entry_id, sender] = None
+            if len(self._early) > MAX_UNKNOWN:
+                self._early.popitem(last=False)
+        elif sender == _sender_of(expected):
+            self._abandoned.pop(entry_id, None)
+            if self._expected.pop(entry_id, None) is not None and expected.key in self._bound:
                 self._arrived.append(expected)
                 self.advance()
             else:
                 self._landing(expected, reason="unbound")
-        elif (abandoned := self._abandoned.pop(entry_id, None)) is not None:
-            self._landing(abandoned, reason="unbound")
-        else:
-            # The engine's ExpectPiece is on its way, by another road than the bytes.
-            self._early[entry_id] = None
-            if len(self._early) > MAX_UNKNOWN:
-                self._early.popitem(last=False)
+
+    def forget(self, entry_id: int) -> None:
+        """Nothing more is to be heard of an entry. If it has not arrived by now, Landing says that it is lost."""
+        expected = self._expected.pop(entry_id, None) or self._abandoned.pop(entry_id, None)
+        if expected is not None:
+            self._landing(expected, reason="lost")
 
     def advance(self) -> bool:
         """Report what is done, and begin what can be begun. Whether anything was done.
@@ -312,7 +319,7 @@ class Landings:
 
     def _landing(self, expected: ExpectPiece, *, reason: str, scatter_s: float = 0.0) -> None:
         self._planned.pop(expected.entry_id, None)
-        payload = 0 if reason == "unbound" else self._payload(expected)
+        payload = 0 if reason in ("unbound", "lost") else self._payload(expected)
         self._reports.append(
             Landing(
                 link=expected.link,
@@ -325,6 +332,10 @@ class Landings:
                 landed_unix_s=time.time(),
             )
         )
+
+
+def _sender_of(expected: ExpectPiece) -> str:
+    return agent_name(expected.src_incarnation, expected.src_rank)
 
 
 def _rows_of(expected: ExpectPiece) -> Slice:

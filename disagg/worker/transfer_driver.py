@@ -22,6 +22,7 @@ from disagg.messages.lane import (
     Bind,
     DropSends,
     ExpectPiece,
+    ForgetEntry,
     LaneReport,
     LaneRequest,
     PeerAdded,
@@ -34,7 +35,7 @@ from disagg.models.pool import Pool
 from disagg.staging.mover import create_mover
 from disagg.transfer.backends.base import WARM_UP_BYTES, BackendError, Region, TransferBackend, create
 from disagg.transfer.backends.memory import allocate
-from disagg.worker.entries import entry_of
+from disagg.worker.entries import agent_name, entry_of
 from disagg.worker.landings import Landings
 from disagg.worker.sends import KnownPeer, Sends
 
@@ -61,7 +62,7 @@ class TransferDriver:
             torch.cuda.set_device(pool.device)
         self._backend: TransferBackend = create(
             opened.backend,
-            name=f"{opened.incarnation}/{rank}",
+            name=agent_name(opened.incarnation, rank),
             ucx_tls=opened.ucx_tls or None,
             ucx_net_devices=opened.ucx_net_devices or None,
         )
@@ -148,6 +149,8 @@ class TransferDriver:
                 self._landings.bind(request)
             case ExpectPiece():
                 self._landings.expect(request)
+            case ForgetEntry():
+                self._landings.forget(request.entry_id)
             case Unbind():
                 self._landings.unbind(request.key)
                 self._linger()
@@ -163,10 +166,10 @@ class TransferDriver:
             self._sends.written(handle)
         for failed in polled.failed:
             self._sends.not_written(failed.handle, failed.reason)
-        for _, payload in polled.notifications:
+        for sender, payload in polled.notifications:
             entry_id = entry_of(payload)
             if entry_id is not None:
-                self._landings.notified(entry_id)
+                self._landings.notified(entry_id, sender)
         for peer in polled.gone:
             for link, rank in self._sends.at(peer):
                 self._reports.append(PeerAdded(link, rank, f"the agent {peer.name} has disconnected", 0.0))

@@ -32,6 +32,7 @@ from disagg.messages.lane import (
     Bound,
     DropSends,
     ExpectPiece,
+    ForgetEntry,
     Landing,
     LaneRequest,
     PeerAdded,
@@ -291,6 +292,10 @@ class Worker:
                 if request.entry_id in self.early:
                     self.early.discard(request.entry_id)
                     self._land(request.entry_id)
+            case ForgetEntry():
+                lost = self.expected.pop(request.entry_id, None) or self.abandoned.pop(request.entry_id, None)
+                if lost is not None:
+                    self._landing(lost, False, "lost")
             case Unbind():
                 self.bound.pop(request.key, None)
                 for entry_id in [e for e, expected in self.expected.items() if expected.key == request.key]:

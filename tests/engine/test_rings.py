@@ -77,7 +77,7 @@ def test_a_link_whose_share_is_quarantined_is_shut_out_and_does_not_keep_the_oth
     assert rings.shut_out(1, "a")
     assert not rings.open(1, "a", 0.0)
     assert rings.open(2, "b", 0.0)
-    rings.gone(0)
+    rings.quiet(0)
     assert not rings.shut_out(1, "a")
     assert rings.open(1, "a", 0.0)
 
@@ -87,7 +87,7 @@ def test_an_arena_that_is_quarantined_shuts_everybody_out_until_a_peer_is_gone()
     assert rings.open(0, "a", 0.0)
     assert rings.remove(0, gone=False)
     assert rings.shut_out(1, "b")
-    rings.gone(0)
+    rings.quiet(0)
     assert rings.open(1, "b", 0.0)
 
 
@@ -104,8 +104,8 @@ def test_an_entry_is_freed_once_and_an_id_means_one_entry_ever() -> None:
     rings = table(segments=8, links=2)
     assert rings.open(0, "a", 0.0)
     assert rings.open(1, "b", 0.0)
-    first, _ = rings.links[0].assign(KEY, 0, 0, 16)
-    second, _ = rings.links[1].assign(KEY, 0, 0, 16)
+    first, _ = rings.links[0].assign(KEY, 0, 0, 16, 0.0)
+    second, _ = rings.links[1].assign(KEY, 0, 0, 16, 0.0)
     assert first != second
     assert rings.links[0].free(second) is None
     assert rings.links[0].free(first) is not None

@@ -6,13 +6,15 @@ import pytest
 from msgspec.structs import replace
 
 from disagg.engine.decode import WANT_AFTER_S
-from disagg.engine.instructions import DialLink, DropLink
+from disagg.engine.instructions import DialLink, DropLink, ToLink
+from disagg.engine.rings import DOUBTFUL_S
 from disagg.messages import link as m
 from disagg.messages.lane import (
     Bind,
     Bound,
     DropSends,
     ExpectPiece,
+    ForgetEntry,
     PeerAdded,
     PeerRemoved,
     Piece,
@@ -186,6 +188,31 @@ def test_a_lost_link_frees_pages_only_when_the_workers_have_removed_the_peer() -
     prefill.lane(PeerRemoved(LINK))
     assert prefill.used == 0
     assert prefill.engine.idle
+
+
+def test_prefill_says_that_a_lost_link_is_quiet_when_its_workers_have_removed_the_peer() -> None:
+    """To the same decode server, whether it has dialled anew before or does so afterwards; to nobody else."""
+    prefill = Prefill(FACTS)
+    prefill.do(prefill.engine.link_down(LINK, "silence"))
+    assert to_link(prefill.do(prefill.engine.link_up(LINK + 1, hello(D_REF)))) == [], "its workers may be writing"
+    prefill.do(prefill.engine.link_up(LINK + 2, hello(PeerRef("other", "", "1"))))
+    assert prefill.lane(PeerRemoved(LINK)) == [ToLink(LINK + 1, m.QuietLinks(("generation",)))]
+    out = prefill.do(prefill.engine.link_up(LINK + 3, hello(D_REF)))
+    assert ToLink(LINK + 3, m.QuietLinks(("generation",))) in out
+
+
+def test_prefill_says_which_entries_are_written_and_not_which_are_to_come() -> None:
+    prefill = Prefill(FACTS)
+    leg, waiting = start(), start("waiting")
+    send = prefill.sending(leg)
+    prefill.granted(waiting)
+    next_round = m.Entry(4, 0, 0, 0, 0, 2, 4096, 200)
+    assert to_lane(prefill.link(m.AssignEntries(waiting.key, 0, (next_round,)))) == [], "the ring is full"
+    ask = m.AskWritten(0, (3, 4, 5))
+    assert to_link(prefill.link(ask)) == [], "one is under way, one waits, one was never assigned"
+    prefill.lane(sent(send))
+    assert to_link(prefill.link(ask)) == [m.Written(0, (3,))]
+    assert to_link(prefill.link(m.AskWritten(1, (3,)))) == [], "a ring that is not open"
 
 
 def test_a_failed_write_drops_the_link() -> None:
@@ -463,24 +490,45 @@ def test_the_entry_of_a_lost_notification_does_not_stay_live_for_ever() -> None:
     assert not decode.engine.rings.links[LINK].live
 
 
-def test_the_entry_of_a_lost_notification_holds_up_its_ring_until_the_leg_has_ended() -> None:
-    """Asking for the piece again gives it another entry; one that is not yet writable comes when the leg is given up."""
+def test_before_a_piece_is_asked_for_again_its_ranks_forget_the_entry_and_the_ring_goes_on() -> None:
     decode = Decode(FACTS)
     leg, other = start("lost", peer=P_REF), start("other", peer=P_REF)
-    decode.receiving(leg)  # written, but its notification is lost
+    lost = decode.receiving(leg)  # written, but its notification is lost
     behind = decode.receiving(other)
     ring = decode.engine.rings.links[LINK]
     decode.link(m.SentAll(leg.key, 1))
-    decode.tick(WANT_AFTER_S + 0.1)
-    decode.offer(leg, Piece(0, 0, 2, 0, 6))
+    assert ForgetEntry(LINK, lost.entry_id) in to_lane(decode.tick(WANT_AFTER_S + 0.1))
+    (again,) = decode.offer(leg, Piece(0, 0, 2, 0, 6))
     decode.first_tokens(other)
     decode.land(behind)
     assert ring.watermarks == (0,)
-    out = decode.tick(FACTS.progress_s + 2)
-    assert outcomes(out) == [Outcome.PEER_LOST]
-    decode.lane(Unbound(leg.key))
-    decode.link(m.Drained(leg.key))
-    assert ring.watermarks == (ring.rings[0].head,)
+    decode.missed(lost)
+    assert ring.watermarks == (ring.live[again.entry_id].entry.position,)
+    decode.link(m.SentAll(leg.key, 2))
+    decode.first_tokens(leg)
+    assert m.Complete(leg.key) in to_link(decode.land(again)), "it cost no attempt"
+
+
+def test_where_a_ring_is_full_prefill_is_asked_which_entries_are_written() -> None:
+    """SentAll never comes of a leg whose last pieces wait for the entry of a notification that was lost."""
+    decode = Decode(replace(FACTS, gather_bytes=512, segment_bytes=512, arena_bytes=4 * 512))
+    leg, other = start("lost", tokens=12, peer=P_REF), start("other", tokens=4, peer=P_REF)
+    decode.granted(leg)
+    first, second, third = decode.offer(leg, *(Piece(0, 0, 2, token, token + 4) for token in (0, 4, 8)))
+    assert to_link(decode.tick(DOUBTFUL_S + 0.1)) == [], "there is room: nobody waits for anything"
+    decode.receiving(other)
+    (ask,) = to_link(decode.tick(DOUBTFUL_S + 0.2))
+    assert ask == m.AskWritten(0, (first.entry_id, second.entry_id, third.entry_id)), "the other's is young"
+    assert to_link(decode.tick(DOUBTFUL_S + 0.3)) == [], "it was asked a moment ago"
+
+    out = decode.link(m.Written(0, (first.entry_id, 999)))
+    assert to_lane(out) == [ForgetEntry(LINK, first.entry_id)]
+    ring = decode.engine.rings.links[LINK]
+    assert to_link(decode.missed(first)) == [m.Watermarks(0, (ring.live[second.entry_id].entry.position,))]
+    assert decode.engine.tally.lost_notifications == 1
+    decode.land(second)
+    assert to_lane(decode.link(m.Written(0, (second.entry_id,)))) == [], "it has landed meanwhile"
+    assert to_lane(decode.link(m.Written(1, (third.entry_id,)))) == [], "of another ring"
 
 
 def test_a_transfer_that_stands_still_is_given_up() -> None:
@@ -528,6 +576,21 @@ def test_the_segments_of_a_lost_link_are_quarantined_unless_its_workers_are_gone
     assert outcomes(out) == [Outcome.PEER_LOST]
     assert decode.engine.arena_bytes()[2] == (0 if gone else 4096)
     decode.engine.peer_gone(LINK)
+    assert decode.engine.arena_bytes() == (4 * 4096, 0, 0)
+
+
+def test_the_segments_of_a_lost_link_come_back_when_its_living_peer_says_that_it_is_quiet() -> None:
+    decode = Decode(FACTS)
+    decode.receiving(start(peer=P_REF))
+    decode.do(decode.engine.link_down(LINK, False, "silence"))
+    other = PeerRef("other", "", "1")
+    decode.do(decode.engine.link_up(LINK + 1, hello(other), 0.0, 0.0))
+    decode.do(decode.engine.link_message(LINK + 1, m.QuietLinks(("generation",)), 0.0, 0.0))
+    assert decode.engine.arena_bytes()[2] == 4096, "nobody speaks for another"
+    decode.do(decode.engine.link_up(LINK + 2, hello(P_REF), 0.0, 0.0))
+    decode.do(decode.engine.link_message(LINK + 2, m.QuietLinks(("another",)), 0.0, 0.0))
+    assert decode.engine.arena_bytes()[2] == 4096
+    decode.do(decode.engine.link_message(LINK + 2, m.QuietLinks(("another", "generation")), 0.0, 0.0))
     assert decode.engine.arena_bytes() == (4 * 4096, 0, 0)
 
 

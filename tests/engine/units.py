@@ -344,6 +344,10 @@ class Decode(Unit):
         reason = "" if ok else "checksum"
         return self.lane(Landing(LINK, expect.entry_id, expect.key, ok, reason, 192, 0.0, 0.0))
 
+    def missed(self, expect: ExpectPiece) -> list[Instruction]:
+        """A rank has waited for this in vain, and forgets it."""
+        return self.lane(Landing(LINK, expect.entry_id, expect.key, False, "lost", 0, 0.0, 0.0))
+
     def first_tokens(self, leg: StartLeg, token: int = 9) -> list[Instruction]:
         first = tuple(m.FirstToken(choice, token, None, None) for choice in leg.choices)
         return self.link(m.FirstTokens(leg.key, first))

@@ -80,22 +80,6 @@ def test_an_entry_is_freed_once() -> None:
         ring.free(entry)
 
 
-def test_a_reset_ring_reuses_no_position_and_ignores_watermarks_from_before() -> None:
-    ring, writer = RingAllocator(CAPACITY, SEGMENT), RingWriterView(CAPACITY)
-    entries = [ring.assign(SEGMENT) for _ in range(7)]
-    before = ring.watermark
-    assert ring.reset() == tuple(entries)
-    assert ring.live == ()
-    assert ring.watermark % CAPACITY == 0
-    assert ring.watermark >= entries[-1].stop
-    writer.update(ring.watermark)
-    assert not writer.update(before), "it was on its way while the ring was reset"
-    assert writer.may_write(ring.assign(SEGMENT))
-    ring.reset(capacity_bytes=2 * SEGMENT)
-    assert ring.assign(1).locate(ring.capacity_bytes)[1] == 0
-    ring.check_integrity()
-
-
 class RingMachine(RuleBasedStateMachine):
     """Decode and prefill with a lossy, reordering channel for watermarks, against memory with an owner per byte."""
 

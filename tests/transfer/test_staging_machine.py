@@ -39,7 +39,6 @@ from disagg.types.ids import LegKey
 RANKS, SEGMENT, SEGMENTS, LINK_SEGMENTS = 2, 128, 8, 2
 GROUP = LayerGroup("full", (0, 1), 1, 2, "uint8")  # 8 bytes a token
 PAGE_TOKENS = 4
-PATIENCE = 8  # a transfer that makes no progress while time passes so often is given up
 PEERS = ("a", "b", "c", "d", "e")
 
 
@@ -54,7 +53,6 @@ class Leg:
     receive: ReceiveSession
     ranks_unbound: bool = False
     scheduled: int = 0
-    still: int = 0  # how often time has passed since it made progress
 
     def __repr__(self) -> str:
         return f"{self.key}: {self.send.state.value}, {self.receive.state.value}"
@@ -152,7 +150,7 @@ class Staging(RuleBasedStateMachine):
                 self.it_all_adds_up()
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), tokens=st.integers(1, 30))
+    @rule(data=st.data(), tokens=st.integers(1, 60))
     def a_leg_begins(self, data: st.DataObject, tokens: int) -> None:
         link = data.draw(st.sampled_from(self.live))
         key = LegKey(str(next(self.requests)), 0, 0)
@@ -189,6 +187,16 @@ class Staging(RuleBasedStateMachine):
     def a_lost_peer_exits(self, data: st.DataObject) -> None:
         self.exits(self.links[data.draw(st.sampled_from(self.rings.quarantined_links))])
 
+    def quiet_links(self) -> list[int]:
+        """Lost links that hold segments, though their prefill has ended what it had begun."""
+        writing = {flight.link.number for flight in self.flights}
+        return [number for number in self.rings.quarantined_links if number not in writing]
+
+    @precondition(lambda self: self.quiet_links())
+    @rule(data=st.data())
+    def a_lost_peer_says_that_it_is_quiet(self, data: st.DataObject) -> None:
+        self.rings.quiet(data.draw(st.sampled_from(self.quiet_links())))
+
     @rule(seconds=st.sampled_from((0.1, 0.6, 1.1)))
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
@@ -197,15 +205,18 @@ class Staging(RuleBasedStateMachine):
         for number in self.rings.closable(self.now_s, busy):
             self.links[number].to_prefill.append(m.CloseRing(self.rings.links[number].ring_no))
         for link, leg in self.legs(ReceiveState.RECEIVING):
-            leg.still += 1
             under_way = any(of is leg for _, of, _ in self.flying)
             if leg.receive.sent_all and not under_way and not leg.receive.covered:
                 if leg.receive.wants_sent == MAX_WANTS:
                     self.abandon(link, leg)
                 else:
+                    live = self.rings.links[link.number].live.items()
+                    self.forget(link, [entry_id for entry_id, entry in live if entry.key == leg.key])
                     link.to_prefill.append(m.WantPieces(leg.key, leg.receive.ask_again()))
-            elif leg.still > PATIENCE:  # as when the entry of a lost notification pins the watermark of a full ring
-                self.abandon(link, leg)
+        for link in self.live:
+            ring = self.rings.links[link.number]
+            if doubtful := ring.doubtful(self.now_s):
+                link.to_prefill.append(m.AskWritten(ring.ring_no, doubtful))
 
     # ---- decode
 
@@ -234,6 +245,10 @@ class Staging(RuleBasedStateMachine):
             assert not any(flight.link is link for flight in self.flights), "it says it is quiet, and writes"
             self.rings.closed(link.number)
             return
+        if isinstance(message, m.Written):
+            assert message.ring_no == ring.ring_no
+            self.forget(link, [entry_id for entry_id in message.entry_ids if entry_id in ring.live])
+            return
         leg = link.legs.get(message.key)  # type: ignore[union-attr]
         match message:
             case m.OfferPieces():
@@ -242,7 +257,7 @@ class Staging(RuleBasedStateMachine):
                 for piece_no, piece in leg.receive.offer(message.first_piece_no, message.pieces):
                     for rank in range(RANKS):
                         nbytes = group_piece_bytes(piece, 1, GROUP)
-                        entry_id, entry = ring.assign(leg.key, piece_no, rank, nbytes)
+                        entry_id, entry = ring.assign(leg.key, piece_no, rank, nbytes, self.now_s)
                         entries.append(m.Entry(entry_id, piece_no, 0, rank, 0, 1, entry.position, nbytes))
                 if entries:
                     link.to_prefill.append(m.AssignEntries(leg.key, ring.ring_no, tuple(entries)))
@@ -254,6 +269,13 @@ class Staging(RuleBasedStateMachine):
                     self.peer_quiet(link, leg)
             case m.Drained():
                 self.peer_quiet(link, leg)
+
+    def forget(self, link: Link, entry_ids: list[int]) -> None:
+        """Ranks wait for these no longer, whether their notifications are lost or late."""
+        for entry_id in entry_ids:
+            self.rings.links[link.number].free(entry_id)
+            self.whole.pop(entry_id, None)
+        self.tell_watermarks(link)
 
     def abandon(self, link: Link, leg: Leg) -> None:
         if leg.receive.abandon():
@@ -298,7 +320,6 @@ class Staging(RuleBasedStateMachine):
             return
         place = self.whole.pop(entry.entry_id, None)
         assert place is not None, f"{entry} is left of a leg that is over"
-        leg.still = 0
         for byte in place:
             owner = self.owners[entry.dst_rank][byte]
             assert owner == entry.entry_id, f"a live byte of {entry} was overwritten by entry {owner}"
@@ -322,6 +343,11 @@ class Staging(RuleBasedStateMachine):
             case m.CloseRing():
                 link.closing = True
                 self.close_if_quiet(link)
+            case m.AskWritten():
+                to_come = {write.entry.entry_id for pending in link.pending for _, write in pending}
+                to_come |= {flight.entry.entry_id for flight in self.flights if flight.link is link}
+                written = tuple(entry_id for entry_id in message.entry_ids if entry_id not in to_come)
+                link.to_decode.append(m.Written(message.ring_no, written))
             case m.Watermarks():
                 for view, position in zip(link.views, message.positions, strict=True):
                     view.update(position)
@@ -431,7 +457,7 @@ class Staging(RuleBasedStateMachine):
     def exits(self, link: Link) -> None:
         link.gone = True
         self.flights = [flight for flight in self.flights if flight.link is not link]
-        self.rings.gone(link.number)
+        self.rings.quiet(link.number)
 
     # ---- what always holds
 
@@ -485,11 +511,15 @@ def campaign(examples: int, *, shrink: bool = True) -> settings:
 
 
 @pytest.mark.parametrize(
-    ("examples", "steps"), [(90, 5_000), pytest.param(900, 50_000, marks=pytest.mark.slow)], ids=["quick", "long"]
+    ("examples", "steps"), [(110, 5_000), pytest.param(1_100, 50_000, marks=pytest.mark.slow)], ids=["quick", "long"]
 )
 def test_no_live_byte_is_overwritten_every_transfer_ends_and_nothing_leaks(examples: int, steps: int) -> None:
-    Staging.steps = 0
-    run_state_machine_as_test(Staging, settings=campaign(examples))
+    """What hypothesis draws depends on which modules are loaded: where the examples were short, more are run."""
+    for factor in (1, 2, 4):
+        Staging.steps = 0
+        run_state_machine_as_test(Staging, settings=campaign(factor * examples))
+        if Staging.steps >= steps:
+            break
     assert Staging.steps >= steps
 
 
@@ -501,17 +531,28 @@ def _forgets(ring: LinkRing, key: LegKey) -> None:
     """An abort drops the leg, and leaves its entries."""
 
 
+def _never_asks(ring: LinkRing, now_s: float) -> tuple[int, ...]:
+    """The entry of a lost notification pins the watermark of a full ring, and SentAll never comes."""
+    return ()
+
+
 @pytest.mark.parametrize(
     ("owner", "method", "broken", "failure"),
     [
         (RingWriterView, "may_write", _writes_at_once, "overw"),
         (LinkRing, "free_leg", _forgets, "is left"),
+        (LinkRing, "doubtful", _never_asks, "never ends"),
     ],
-    ids=["the watermark is not looked at", "an abort leaks"],
+    ids=["the watermark is not looked at", "an abort leaks", "a lost notification is never noticed"],
 )
 def test_what_is_broken_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: type, method: str, broken: Callable[..., object], failure: str
 ) -> None:
     monkeypatch.setattr(owner, method, broken)
+
+    def search() -> None:
+        for examples in (400, 1600):
+            run_state_machine_as_test(Staging, settings=campaign(examples, shrink=False))
+
     with pytest.raises(AssertionError, match=failure):
-        run_state_machine_as_test(Staging, settings=campaign(400, shrink=False))
+        search()

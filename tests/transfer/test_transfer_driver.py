@@ -8,6 +8,7 @@ import torch
 
 from disagg.messages.lane import (
     DropSends,
+    ForgetEntry,
     Landing,
     PeerRemoved,
     Piece,
@@ -21,6 +22,7 @@ from disagg.messages.lane import (
 from disagg.messages.layout import GroupPages
 from disagg.staging.pieces import group_payload_bytes
 from disagg.types.errors import ProtocolError
+from disagg.worker.entries import notification_of
 from tests.transfer.driver_pair import (
     ENTRY_STRIDE,
     FLOAT_STATE,
@@ -34,7 +36,7 @@ from tests.transfer.driver_pair import (
     WINDOW,
     Pair,
 )
-from tests.transfer_backends.loopback import Hub
+from tests.transfer_backends.loopback import Hub, LoopbackBackend
 
 
 def test_pieces_of_every_group_land_in_the_pages_bound_for_them_and_nowhere_else(hub: Hub) -> None:
@@ -155,6 +157,50 @@ def test_what_arrives_after_the_unbinding_writes_nothing(hub: Hub) -> None:
     assert (landing.ok, landing.reason, landing.entry_id) == (False, "unbound", expect.entry_id)
     assert torch.equal(pair.dst_pool.bytes, before)
     assert pair.dst.bound == 0
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_only_the_writer_of_an_entry_is_listened_to(hub: Hub, early: bool) -> None:
+    """Another peer may guess the number of an entry, before it is known here or after."""
+    pair = Pair(hub)
+    pair.bind(GroupPages(0, (9,)), GroupPages(0, ()), GroupPages(0, ()))
+    send, expect = pair.piece(Piece(0, 0, 2, 0, 4), (3,))
+    stranger = LoopbackBackend("Q/0", hub)
+    if not early:
+        pair.tell(pair.dst, expect)
+    stranger.notify(stranger.add_peer(pair.opened.metadata), notification_of(expect.entry_id))
+    stranger.poll()
+    pair.dst.turn()
+    if early:
+        pair.tell(pair.dst, expect)
+    assert pair.dst.take_reports() == ()
+    pair.tell(pair.src, send)
+    pair.src.turn()
+    pair.dst.turn()
+    assert [(landing.entry_id, landing.ok) for landing in pair.dst.take_reports()] == [(expect.entry_id, True)]
+
+
+def test_a_forgotten_entry_is_lost_and_its_notification_may_still_come(hub: Hub) -> None:
+    pair = Pair(hub)
+    pair.bind(GroupPages(0, (9,)), GroupPages(0, ()), GroupPages(0, ()))
+    send, expect = pair.piece(Piece(0, 0, 2, 0, 4), (3,))
+    before = pair.dst_pool.bytes.clone()
+    (landing,) = pair.tell(pair.dst, expect, ForgetEntry(LINK, expect.entry_id))
+    assert isinstance(landing, Landing)
+    assert (landing.entry_id, landing.ok, landing.reason, landing.payload_bytes) == (expect.entry_id, False, "lost", 0)
+    pair.tell(pair.src, send)
+    pair.src.turn()
+    pair.dst.turn()
+    assert pair.dst.take_reports() == ()
+    assert torch.equal(pair.dst_pool.bytes, before)
+
+
+def test_an_entry_that_has_landed_is_not_forgotten(hub: Hub) -> None:
+    pair = Pair(hub)
+    pair.bind(GroupPages(0, (9,)), GroupPages(0, ()), GroupPages(0, ()))
+    landing = pair.move(Piece(0, 0, 2, 0, 4), (3,))
+    assert landing.ok
+    assert pair.tell(pair.dst, ForgetEntry(LINK, landing.entry_id)) == []
 
 
 def test_sends_are_dropped_only_once_no_write_is_under_way(hub: Hub) -> None:

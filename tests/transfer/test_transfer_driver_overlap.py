@@ -235,8 +235,8 @@ def test_a_frozen_peer_takes_no_more_than_half_of_the_buffers_and_none_once_it_i
 
 
 def other_attempt(expect: ExpectPiece) -> ExpectPiece:
-    """The same entry, taken for a piece of another incarnation: it will not verify."""
-    return msgspec.structs.replace(expect, src_incarnation="somebody else")
+    """The same entry, taken for one that was written for another incarnation: it will not verify."""
+    return msgspec.structs.replace(expect, dst_incarnation="somebody else")
 
 
 def test_rows_that_have_landed_are_never_replaced_by_a_piece_that_does_not_verify(

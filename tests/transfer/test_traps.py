@@ -93,12 +93,12 @@ def test_an_abort_leaves_no_entry_behind_that_would_pin_the_watermark() -> None:
         rings.add(0)
         assert rings.open(0, "peer", 0.0)
         ring, writer = rings.links[0], RingWriterView(2 * SEGMENT)
-        ring.assign(aborted, 0, 0, SEGMENT)
+        ring.assign(aborted, 0, 0, SEGMENT, 0.0)
         if not forgets:  # the naive version drops the leg and, with it, who would free its entry
             ring.free_leg(aborted)
         written = 0
         for piece_no in range(20):
-            entry_id, entry = ring.assign(other, piece_no, 0, SEGMENT)
+            entry_id, entry = ring.assign(other, piece_no, 0, SEGMENT, 0.0)
             writer.update(ring.watermarks[0])
             if not writer.may_write(entry):
                 break
@@ -278,12 +278,12 @@ def test_a_dead_peer_does_not_block_live_ones() -> None:
     for link in (0, 1):
         rings.add(link)
     assert rings.open(0, "dead", 0.0)
-    rings.links[0].assign(LegKey("dead", 0, 0), 0, 0, SEGMENT)
+    rings.links[0].assign(LegKey("dead", 0, 0), 0, 0, SEGMENT, 0.0)
     assert rings.remove(0, gone=False), "its fate is unknown: its segment, and no other, is nobody's"
     assert rings.open(1, "live", 0.0)
     live = RingWriterView(SEGMENT)
     for piece_no in range(20):
-        entry_id, entry = rings.links[1].assign(LegKey("live", 0, 0), piece_no, 0, SEGMENT)
+        entry_id, entry = rings.links[1].assign(LegKey("live", 0, 0), piece_no, 0, SEGMENT, 0.0)
         live.update(rings.links[1].watermarks[0])
         assert live.may_write(entry)
         rings.links[1].free(entry_id)

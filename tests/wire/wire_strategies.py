@@ -154,6 +154,9 @@ LINK_MESSAGES = {
     link.Withdraw: st.builds(link.Withdraw, keys, text),
     link.Drained: st.builds(link.Drained, keys),
     link.WantPieces: st.builds(link.WantPieces, keys, tuples(pieces())),
+    link.AskWritten: st.builds(link.AskWritten, u32, tuples(u64)),
+    link.Written: st.builds(link.Written, u32, tuples(u64)),
+    link.QuietLinks: st.builds(link.QuietLinks, tuples(text)),
 }
 
 
