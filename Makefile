@@ -23,8 +23,8 @@ serve: setup ## Run a cluster on this machine until Ctrl-C (other flags: .venv/b
 test: lint $(MODELS_STAMP) ## What CI runs: lint, types, import contracts, and every test that is not slow.
 	$(PYTEST) -m "not slow"
 
-check: lint ## The five-minute part of `test`: without the tests that start real clusters.
-	$(PYTEST) -m "not slow and not cluster"
+check: lint ## The three-minute part of `test`: no real clusters, and fewer examples of what takes long.
+	$(PYTEST) -m "not slow and not cluster and not long"
 
 lint: setup ## Ruff, mypy and the import contracts.
 	$(BIN)/ruff check

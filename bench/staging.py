@@ -25,10 +25,11 @@ import torch
 from msgspec import Struct
 
 from disagg.messages.lane import Piece
-from disagg.staging.copy import PageShape
 from disagg.staging.kernels import SUMS, VERDICT_OK, Launch, plan_launch
 from disagg.staging.pieces import framed_bytes
+from disagg.staging.rows import PagedRows, PageShape
 from disagg.staging.slices import HeadSlice, head_slices, heads_per_rank
+from disagg.staging.triton_mover import CudaQueue, TritonMover
 
 LAYERS, KV_HEADS, HEAD_DIM, DTYPE_BYTES = 32, 8, 128, 2
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -71,14 +72,15 @@ class Case(Struct, frozen=True):
 
 
 class Rates(Struct, frozen=True):
-    """Seconds per launch, and of the host to launch one gather."""
+    """Seconds per launch, and of the host to plan and to begin one gather."""
 
     copy: float
     gather: float
     gather_plain: float  # without the checksum
     scatter: float
     scatter_plain: float
-    host: float
+    plan: float
+    begin: float
 
 
 class Memory:
@@ -106,19 +108,20 @@ class Memory:
         return words.view(torch.uint8).view(pages, -1), tables
 
     def gather(self, copy: int, checksum: bool = True) -> Launch:
-        case, where = self.case, self.case.slice
-        launch = plan_launch(
-            *(self.src, self.src_pages[copy], case.shape(case.src_tp), case.piece, where.src_head_start, where.heads),
-            *(self.staging[copy], SEED + copy, self.sums, None, 0),
-        )
+        launch = plan_launch(self.sent(copy, self.src_pages[copy]), self.staging[copy], self.sums, None)
         return launch if checksum else _without_checksum(launch)
+
+    def sent(self, copy: int, pages: torch.Tensor) -> PagedRows:
+        """pages: as in src_pages."""
+        case, where = self.case, self.case.slice
+        shape = case.shape(case.src_tp)
+        return PagedRows(self.src, pages, shape, case.piece, where.src_head_start, where.heads, SEED + copy)
 
     def scatter(self, copy: int, checksum: bool = True) -> Launch:
         case, where = self.case, self.case.slice
-        launch = plan_launch(
-            *(self.dst, self.dst_pages[copy], case.shape(case.dst_tp), case.piece, where.dst_head_start, where.heads),
-            *(self.staging[copy], SEED + copy, self.sums, self.verdict, 0),
-        )
+        shape, pages = case.shape(case.dst_tp), self.dst_pages[copy]
+        rows = PagedRows(self.dst, pages, shape, case.piece, where.dst_head_start, where.heads, SEED + copy)
+        launch = plan_launch(rows, self.staging[copy], self.sums, self.verdict)
         return launch if checksum else _without_checksum(launch)
 
     def copy(self, copy: int) -> Callable[[], object]:
@@ -147,10 +150,10 @@ class Memory:
 
 
 def _without_checksum(launch: Launch) -> Launch:
-    return msgspec.structs.replace(launch, arguments=launch.arguments | {"CHECKSUM": False})
+    return msgspec.structs.replace(launch, constants=launch.constants | {"CHECKSUM": False})
 
 
-def measure(case: Case, rounds: int) -> Rates:
+def measure(case: Case, rounds: int, mover: TritonMover) -> Rates:
     memory = Memory(case)
     memory.check()
     indexes = range(memory.copies)
@@ -168,7 +171,8 @@ def measure(case: Case, rounds: int) -> Rates:
     for _ in range(rounds):
         for name, work in works.items():
             times[name].append(_round(work))
-    return Rates(**{name: statistics.median(each) for name, each in times.items()}, host=_host_seconds(memory))
+    plan, begin = _host_seconds(memory, mover)
+    return Rates(**{name: statistics.median(each) for name, each in times.items()}, plan=plan, begin=begin)
 
 
 def _round(work: Sequence[Callable[[], object]]) -> float:
@@ -188,15 +192,20 @@ def _round(work: Sequence[Callable[[], object]]) -> float:
         busy_cycles *= 2  # the device had to wait for Python
 
 
-def _host_seconds(memory: Memory) -> float:
-    """Of planning and launching one gather, when the device has other things to do."""
-    torch.cuda._sleep(BUSY_CYCLES + BUSY_CYCLES_PER_LAUNCH * memory.copies)
-    begin = time.perf_counter()
-    for copy in range(memory.copies):
-        memory.gather(copy)()
-    seconds = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    return seconds / memory.copies
+def _host_seconds(memory: Memory, mover: TritonMover) -> tuple[float, float]:
+    """Of planning one gather, page table included, and of beginning it, when the device has other things to do."""
+    indexes = range(memory.copies)
+    tables = [memory.src_pages[copy].tolist() for copy in indexes]
+    for _ in range(2):  # the first time makes what moves use again
+        torch.cuda._sleep(BUSY_CYCLES + BUSY_CYCLES_PER_LAUNCH * memory.copies)
+        times = [time.perf_counter()]
+        begins = [mover.plan_gather(memory.sent(i, mover.pages(tables[i])), memory.staging[i]) for i in indexes]
+        times.append(time.perf_counter())
+        moves = [begins[i](memory.staging[i]) for i in indexes]
+        times.append(time.perf_counter())
+        torch.cuda.synchronize()
+        assert all(move.done() for move in moves)
+    return (times[1] - times[0]) / memory.copies, (times[2] - times[1]) / memory.copies
 
 
 def main() -> int:
@@ -209,20 +218,24 @@ def main() -> int:
         print("bench.staging measures kernels on a CUDA device, and there is none here", file=sys.stderr)
         return 2
     torch.manual_seed(0)
+    device = torch.device("cuda")
+    mover = TritonMover(device, CudaQueue(device))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; rates are shares of the copy's\n")
-    print("| TP | page | tokens | MiB | copy GB/s | gather | without sum | scatter | without sum | us to launch |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    print(
+        "| TP | page | tokens | MiB | copy GB/s | gather | without sum | scatter | without sum | plan us | begin us |"
+    )
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     costs: list[float] = []
     shares: list[float] = []
     for src_tp, dst_tp in TP_PAIRS:
         for page_tokens in arguments.page_tokens:
             for tokens in arguments.tokens:
                 case = Case(tokens, page_tokens, src_tp, dst_tp)
-                r = measure(case, arguments.rounds)
+                r = measure(case, arguments.rounds, mover)
                 print(
                     f"| {src_tp}:{dst_tp} | {page_tokens} | {tokens} | {case.payload / MIB:.0f} "
                     f"| {2 * case.payload / r.copy / 1e9:.0f} | {r.copy / r.gather:.3f} | {r.copy / r.gather_plain:.3f} "
-                    f"| {r.copy / r.scatter:.3f} | {r.copy / r.scatter_plain:.3f} | {r.host * 1e6:.0f} |",
+                    f"| {r.copy / r.scatter:.3f} | {r.copy / r.scatter_plain:.3f} | {r.plan * 1e6:.0f} | {r.begin * 1e6:.1f} |",
                     flush=True,
                 )
                 if case.payload >= 32 * MIB:

@@ -6,5 +6,32 @@ Triton reads the variable when a kernel is defined, so it is set before any test
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.models.ranks import RankPool
+
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-tests-on",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="where tests/cluster/test_gpu.py runs: on two GPUs, or it is skipped; cpu tries it out without any",
+    )
+
+
+@pytest.fixture(scope="session")
+def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Four processes that compute models together, for all tests that need some: they take seconds to start."""
+    from tests.models.ranks import RankPool  # imports torch, which most tests do without
+
+    pool = RankPool(4, tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()

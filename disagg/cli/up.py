@@ -18,12 +18,14 @@ from msgspec.structs import replace
 
 from disagg.cli.children import Children, ChildSpec, describe_status
 from disagg.cli.logecho import LogFollower, last_lines
+from disagg.cli.placement import Placement, describe, place
 from disagg.cli.rundir import make_run_dir, pick_ports, prune_run_dirs, require_free
 from disagg.cli.supervise import Limits
 from disagg.cli.terminal import StageProgress, note, problem
 from disagg.config.load import child_environ, dump_config, load_config
 from disagg.config.tree import Config, ServerRef
 from disagg.messages.heads import SliceError, check_heads
+from disagg.server.device import choose_device, count_gpus
 from disagg.types.errors import ConfigError
 
 DRAIN_MARGIN_S = 5.0  # a child bounds its own drain; this is for what comes after
@@ -62,6 +64,11 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
     model_dir = _convert(base)
     plans = plan_cluster(base, options)
     _check_heads(model_dir, plans[1:])
+    if choose_device(base.model.device) == "cuda":
+        tps = {plan.name: plan.config.server.tp for plan in plans[1:]}
+        placement = place(tps, count_gpus(), base.server.first_gpu)
+        plans = on_gpus(plans, placement)
+        note(describe(placement, tps))
     run_dir = make_run_dir(options.run_parent)
     prune_run_dirs(options.run_parent)
     specs = [_write(plan, run_dir) for plan in plans]
@@ -96,6 +103,22 @@ def plan_cluster(base: Config, options: UpOptions) -> tuple[Plan, ...]:
     )
     router = replace(base.router, http_port=http_port, grpc_port=grpc_port, servers=refs)
     return Plan("router", "router", replace(base, router=router)), *servers
+
+
+def on_gpus(plans: Sequence[Plan], placement: Placement) -> tuple[Plan, ...]:
+    """The same with the GPUs of each server. Those that share one share what each would otherwise take of its memory."""
+    placed = []
+    for plan in plans:
+        config = plan.config
+        if plan.name in placement.first_gpu:
+            share = config.engine.gpu_memory_utilization / placement.sharers[plan.name]
+            config = replace(
+                config,
+                server=replace(config.server, first_gpu=placement.first_gpu[plan.name]),
+                engine=replace(config.engine, gpu_memory_utilization=share),
+            )
+        placed.append(replace(plan, config=config))
+    return tuple(placed)
 
 
 def _address(plan: Plan) -> str:

@@ -16,19 +16,22 @@ class PoolSize(Struct, frozen=True):
     why: str
 
 
-def size_pool(layout: PoolLayout, *, set_bytes: int, total_bytes: int, peak_bytes: int, utilization: float) -> PoolSize:
+def size_pool(
+    layout: PoolLayout, *, set_bytes: int, total_bytes: int, peak_bytes: int, staging_bytes: int, utilization: float
+) -> PoolSize:
     """set_bytes: what the configuration says, or 0. total_bytes: of the device, or 0 where it is not measured (CPU);
-    peak_bytes: the most that was in use during the largest step. Raises ValueError if not one large page fits.
+    peak_bytes: the most that was in use during the largest step; staging_bytes: what the transfer will take. Raises
+    ValueError if not one large page fits.
     """
     if set_bytes:
         pool_bytes, why = set_bytes, "as configured"
     elif not total_bytes:
         pool_bytes, why = CPU_POOL_BYTES, "the default on a CPU"
     else:
-        pool_bytes = int(total_bytes * utilization) - peak_bytes
+        pool_bytes = int(total_bytes * utilization) - peak_bytes - staging_bytes
         why = (
             f"{utilization:g} of the device's {_mib(total_bytes)} less the {_mib(peak_bytes)} that were in use during the "
-            "largest step"
+            f"largest step and {_mib(staging_bytes)} for staging"
         )
     num_large = pool_bytes // layout.large_bytes
     if num_large < 1:

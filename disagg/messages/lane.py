@@ -59,7 +59,7 @@ class RemovePeer(Struct, frozen=True, tag="remove_peer"):
 
 
 class SendPiece(Struct, frozen=True, tag="send_piece"):
-    """Gather a piece and write it into the peer's arena, once plan `after_plan` has been computed (-1: at once).
+    """Gather a piece and write it into the peer's arena, once plan `after_plan` has computed its layers (-1: at once).
 
     entry_id names the ring entry on this link. pages: those that hold [token_start, token_stop) rounded out to pages.
     identity fields seed the checksum. arena_offset: where in the peer's arena.

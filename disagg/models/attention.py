@@ -8,7 +8,7 @@ transformers builds no mask at all. Which batch and pool a call is for, it finds
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -94,8 +94,16 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 class PagedAttention:
     """One forward over one pool: writes each layer's new K and V to their slots, then attends over the pages."""
 
-    def __init__(self, batch: ForwardBatch, pool: Pool, layer_slots: Mapping[int, LayerSlot], ranks: Ranks) -> None:
-        """layer_slots: of every layer that calls attention, by its index in the model."""
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        pool: Pool,
+        layer_slots: Mapping[int, LayerSlot],
+        ranks: Ranks,
+        written: Callable[[int], None] | None = None,
+    ) -> None:
+        """layer_slots: of every layer that calls attention, by its index in the model. written: see PagedModel.forward."""
+        self._written = written
         self._layer_slots = layer_slots
         self._ranks = ranks
         self._calls = dict.fromkeys(layer_slots, 0)
@@ -125,6 +133,8 @@ class PagedAttention:
             sinks = None if sinks is None else sinks[where.cut.query]
         if where.writes:
             group.view.write(where.slot, group.row_index, key[0], value[0])
+            if self._written is not None:
+                self._written(layer)
         scaling = options.get("scaling")
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
@@ -144,4 +154,4 @@ class _GroupAttention:
     def __init__(self, batch: ForwardBatch, tables: AttentionTables, view: AttentionPages) -> None:
         self.view = view
         self.row_index = view.row_index(tables.slot_pages, batch.slot_offsets)
-        self.plan = GroupPlan(batch, tables, view, padded_buckets=view.device.type != "cpu")
+        self.plan = GroupPlan(batch, tables, view, for_gpu=view.device.type != "cpu")

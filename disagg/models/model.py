@@ -6,7 +6,7 @@ logits is the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -70,14 +70,16 @@ class PagedModel:
         return Pool.create(self.groups, num_large, large_bytes, strides, page_tokens, self.device)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, pool: Pool) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, pool: Pool, written: Callable[[int], None] | None = None) -> torch.Tensor:
         """Writes the batch's K and V, and the states after its runs, into the pool.
 
-        Returns logits, float32 [R, vocab], of `batch.logits_rows`. Every rank runs the same batch, but for these rows.
+        written: called with the index of each layer that has K and V of its own, in rising order, when (on a GPU: when
+        what has been launched by then is over) they are in the pool. Returns logits, float32 [R, vocab], of
+        `batch.logits_rows`. Every rank runs the same batch, but for these rows.
         """
         assert pool.groups == self.groups, f"a pool of {pool.groups} for a model of {self.groups}"
         batch.check()
-        attention = PagedAttention(batch, pool, self._loaded.places.attention, self.ranks)
+        attention = PagedAttention(batch, pool, self._loaded.places.attention, self.ranks, written)
         states = PagedStates(batch, pool, self._loaded.places.states)
         with active(attention), active_states(states):
             output = self._loaded.module(

@@ -8,6 +8,9 @@ once. On CPU a bucket is small, for two reasons: the buffer stays in the core's 
 context: 61 ms for 30 layers of SmolLM2, 79 as one bucket), and rows of unlike lengths do not pad each other. On a GPU
 rows are padded to the longest, in as few buckets as their bytes allow: a launch costs more than padding, and lengths are
 not known to the host.
+
+Chunks of a prompt take the kernel that never shows its scores, wherever it can be had. On a GPU torch has it for fewer KV
+heads than query heads only without a mask, or with one that is causal by name; else the heads are repeated for it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from disagg.models.batch import AttentionTables, DecodeRun, ForwardBatch, PrefillRun, RunPages
@@ -29,6 +33,8 @@ BUCKET_BYTES = 2 * 1024 * 1024
 BUCKET_FILL = 0.75
 # The same on a GPU, where it only keeps long contexts of many rows from taking the whole device.
 PADDED_BUCKET_BYTES = 1024 * 1024 * 1024
+# What the kernel for grouped heads computes in.
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
 # Scores of a chunk that exist at one time, in float32, where the kernel that never shows its scores cannot be used.
 SCORES_BYTES = 256 * 1024 * 1024
 
@@ -101,7 +107,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Chunk:
-    """One prefill run of several tokens. span is None when every key it sees is one of its own rows."""
+    """One prefill run of several tokens. span is None when every key it sees is one of its own rows. for_gpu: see GroupPlan."""
 
     rows: slice
     span: PageSpan | None
@@ -110,6 +116,7 @@ class Chunk:
     window: int | None
     device: torch.device
     dtype: torch.dtype
+    for_gpu: bool
     _mask: torch.Tensor | None = field(default=None, init=False)
 
     @property
@@ -139,6 +146,8 @@ class Chunk:
             keys, values = self.span.gather(layer_slot)
         if scoring.needs_scores:
             out = self._attend_with_scores(query, keys, values, scoring)
+        elif self.for_gpu:
+            out = self._attend_on_gpu(query, keys, values, scoring)
         else:
             out = scaled_dot_product_attention(
                 query,
@@ -150,6 +159,28 @@ class Chunk:
                 enable_gqa=query.shape[1] != keys.shape[1],
             )
         return out[0].transpose(0, 1)
+
+    def _attend_on_gpu(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """As `attend`, of [1, heads, tokens, D] each, so that torch finds a kernel that never writes all scores to memory."""
+        mask: torch.Tensor | None = None
+        if self.window is not None:
+            mask = self.mask()
+        elif not self.plain_causal:
+            mask = causal_lower_right(query.shape[2], keys.shape[2])
+        repeats = query.shape[1] // keys.shape[1]
+        if repeats > 1 and (self.window is not None or self.dtype not in FLASH_DTYPES):
+            keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
+        return scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=self.plain_causal,
+            scale=scoring.scaling,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )
 
     def _attend_with_scores(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring
@@ -202,10 +233,9 @@ def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class GroupPlan:
     """The runs of one batch as the layers of one group see them: through its window, in its pages."""
 
-    def __init__(
-        self, batch: ForwardBatch, tables: AttentionTables, view: AttentionPages, *, padded_buckets: bool
-    ) -> None:
-        """padded_buckets: make decode rows alike by padding, and do not ask the device for their lengths."""
+    def __init__(self, batch: ForwardBatch, tables: AttentionTables, view: AttentionPages, *, for_gpu: bool) -> None:
+        """for_gpu: by the kernels that a GPU has, and without asking it for anything; decode rows are made alike by
+        padding."""
         self.chunks: list[Chunk] = []
         self.buckets: list[Bucket] = []
         window = view.group.window or None
@@ -214,10 +244,10 @@ class GroupPlan:
             if run.num_tokens == 1:
                 singles.append(_single(run.start, pages.pages, pages.first, run.total_tokens, window, view.page_tokens))
             else:
-                self.chunks.append(_chunk(run, pages, view, window))
+                self.chunks.append(_chunk(run, pages, view, window, for_gpu))
         if batch.decodes is not None:
             assert tables.decodes is not None
-            if padded_buckets:
+            if for_gpu:
                 self.buckets.extend(_padded_buckets(batch.decodes, tables.decodes, tables.first_pages, view, window))
             else:
                 lengths = batch.decodes.lengths.tolist()
@@ -340,14 +370,14 @@ def _padded_buckets(
         yield Bucket(rows, span, _additive(visible, view.kv.dtype)[:, None, None])
 
 
-def _chunk(run: PrefillRun, run_pages: RunPages, view: AttentionPages, window: int | None) -> Chunk:
+def _chunk(run: PrefillRun, run_pages: RunPages, view: AttentionPages, window: int | None, for_gpu: bool) -> Chunk:
     rows = slice(run.start, run.start + run.num_tokens)
     if window is not None and window >= run.total_tokens:
         window = None
     device, dtype = view.device, view.kv.dtype
     if run.context_tokens == 0:
-        return Chunk(rows, None, 0, 0, window, device, dtype)
+        return Chunk(rows, None, 0, 0, window, device, dtype, for_gpu)
     first_key = 0 if window is None else max(0, run.context_tokens - window + 1)
     skipped = run_pages.first * view.page_tokens
     span = PageSpan(view, run_pages.pages, 1, first_key - skipped, run.total_tokens - skipped)
-    return Chunk(rows, span, run.context_tokens, first_key, window, device, dtype)
+    return Chunk(rows, span, run.context_tokens, first_key, window, device, dtype, for_gpu)

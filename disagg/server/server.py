@@ -11,7 +11,6 @@ happens. Knows sockets, processes and time; decides nothing about legs, pages or
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import json
 import logging
 import os
@@ -49,6 +48,13 @@ from disagg.messages.legs import (
 )
 from disagg.messages.link import LinkHello, LinkMessage, RankInfo
 from disagg.messages.plan import StepResult
+from disagg.server.device import (
+    UCX_NET_DEVICES_ON_CPU,
+    UCX_TLS_ON_CPU,
+    Device,
+    choose_device,
+    ucx_choice,
+)
 from disagg.server.exporter import Exporter
 from disagg.server.links import Links
 from disagg.server.pids import host_id, started
@@ -216,7 +222,7 @@ class Server:
         self._group = group
         group.start()
         self._routers.announce()
-        device = _device(config.model.device)
+        device = choose_device(config.model.device)
         dtype = _dtype(config.model.dtype, device, self._facts.torch_dtype)
         timeout_s = config.worker.load_timeout_s
         small = 4 * self._facts.num_parameters <= GEMV_COPY_BYTES
@@ -239,21 +245,7 @@ class Server:
         on_rank = tuple(layers.on_rank(config.server.tp) for layers in groups)
         self._check_pieces(on_rank)
         layout, num_large = await self._make_pool(group, on_rank)
-        decode = self._role is Role.DECODE
-        transfer = config.transfer
-        opened = await group.call(
-            OpenTransfer(
-                backend=transfer.backend,
-                incarnation=group.incarnation,
-                arena_bytes=transfer.arena_bytes if decode else 0,
-                gather_bytes=transfer.gather_bytes,
-                gather_buffers=0 if decode else transfer.gather_buffers,
-                ucx_tls=transfer.ucx_tls,
-                ucx_net_devices=transfer.ucx_net_devices,
-                kernels=transfer.kernels,
-            ),
-            timeout_s,
-        )
+        opened = await group.call(self._open_transfer(group.incarnation, device), timeout_s)
         await group.barrier(BARRIER_S)
         self._ranks = tuple(
             RankInfo(
@@ -268,6 +260,7 @@ class Server:
             for rank in opened
             if isinstance(rank, TransferOpen)
         )
+        transfer = config.transfer
         self._max_model_len = _model_len(
             config.model.max_model_len, min(self._facts.max_model_len, first.max_model_len)
         )
@@ -304,7 +297,7 @@ class Server:
             groups,
         )
         self._fingerprint = fingerprint.digest()
-        self._engine = DecodeEngine(facts) if decode else PrefillEngine(facts)
+        self._engine = DecodeEngine(facts) if self._role is Role.DECODE else PrefillEngine(facts)
         self._state = ServerState.DRAINING if self._stop.is_set() else ServerState.READY
         self._routers.announce()
         logger.info(
@@ -314,6 +307,20 @@ class Server:
             self._facts.model_type,
             dtype,
             first.load_s,
+        )
+
+    def _open_transfer(self, incarnation: str, device: Device) -> OpenTransfer:
+        """An arena for what lands, or gather buffers for what leaves."""
+        transfer, decode = self._config.transfer, self._role is Role.DECODE
+        return OpenTransfer(
+            backend=transfer.backend,
+            incarnation=incarnation,
+            arena_bytes=transfer.arena_bytes if decode else 0,
+            gather_bytes=transfer.gather_bytes,
+            gather_buffers=0 if decode else transfer.gather_buffers,
+            ucx_tls=ucx_choice(transfer.ucx_tls, device, UCX_TLS_ON_CPU),
+            ucx_net_devices=ucx_choice(transfer.ucx_net_devices, device, UCX_NET_DEVICES_ON_CPU),
+            kernels=transfer.kernels,
         )
 
     def _check_pieces(self, groups: tuple[LayerGroup, ...]) -> None:
@@ -334,6 +341,8 @@ class Server:
         groups: as a rank keeps them.
         """
         engine, timeout_s = self._config.engine, self._config.worker.load_timeout_s
+        transfer = self._config.transfer
+        gather_bytes = transfer.gather_bytes * transfer.gather_buffers
         specs = [spec_of(layers, engine.page_tokens) for layers in groups]
         profiled = await group.call(Profile(engine.chunk_tokens, engine.max_running), timeout_s)
         measured = [rank for rank in profiled if isinstance(rank, Profiled)]
@@ -344,6 +353,7 @@ class Server:
                 set_bytes=engine.kv_memory_bytes,
                 total_bytes=min(rank.total_bytes for rank in measured),
                 peak_bytes=max(rank.peak_bytes for rank in measured),
+                staging_bytes=transfer.arena_bytes if self._role is Role.DECODE else gather_bytes,
                 utilization=engine.gpu_memory_utilization,
             )
         except ValueError as error:
@@ -603,21 +613,6 @@ def _model_len(wanted: int, possible: int) -> int:
     if wanted > possible:
         raise ConfigError(f"model.max_model_len is {wanted}; the model allows at most {possible}")
     return wanted or possible
-
-
-def _device(wanted: str) -> str:
-    """auto: a GPU if the driver shows one. Servers do not load torch to find out."""
-    if wanted != "auto":
-        return wanted
-    return "cuda" if Path("/proc/driver/nvidia/version").exists() and _torch_has_cuda() else "cpu"
-
-
-def _torch_has_cuda() -> bool:
-    """Whether the installed torch is a CUDA build, by its version's local part; servers do not import it."""
-    try:
-        return "cpu" not in importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def _dtype(wanted: str, device: str, checkpoint: str) -> str:

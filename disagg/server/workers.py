@@ -78,6 +78,7 @@ class WorkerGroup:
         self._report_numbers = [0] * tp
         self._ready: set[int] = set()
         self._last_beat_s: list[float | None] = [None] * tp
+        self._calls = 0  # that wait for replies
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._pidfds: list[int] = []
@@ -147,8 +148,17 @@ class WorkerGroup:
     # ---- control
 
     async def call(self, request: ControlRequest, timeout_s: float) -> list[ControlReply]:
-        """Ask every rank, and collect every reply, by rank. Raises ConfigError, GroupLost."""
-        deadline = time.monotonic() + timeout_s
+        """Ask every rank, and collect every reply, by rank. Raises ConfigError, GroupLost.
+
+        Meanwhile ranks may be silent: to open a transfer agent, or to compile for a GPU, keeps the thread that beats.
+        """
+        self._calls += 1
+        try:
+            return await self._call(request, time.monotonic() + timeout_s)
+        finally:
+            self._calls -= 1
+
+    async def _call(self, request: ControlRequest, deadline: float) -> list[ControlReply]:
         for rank in range(self._tp):
             await self._route(self._control, rank, encode_request(request), deadline)
         replies: dict[int, ControlReply] = {}
@@ -244,10 +254,12 @@ class WorkerGroup:
                 self._on_report(frame.rank, message)
 
     async def _watch(self) -> None:
-        """Silence ends the group. Before its first beat a rank is starting, which `call` bounds."""
+        """Silence ends the group. Before its first beat a rank is starting, which `call` bounds, as it does what it asks for."""
         while True:
             await asyncio.sleep(min(1.0, self._config.silent_s / 4))
             now = time.monotonic()
+            if self._calls:
+                self._last_beat_s = [beat_s and now for beat_s in self._last_beat_s]
             for rank, beat_s in enumerate(self._last_beat_s):
                 if beat_s is not None and now - beat_s > self._config.silent_s:
                     self._lose(f"rank {rank} has been silent for {now - beat_s:.0f} s")

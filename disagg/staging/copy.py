@@ -1,11 +1,7 @@
 """Gather pieces out of one layer group's pages and scatter them into them, bit for bit. The torch implementation, for CPU.
 
-    pool     [num_pages, page_bytes] uint8, strided; a page is [layers, planes, kv_heads, page_tokens, head_dim]
-    staging  [layers, planes, heads, tokens, head_dim], zero bytes up to a word, checksum (see pieces)
-
-Only the rows of the piece travel: a token range need not begin or end with a page, and the two pools may have pages of
-different sizes, at different distances. A state is a page of one row: one plane, one head, one position. Elements are
-moved as integers of the widest size that fits, so no dtype is ever converted. Knows nothing of requests, peers or rings.
+Elements are moved as integers of the widest size that fits, so no dtype is ever converted. What is moved, and the layout of
+pages and of staging, is in staging/rows. Knows nothing of requests, peers or rings.
 """
 
 from __future__ import annotations
@@ -13,109 +9,84 @@ from __future__ import annotations
 import torch
 from msgspec import Struct
 
-from disagg.messages.lane import Piece
-from disagg.messages.layout import LayerGroup
 from disagg.staging.checksum import checksum
-from disagg.staging.pieces import TRAILER_BYTES, framed_bytes
+from disagg.staging.pieces import TRAILER_BYTES
+from disagg.staging.rows import PagedRows
 
 _INTEGERS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
-class PageShape(Struct, frozen=True):
-    """A small page of one layer group on one rank: [layers, planes, kv_heads, page_tokens, head_dim] elements."""
+def gather(rows: PagedRows, out: torch.Tensor) -> int:
+    """Copy rows into `out` with their checksum; returns the bytes written.
 
-    layers: int
-    kv_heads: int  # that this rank holds
-    page_tokens: int  # 1 where a page is a state
-    head_dim: int
-    dtype_bytes: int
-    planes: int = 2  # K and V
-
-    @classmethod
-    def of(cls, group: LayerGroup, page_tokens: int) -> PageShape:
-        """group: as this rank holds it."""
-        rows = group.rows_per_page(page_tokens)
-        return cls(len(group.layers), group.kv_heads, rows, group.head_dim, group.dtype_bytes, group.planes)
-
-    @property
-    def nbytes(self) -> int:
-        return self.layers * self.planes * self.kv_heads * self.page_tokens * self.head_dim * self.dtype_bytes
-
-    @property
-    def row_bytes(self) -> int:
-        """One token of one head of one plane of one layer."""
-        return self.head_dim * self.dtype_bytes
-
-    def payload_bytes(self, piece: Piece, heads: int) -> int:
-        """Bytes of a piece's rows in a slice of `heads` heads."""
-        return piece.layers * self.planes * heads * piece.tokens * self.row_bytes
-
-
-def gather(
-    pool: torch.Tensor,
-    page_ids: torch.Tensor,
-    shape: PageShape,
-    piece: Piece,
-    head_start: int,
-    heads: int,
-    out: torch.Tensor,
-    seed: int,
-    first_page: int = 0,
-) -> int:
-    """Copy a piece into `out` with its checksum; returns the bytes written (pieces.group_piece_bytes).
-
-    pool: [num_pages, >= shape.nbytes] uint8, rows contiguous, any distance apart; page_ids: [n] int64, entry i being
-    the page of tokens [(first_page + i) * page_tokens, ...); out: [>= returned] uint8, contiguous, 8-byte aligned.
-    `seed` is the piece's identity.
+    out: [>= rows.staged_bytes] uint8, contiguous, aligned to words.
     """
-    rows = _Rows(pool, page_ids, shape, piece, head_start, heads, first_page)
-    staged, framed = rows.staged(out)
-    padded = framed - TRAILER_BYTES
-    out[rows.payload : padded].zero_()
-    for where, pages in rows.spans():
+    rows.check_staging(out)
+    view = _IntegerView(rows)
+    staged = view.staged(out)
+    padded = rows.staged_bytes - TRAILER_BYTES
+    out[rows.payload_bytes : padded].zero_()
+    for where, pages in _spans(rows):
         target = staged[:, :, :, where.first : where.last]
         if isinstance(pages, int):
-            target.copy_(rows.pool[pages][:, :, :, where.within : where.within + where.tokens])
+            target.copy_(view.pool[pages][:, :, :, where.within : where.within + where.tokens])
         else:
-            target.unflatten(3, (len(pages), shape.page_tokens)).copy_(
-                rows.pool.index_select(0, pages).permute(1, 2, 3, 0, 4, 5)
+            target.unflatten(3, (len(pages), rows.shape.page_tokens)).copy_(
+                view.pool.index_select(0, pages).permute(1, 2, 3, 0, 4, 5)
             )
-    total = checksum(out[:padded], rows.payload, seed)
-    out[padded:framed].copy_(torch.frombuffer(bytearray(total.to_bytes(TRAILER_BYTES, "little")), dtype=torch.uint8))
-    return framed
+    total = checksum(out[:padded], rows.payload_bytes, rows.seed)
+    trailer = torch.frombuffer(bytearray(total.to_bytes(TRAILER_BYTES, "little")), dtype=torch.uint8)
+    out[padded : padded + TRAILER_BYTES].copy_(trailer)
+    return rows.staged_bytes
 
 
-def scatter(
-    staging: torch.Tensor,
-    pool: torch.Tensor,
-    page_ids: torch.Tensor,
-    shape: PageShape,
-    piece: Piece,
-    head_start: int,
-    heads: int,
-    seed: int,
-    first_page: int = 0,
-) -> bool:
-    """Copy a piece into the pool, if its checksum is right: False, and not one byte written, if it is not.
+def scatter(rows: PagedRows, staging: torch.Tensor) -> bool:
+    """Copy rows into their pages, if the checksum is right: False, and not one byte written, if it is not.
 
-    staging: [>= bytes of the piece] uint8, contiguous, 8-byte aligned; everything else as in `gather`. Bytes of the pages
-    outside of the piece are left alone. Pages of one call are distinct.
+    staging: as `gather` made it. Bytes of the pages outside of the rows are left alone.
     """
-    rows = _Rows(pool, page_ids, shape, piece, head_start, heads, first_page)
-    staged, framed = rows.staged(staging)
-    padded = framed - TRAILER_BYTES
-    trailer = int.from_bytes(bytes(staging[padded:framed].tolist()), "little")
-    if checksum(staging[:padded], rows.payload, seed) != trailer:
+    rows.check_staging(staging)
+    view = _IntegerView(rows)
+    staged = view.staged(staging)
+    padded = rows.staged_bytes - TRAILER_BYTES
+    trailer = int.from_bytes(bytes(staging[padded : padded + TRAILER_BYTES].tolist()), "little")
+    if checksum(staging[:padded], rows.payload_bytes, rows.seed) != trailer:
         return False
-    for where, pages in rows.spans():
+    for where, pages in _spans(rows):
         source = staged[:, :, :, where.first : where.last]
         if isinstance(pages, int):
-            rows.pool[pages][:, :, :, where.within : where.within + where.tokens].copy_(source)
+            view.pool[pages][:, :, :, where.within : where.within + where.tokens].copy_(source)
         else:
-            rows.pool.index_copy_(
-                0, pages, source.unflatten(3, (len(pages), shape.page_tokens)).permute(3, 0, 1, 2, 4, 5)
+            view.pool.index_copy_(
+                0, pages, source.unflatten(3, (len(pages), rows.shape.page_tokens)).permute(3, 0, 1, 2, 4, 5)
             )
     return True
+
+
+class _IntegerView:
+    """Rows as integers. pool: [num_pages, piece layers, planes, heads, page_tokens, integers of a row]."""
+
+    def __init__(self, rows: PagedRows) -> None:
+        pool, shape, piece = rows.pool, rows.shape, rows.piece
+        unit_bytes, self._unit = next(
+            (size, dtype)
+            for size, dtype in _INTEGERS
+            if shape.row_bytes % size == 0
+            and pool.stride(0) % size == 0
+            and pool.storage_offset() % size == 0
+            and pool.data_ptr() % size == 0
+        )
+        row_units = shape.row_bytes // unit_bytes
+        self._payload = rows.payload_bytes
+        self._staged_dims = (piece.layers, shape.planes, rows.heads, piece.tokens, row_units)
+        page_dims = (shape.layers, shape.planes, shape.kv_heads, shape.page_tokens, row_units)
+        layers = slice(piece.layer_start, piece.layer_stop)
+        heads = slice(rows.head_start, rows.head_start + rows.heads)
+        self.pool = pool[:, : shape.nbytes].view(self._unit).unflatten(1, page_dims)[:, layers, :, heads]
+
+    def staged(self, staging: torch.Tensor) -> torch.Tensor:
+        """[piece layers, planes, heads, tokens, integers of a row]."""
+        return staging[: self._payload].view(self._unit).view(self._staged_dims)
 
 
 class _Span(Struct, frozen=True):
@@ -130,82 +101,25 @@ class _Span(Struct, frozen=True):
         return self.last - self.first
 
 
-class _Rows:
-    """One piece's view of a pool, as integers."""
+def _spans(rows: PagedRows) -> list[tuple[_Span, int | torch.Tensor]]:
+    """The piece as at most three spans: the end of a page, whole pages, the beginning of a page. With their page ids."""
+    size, table = rows.shape.page_tokens, rows.page_ids
+    start, stop = rows.piece.token_start, rows.piece.token_stop
+    first_whole, last_whole = -(-start // size), stop // size
 
-    def __init__(
-        self,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        first_page: int,
-    ) -> None:
-        assert pool.dtype is torch.uint8
-        assert pool.shape[1] >= shape.nbytes, f"pages of {pool.shape[1]} bytes do not hold {shape}"
-        assert pool.stride(1) == 1
-        assert piece.layer_stop <= shape.layers, f"{piece} names layers that {shape} lacks"
-        assert 0 <= head_start < head_start + heads <= shape.kv_heads, f"heads {head_start}+{heads} of {shape}"
-        self._piece = piece
-        self._heads = heads
-        self._shape = shape
-        self._page_ids = page_ids
-        self._first_page = first_page
-        self.payload = shape.payload_bytes(piece, heads)
-        row_bytes = shape.row_bytes
-        unit = next(
-            (size, dtype)
-            for size, dtype in _INTEGERS
-            if row_bytes % size == 0
-            and pool.stride(0) % size == 0
-            and pool.storage_offset() % size == 0
-            and pool.data_ptr() % size == 0
-        )
-        self._unit_bytes, self._unit = unit
-        self._row_units = row_bytes // self._unit_bytes
-        dims = (shape.layers, shape.planes, shape.kv_heads, shape.page_tokens, self._row_units)
-        # [num_pages, piece layers, planes, heads, page_tokens, units of a row]
-        self.pool = (
-            pool[:, : shape.nbytes]
-            .view(self._unit)
-            .unflatten(1, dims)[:, piece.layer_start : piece.layer_stop, :, head_start : head_start + heads]
-        )
+    def page(position: int) -> int:
+        return int(table[position - rows.first_page])
 
-    def staged(self, staging: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """(the payload as [layers, planes, heads, tokens, units of a row], bytes of the framed piece)."""
-        framed = framed_bytes(self.payload)
-        assert staging.dtype is torch.uint8
-        assert staging.is_contiguous()
-        assert staging.data_ptr() % 8 == 0
-        assert staging.storage_offset() % 8 == 0
-        assert staging.numel() >= framed, f"{staging.numel()} bytes of staging do not hold a piece of {framed}"
-        dims = (self._piece.layers, self._shape.planes, self._heads, self._piece.tokens, self._row_units)
-        return staging[: self.payload].view(self._unit).view(dims), framed
-
-    def spans(self) -> list[tuple[_Span, int | torch.Tensor]]:
-        """The piece as at most three spans: the end of a page, whole pages, the beginning of a page."""
-        size = self._shape.page_tokens
-        start, stop = self._piece.token_start, self._piece.token_stop
-        first_whole, last_whole = -(-start // size), stop // size
-        if first_whole > last_whole:  # within one page
-            return [(_Span(0, stop - start, start % size), self._page(start // size))]
-        spans: list[tuple[_Span, int | torch.Tensor]] = []
-        if start % size:
-            spans.append((_Span(0, first_whole * size - start, start % size), self._page(start // size)))
-        if last_whole - first_whole == 1:  # directly; an index would copy a large state twice
-            spans.append((_Span(first_whole * size - start, last_whole * size - start, 0), self._page(first_whole)))
-        elif first_whole < last_whole:
-            pages = self._page_ids[first_whole - self._first_page : last_whole - self._first_page]
-            assert len(pages) == last_whole - first_whole, f"the page table ends before token {last_whole * size}"
-            assert first_whole >= self._first_page, f"the page table begins after token {first_whole * size}"
-            spans.append((_Span(first_whole * size - start, last_whole * size - start, 0), pages))
-        if stop % size:
-            spans.append((_Span(last_whole * size - start, stop - start, 0), self._page(last_whole)))
-        return spans
-
-    def _page(self, page: int) -> int:
-        index = page - self._first_page
-        assert 0 <= index < len(self._page_ids), f"the page table has no page {page}"
-        return int(self._page_ids[index])
+    if first_whole > last_whole:  # within one page
+        return [(_Span(0, stop - start, start % size), page(start // size))]
+    spans: list[tuple[_Span, int | torch.Tensor]] = []
+    if start % size:
+        spans.append((_Span(0, first_whole * size - start, start % size), page(start // size)))
+    whole = _Span(first_whole * size - start, last_whole * size - start, 0)
+    if last_whole - first_whole == 1:  # directly; an index would copy a large state twice
+        spans.append((whole, page(first_whole)))
+    elif first_whole < last_whole:
+        spans.append((whole, table[first_whole - rows.first_page : last_whole - rows.first_page]))
+    if stop % size:
+        spans.append((_Span(last_whole * size - start, stop - start, 0), page(last_whole)))
+    return spans

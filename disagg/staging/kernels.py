@@ -1,7 +1,7 @@
 """Gather and scatter on the GPU: one launch per piece, for all its layers, planes, heads and tokens, checksum included.
 
-The same bytes, trailer and checksum as `staging/copy`, whose tensors these functions take. Two kernels, both of which copy
-either way; which one is used depends on how the rows are aligned:
+The same bytes, trailer and checksum as `staging/copy`, from and to the same tensors (staging/rows). Two kernels, both of
+which copy either way; which one is used depends on how the rows are aligned:
 
     _move_runs    rows of whole 8-byte words. A page's rows of one (layer, plane, head), a *strip*, are one run of bytes
                   in the page, and a strip's runs are adjacent in staging:
@@ -25,25 +25,26 @@ What was tried and what it brought is in docs/benchmarks.md.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 import triton
 import triton.language as tl
 from msgspec import Struct
 from triton.compiler import CompiledKernel
 
-from disagg.messages.lane import Piece
 from disagg.staging.checksum import GOLDEN, MIX_1, MIX_2, key_seed
-from disagg.staging.copy import PageShape
-from disagg.staging.pieces import WORD_BYTES, framed_bytes
+from disagg.staging.pieces import WORD_BYTES
+from disagg.staging.rows import PagedRows
 
 SUMS = 2  # int64 numbers that launches on one stream share (`_settle`): zero before the first, and after every one
 VERDICT_OK = 1
 VERDICT_WRONG = 2
 
 _LANE_BYTES = (16, 8)  # of one load of `_move_runs`, widest first
-_UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}  # of one load of `_move_words`, by their bytes, widest first
+_UNITS = {4: tl.int32, 2: tl.int16, 1: tl.uint8}  # of one load of `_move_words`, by their bytes, widest first
 _TILE_WORDS = 2048
 _PROGRAM_TILES = 2  # one after another: more make the last wave of programs longer, fewer cost more atomic additions
 _WORD_BLOCK = 256  # words of staging that a program of `_move_words` takes at a time
@@ -52,6 +53,9 @@ _NUM_WARPS = 4
 _LEAST_RUN_BLOCK = 64  # words: shorter loads are not worth having no idle lanes
 _MOST_PROGRAMS = (1 << 15) - 1  # that `_settle` can count
 _MOST_STRIP_BYTES = 1 << 32  # places in a strip are 32-bit numbers of words
+_MOST_PAGE_BYTES = (1 << 31) - 1  # like all numbers that kernels are given
+_TENSORS = ("pool", "staging", "page_ids", "sums", "verdict")  # first arguments of either kernel
+_TRITON_ALIGN = 16  # bytes: Triton compiles for pointers that are multiples of this, or for any
 
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX_1 = tl.constexpr(MIX_1)
@@ -301,188 +305,155 @@ def _move_words(
         _settle(tl.sum(total, 0), sums, trailer, expected, verdict, tl.num_programs(0), GATHER)
 
 
-class Launch(Struct, frozen=True):
-    """A kernel with all that it is launched with."""
+class Launch(Struct, frozen=True, eq=False):
+    """A kernel with all that it is launched with, by its names. Every tensor is on one device.
+
+    unit: the integers that the kernel takes pool and staging for; constants: what it is compiled for.
+    """
 
     kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    num_warps: int
+    grid: tuple[int, int, int]
+    unit: tl.dtype
+    tensors: dict[str, torch.Tensor]
+    numbers: dict[str, int]
+    constants: dict[str, int]
 
     def __call__(self) -> None:
         """On the current stream; returns before the device is done."""
-        self.kernel[self.grid](**self.arguments, num_warps=self.num_warps)
+        self.kernel[self.grid](**self._arguments(), num_warps=_NUM_WARPS)
+
+    def compile(self) -> Any:
+        """The kernel for arguments like these, compiled if need be; nothing in Triton's interpreter. Launches nothing."""
+        return self.kernel.warmup(**self._arguments(), grid=self.grid, num_warps=_NUM_WARPS)
+
+    def _arguments(self) -> dict[str, Any]:
+        as_units = {name: triton.reinterpret(self.tensors[name], self.unit) for name in ("pool", "staging")}
+        return self.tensors | as_units | self.numbers | self.constants
 
 
-def bind_launch(launch: Launch, *late: str) -> Callable[..., None]:
-    """The same launch with its kernel looked up and its arguments in place: a call costs the host half as much.
+class Launcher:
+    """Launches on one stream of one device, with less work for the host than a call of a kernel is.
 
-    late: names of arguments that a call gives, in this order; each aligned as the launch's own.
+    Which compiled kernel belongs to which arguments is found out once for all that are alike; what remains of a launch is
+    one call of Triton's launcher, which takes addresses as they are, while it looks up every tensor's.
     """
-    compiled = launch.kernel.warmup(**launch.arguments, grid=launch.grid, num_warps=launch.num_warps)
-    if not isinstance(compiled, CompiledKernel):  # Triton's interpreter
 
-        def interpret(*values: Any) -> None:
-            launch.kernel[launch.grid](
-                **launch.arguments | dict(zip(late, values, strict=True)), num_warps=launch.num_warps
-            )
+    def __init__(self, stream: int) -> None:
+        """stream: as the driver knows it."""
+        self._stream = stream
+        self._compiled: dict[tuple[object, ...], Any] = {}
 
-        return interpret
-    run = compiled[(*launch.grid, 1, 1)[:3]]
-    arguments = [launch.arguments[name] for name in launch.kernel.arg_names]
-    places = [launch.kernel.arg_names.index(name) for name in late]
+    def compiled(self, launch: Launch) -> Any:
+        """What `Launch.compile` returns."""
+        # Nothing else of the arguments changes what Triton compiles.
+        aligned = [launch.tensors[name].data_ptr() % _TRITON_ALIGN == 0 for name in ("pool", "staging")]
+        alike = (launch.kernel, launch.unit, *launch.constants.values(), *aligned)
+        if alike not in self._compiled:
+            self._compiled[alike] = launch.compile()
+        return self._compiled[alike]
 
-    def begin(*values: Any) -> None:
-        for place, value in zip(places, values, strict=True):
-            arguments[place] = value
-        run(*arguments)
+    def bind(self, launch: Launch) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """The same launch, but for its staging and its verdict, with which to call what is returned.
 
-    return begin
+        Both are aligned as the launch's own, and staging is as long.
+        """
+        compiled = self.compiled(launch)
+        if not isinstance(compiled, CompiledKernel):  # Triton's interpreter
+
+            def interpret(staging: torch.Tensor, verdict: torch.Tensor) -> None:
+                msgspec.structs.replace(launch, tensors=launch.tensors | {"staging": staging, "verdict": verdict})()
+
+            return interpret
+        names = launch.kernel.arg_names
+        assert names[: len(_TENSORS)] == list(_TENSORS)
+        pool, page_ids, sums = (launch.tensors[name] for name in ("pool", "page_ids", "sums"))
+        values = launch.numbers | launch.constants
+        rest = [values[name] for name in names[len(_TENSORS) :]]
+        # The last three are Triton's hooks around a launch, and what they are told of it.
+        run = partial(
+            compiled.run, *launch.grid, self._stream, compiled.function, compiled.packed_metadata, *[None] * 3
+        )
+
+        def begin(staging: torch.Tensor, verdict: torch.Tensor) -> None:
+            tensors = (pool, staging, page_ids, sums, verdict)
+            run(*[tensor.data_ptr() for tensor in tensors], *rest)
+
+        return begin
 
 
-def compile_launch(launch: Launch) -> None:
-    """Compile its kernel, if need be, and launch nothing."""
-    launch.kernel.warmup(**launch.arguments, grid=launch.grid, num_warps=launch.num_warps)
+def plan_launch(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verdict: torch.Tensor | None) -> Launch:
+    """What a gather (verdict is None) or a scatter is launched with. Every tensor is on one CUDA device.
 
-
-def launch_gather(
-    pool: torch.Tensor,
-    page_ids: torch.Tensor,
-    shape: PageShape,
-    piece: Piece,
-    head_start: int,
-    heads: int,
-    out: torch.Tensor,
-    seed: int,
-    sums: torch.Tensor,
-    first_page: int = 0,
-) -> int:
-    """Begin to copy a piece into `out` with its checksum; returns the bytes that will be written (the framed piece).
-
-    sums: [SUMS] int64, zero, which launches on this stream and on no other use. Else as `copy.gather`, with every tensor
-    on one CUDA device.
+    staging: [>= rows.staged_bytes] uint8, contiguous, aligned to words; sums: [SUMS] int64, zero, which launches on one
+    stream and on no other use; verdict: [1] int64 that the device can write, so also pinned memory, which becomes
+    VERDICT_OK or VERDICT_WRONG. A scatter writes the rows whether or not their checksum is right.
     """
-    plan_launch(pool, page_ids, shape, piece, head_start, heads, out, seed, sums, None, first_page)()
-    return framed_bytes(shape.payload_bytes(piece, heads))
-
-
-def launch_scatter(
-    staging: torch.Tensor,
-    pool: torch.Tensor,
-    page_ids: torch.Tensor,
-    shape: PageShape,
-    piece: Piece,
-    head_start: int,
-    heads: int,
-    seed: int,
-    sums: torch.Tensor,
-    verdict: torch.Tensor,
-    first_page: int = 0,
-) -> None:
-    """Begin to copy a piece into the pool, whether or not its checksum is right; `verdict` will say.
-
-    verdict: [1] int64 that the device can write, so also pinned memory; it becomes VERDICT_OK or VERDICT_WRONG. sums: as in
-    `launch_gather`. Else as `copy.scatter`, with every tensor on one CUDA device.
-    """
-    plan_launch(pool, page_ids, shape, piece, head_start, heads, staging, seed, sums, verdict, first_page)()
-
-
-def plan_launch(
-    pool: torch.Tensor,
-    page_ids: torch.Tensor,
-    shape: PageShape,
-    piece: Piece,
-    head_start: int,
-    heads: int,
-    staging: torch.Tensor,
-    seed: int,
-    sums: torch.Tensor,
-    verdict: torch.Tensor | None,
-    first_page: int,
-) -> Launch:
-    """What a gather (verdict is None) or a scatter is launched with."""
-    payload = shape.payload_bytes(piece, heads)
-    first, stop = piece.token_start // shape.page_tokens, -(-piece.token_stop // shape.page_tokens)
-    assert pool.dtype is staging.dtype is torch.uint8
-    assert page_ids.dtype is sums.dtype is torch.int64
-    assert pool.stride(1) == staging.stride(0) == page_ids.stride(0) == 1
-    assert pool.shape[1] >= shape.nbytes, f"pages of {pool.shape[1]} bytes do not hold {shape}"
-    assert piece.layer_stop <= shape.layers, f"{piece} names layers that {shape} lacks"
-    assert 0 <= head_start < head_start + heads <= shape.kv_heads, f"heads {head_start}+{heads} of {shape}"
-    assert staging.numel() >= framed_bytes(payload), f"{staging.numel()} bytes of staging do not hold {payload} of rows"
-    assert staging.data_ptr() % WORD_BYTES == 0, "staging is not aligned to words"
-    assert piece.layers * shape.planes * heads <= _MOST_PROGRAMS, f"{piece} has too many strips of {shape}"
+    rows.check_staging(staging)
+    shape, piece, heads, payload = rows.shape, rows.piece, rows.heads, rows.payload_bytes
+    planes, page_bytes = piece.layers * shape.planes, rows.pool.stride(0)
+    strips = planes * heads
+    assert sums.dtype is torch.int64
+    assert strips <= _MOST_PROGRAMS, f"{piece} has too many strips of {shape}"
     assert piece.tokens * shape.row_bytes <= _MOST_STRIP_BYTES, f"{piece} is too long for {shape}"
-    assert first_page <= first, f"the page table begins after page {first}"
-    assert stop - first_page <= len(page_ids), f"the page table has no page {stop - 1}"
+    assert page_bytes <= _MOST_PAGE_BYTES, f"pages are {page_bytes} bytes apart"
 
-    key = key_seed(seed, payload)
-    common = {
-        "page_ids": page_ids,
+    key = key_seed(rows.seed, payload)
+    tensors = {
+        "pool": rows.pool,
+        "staging": staging,
+        "page_ids": rows.page_ids,
         "sums": sums,
         "verdict": sums if verdict is None else verdict,
+    }
+    numbers = {
         "kv_heads": shape.kv_heads,
-        "first_strip": piece.layer_start * shape.planes * shape.kv_heads + head_start,
-        "first_entry": first - first_page,
+        "first_strip": piece.layer_start * shape.planes * shape.kv_heads + rows.head_start,
+        "first_entry": rows.first - rows.first_page,
         "key_low": _as_int32(key),
         "key_high": _as_int32(key >> 32),
-        "GATHER": verdict is None,
-        "CHECKSUM": True,
     }
-    pool = pool[:, : shape.nbytes]
-    staging = staging[: framed_bytes(payload)]
-    sizes = (shape.row_bytes, pool.stride(0), pool.data_ptr())
-    lane_bytes = next((n for n in _LANE_BYTES if all(size % n == 0 for size in (*sizes, staging.data_ptr()))), 0)
+    constants = {"GATHER": verdict is None, "CHECKSUM": True}
+    aligned = shape.row_bytes | page_bytes | rows.pool.data_ptr()  # to every power of two that divides all of them
+    lane_bytes = next((n for n in _LANE_BYTES if (aligned | staging.data_ptr()) % n == 0), 0)
     if lane_bytes:
         row_lanes = shape.row_bytes // lane_bytes
         run_words = shape.page_tokens * shape.row_bytes // WORD_BYTES
         run_block = run_block_words(run_words)
         page_block = _TILE_WORDS // run_block
         run_tiles = -(-run_words // run_block)
-        strips = piece.layers * shape.planes * heads
-        strip_tiles = -(-(stop - first) // page_block) * run_tiles
+        pages = rows.stop - rows.first
+        strip_tiles = -(-pages // page_block) * run_tiles
         program_tiles = max(_PROGRAM_TILES, -(-strip_tiles // (_MOST_PROGRAMS // strips)))
-        return Launch(
-            _move_runs,
-            (-(-strip_tiles // program_tiles), heads, piece.layers * shape.planes),
-            common
-            | {
-                "pool": pool.view(torch.int64),
-                "staging": staging.view(torch.int64),
-                "strip_lanes": piece.tokens * row_lanes,
-                "run_lanes": shape.page_tokens * row_lanes,
-                "page_lanes": pool.stride(0) // lane_bytes,
-                "skipped_lanes": piece.token_start % shape.page_tokens * row_lanes,
-                "pages": stop - first,
-                "strip_tiles": strip_tiles,
-                "program_tiles": program_tiles,
-                "LANE_WORDS": lane_bytes // WORD_BYTES,
-                "PAGE_BLOCK": page_block,
-                "RUN_BLOCK": run_block,
-                "RUN_TILES": run_tiles,
-            },
-            _NUM_WARPS,
-        )
-    unit_bytes = next(n for n in _UNITS if all(size % n == 0 for size in sizes))
-    return Launch(
-        _move_words,
-        (min(-(-payload // (WORD_BYTES * _WORD_BLOCK)), _WORD_PROGRAMS),),
-        common
-        | {
-            "pool": pool.view(_UNITS[unit_bytes]),
-            "staging": staging.view(_UNITS[unit_bytes]),
-            "heads": heads,
-            "strips": piece.layers * shape.planes * heads,
-            "tokens": piece.tokens,
-            "page_tokens": shape.page_tokens,
-            "row_units": shape.row_bytes // unit_bytes,
-            "page_units": pool.stride(0) // unit_bytes,
-            "first_token": piece.token_start % shape.page_tokens,
-            "UNIT_BYTES": unit_bytes,
-            "BLOCK": _WORD_BLOCK,
-        },
-        _NUM_WARPS,
-    )
+        numbers |= {
+            "strip_lanes": piece.tokens * row_lanes,
+            "run_lanes": shape.page_tokens * row_lanes,
+            "page_lanes": page_bytes // lane_bytes,
+            "skipped_lanes": piece.token_start % shape.page_tokens * row_lanes,
+            "pages": pages,
+            "strip_tiles": strip_tiles,
+            "program_tiles": program_tiles,
+        }
+        constants |= {
+            "LANE_WORDS": lane_bytes // WORD_BYTES,
+            "PAGE_BLOCK": page_block,
+            "RUN_BLOCK": run_block,
+            "RUN_TILES": run_tiles,
+        }
+        grid = (-(-strip_tiles // program_tiles), heads, planes)
+        return Launch(_move_runs, grid, tl.int64, tensors, numbers, constants)
+    unit_bytes = next(n for n in _UNITS if aligned % n == 0)
+    numbers |= {
+        "heads": heads,
+        "strips": strips,
+        "tokens": piece.tokens,
+        "page_tokens": shape.page_tokens,
+        "row_units": shape.row_bytes // unit_bytes,
+        "page_units": page_bytes // unit_bytes,
+        "first_token": piece.token_start % shape.page_tokens,
+    }
+    constants |= {"UNIT_BYTES": unit_bytes, "BLOCK": _WORD_BLOCK}
+    programs = min(-(-payload // (WORD_BYTES * _WORD_BLOCK)), _WORD_PROGRAMS)
+    return Launch(_move_words, (programs, 1, 1), _UNITS[unit_bytes], tensors, numbers, constants)
 
 
 def run_block_words(run_words: int) -> int:

@@ -1,7 +1,8 @@
 """Moves pieces between a pool's pages and staging memory, by whichever kernels suit the device.
 
     mover = create_mover(config.transfer.kernels, pool.device)
-    move = mover.scatter(...)        # returns at once
+    begin = mover.plan_scatter(...)  # before the piece arrives
+    move = begin()                   # returns at once
     ...
     if move.done(): landed(move.ok())
 
@@ -27,10 +28,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from disagg.messages.lane import Piece
 from disagg.staging import copy
-from disagg.staging.copy import PageShape
-from disagg.staging.pieces import framed_bytes
+from disagg.staging.rows import PagedRows, PageShape
 from disagg.types.errors import ConfigError
 
 Kernels = Literal["auto", "triton", "torch"]
@@ -50,15 +49,13 @@ class Move(Protocol):
         """Of a scatter, whether the checksum was right; else true. Only to be asked once done."""
 
     def seconds(self) -> float:
-        """How long the device (or, on CPU, the call) took. Only to be asked once done."""
+        """From when it was begun to when it was found to be done. Only to be asked once done."""
 
 
 class Mover(Protocol):
-    """What TorchMover and TritonMover have in common. Every tensor is on the mover's device.
+    """What TorchMover and TritonMover have in common. Every tensor is on the mover's device; page tables are from `pages`.
 
-    pool: [num_pages, >= shape.nbytes] uint8, rows contiguous, any distance apart; page_ids: from `pages`, entry i being
-    the page of tokens [(first_page + i) * page_tokens, ...); out, staging: uint8, contiguous, 8-byte aligned (at 16 bytes
-    the kernels are faster), at least as long as the framed piece; seed: the piece's identity, 64 bits.
+    out, staging: [>= rows.staged_bytes] uint8, contiguous, 8-byte aligned (at 16 bytes the kernels are faster).
     """
 
     def pages(self, page_ids: Sequence[int]) -> torch.Tensor:
@@ -67,64 +64,18 @@ class Mover(Protocol):
     def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
         """Do now what the first moves between these would otherwise wait for (compiling). Moves nothing."""
 
-    def gather(
-        self,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        out: torch.Tensor,
-        seed: int,
-        first_page: int = 0,
-    ) -> Move:
-        """Copy a piece and its checksum into `out`, which nobody else may write, nor the pages, until it is done."""
-
-    def scatter(
-        self,
-        staging: torch.Tensor,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        seed: int,
-        first_page: int = 0,
-    ) -> Move:
-        """Copy a piece into pages, which are distinct and which nobody may read before the move is done and ok."""
-
-    def plan_gather(
-        self,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        out: torch.Tensor,
-        seed: int,
-        first_page: int = 0,
-    ) -> Callable[[torch.Tensor], Move]:
+    def plan_gather(self, rows: PagedRows, out: torch.Tensor) -> Callable[[torch.Tensor], Move]:
         """A gather but for its beginning, which is to call what is returned with the memory to gather into.
 
-        That memory is aligned as `out` is. Planning is most of what a move costs the host, and needs no final KV.
+        That memory is aligned as `out` is. Until the move is done nobody else may write it, nor the pages. Planning is most
+        of what a move costs the host, and needs no final KV.
         """
 
-    def plan_scatter(
-        self,
-        staging: torch.Tensor,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        seed: int,
-        first_page: int = 0,
-    ) -> Callable[[], Move]:
-        """A scatter but for its beginning, which is to call what is returned, once. Needs nothing to have arrived."""
+    def plan_scatter(self, rows: PagedRows, staging: torch.Tensor) -> Callable[[], Move]:
+        """A scatter but for its beginning, which is to call what is returned, once. Needs nothing to have arrived.
+
+        Nobody may read the pages before the move is done and ok.
+        """
 
     def zero(self, pool: torch.Tensor, page_ids: torch.Tensor) -> Move:
         """Make whole pages blank. pool: [num_pages, page_bytes] uint8."""
@@ -180,66 +131,21 @@ class TorchMover:
     def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
         """Nothing is compiled."""
 
-    def gather(
-        self,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        out: torch.Tensor,
-        seed: int,
-        first_page: int = 0,
-    ) -> Move:
-        started = time.perf_counter()
-        nbytes = copy.gather(pool, page_ids, shape, piece, head_start, heads, out, seed, first_page)
-        return _Moved(nbytes, was_ok=True, took_s=time.perf_counter() - started)
+    def plan_gather(self, rows: PagedRows, out: torch.Tensor) -> Callable[[torch.Tensor], Move]:
+        def begin(into: torch.Tensor) -> Move:
+            started = time.perf_counter()
+            nbytes = copy.gather(rows, into)
+            return _Moved(nbytes, was_ok=True, took_s=time.perf_counter() - started)
 
-    def scatter(
-        self,
-        staging: torch.Tensor,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        seed: int,
-        first_page: int = 0,
-    ) -> Move:
-        started = time.perf_counter()
-        ok = copy.scatter(staging, pool, page_ids, shape, piece, head_start, heads, seed, first_page)
-        nbytes = framed_bytes(shape.payload_bytes(piece, heads))
-        return _Moved(nbytes, was_ok=ok, took_s=time.perf_counter() - started)
+        return begin
 
-    def plan_gather(
-        self,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        out: torch.Tensor,
-        seed: int,
-        first_page: int = 0,
-    ) -> Callable[[torch.Tensor], Move]:
-        return lambda into: self.gather(pool, page_ids, shape, piece, head_start, heads, into, seed, first_page)
+    def plan_scatter(self, rows: PagedRows, staging: torch.Tensor) -> Callable[[], Move]:
+        def begin() -> Move:
+            started = time.perf_counter()
+            ok = copy.scatter(rows, staging)
+            return _Moved(rows.staged_bytes, was_ok=ok, took_s=time.perf_counter() - started)
 
-    def plan_scatter(
-        self,
-        staging: torch.Tensor,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        seed: int,
-        first_page: int = 0,
-    ) -> Callable[[], Move]:
-        return lambda: self.scatter(staging, pool, page_ids, shape, piece, head_start, heads, seed, first_page)
+        return begin
 
     def zero(self, pool: torch.Tensor, page_ids: torch.Tensor) -> Move:
         started = time.perf_counter()

@@ -47,32 +47,26 @@ def split_group_piece(
 
 
 def split_pieces(whole: Piece, bytes_per_token_layer: int, max_bytes: int, page_tokens: int = 1) -> tuple[Piece, ...]:
-    """Cut `whole` into pieces of at most `max_bytes` in the ring each, by layers then tokens in order.
+    """Cut `whole` into pieces of at most `max_bytes` in the ring each, by layers, then tokens, in order.
 
-    `bytes_per_token_layer`: of one token of one layer in the widest slice, all planes together. Cuts by tokens, at page
-    boundaries unless a single page is too large; by layers only if one token of all layers is too large. Raises
-    ValueError if not even one token of one layer fits.
+    `bytes_per_token_layer`: of one token of one layer in the widest slice, all planes together. A model computes layer
+    after layer, so pieces of few layers can go while the others are computed. Tokens are cut only where one layer of all of
+    them is too large, at page boundaries unless a single page is too large. Raises ValueError if not even one token of one
+    layer fits.
     """
     assert bytes_per_token_layer > 0
     assert page_tokens > 0
-    budget = _budget(max_bytes)
-    max_layers = min(whole.layers, budget // bytes_per_token_layer)
-    if max_layers < 1:
-        raise ValueError(
-            f"one token of one layer takes {framed_bytes(bytes_per_token_layer)} bytes; at most {max_bytes} fit"
-        )
+    most = _most_rows(max_bytes, bytes_per_token_layer)
+    step = max(1, most // whole.tokens)
     pieces = []
-    for layer_start in range(whole.layer_start, whole.layer_stop, max_layers):
-        layer_stop = min(layer_start + max_layers, whole.layer_stop)
-        max_tokens = budget // (bytes_per_token_layer * (layer_stop - layer_start))
+    for layer in range(whole.layer_start, whole.layer_stop, step):
         start = whole.token_start
         while start < whole.token_stop:
-            stop = start + max_tokens
+            stop = min(start + most, whole.token_stop)
             if stop < whole.token_stop:
                 on_page = stop // page_tokens * page_tokens
                 stop = on_page if on_page > start else stop
-            stop = min(stop, whole.token_stop)
-            pieces.append(Piece(whole.group, layer_start, layer_stop, start, stop))
+            pieces.append(Piece(whole.group, layer, min(layer + step, whole.layer_stop), start, stop))
             start = stop
     return tuple(pieces)
 
@@ -83,24 +77,21 @@ def most_group_pieces(positions: int, heads: int, group: LayerGroup, max_bytes: 
     Raises ValueError if not even one token of one layer fits.
     """
     row_bytes, page_tokens = group.planes * heads * group.head_dim * group.dtype_bytes, group.rows_per_page(page_tokens)
-    max_layers = min(len(group.layers), _budget(max_bytes) // row_bytes)
-    if max_layers < 1:
+    most, layers = _most_rows(max_bytes, row_bytes), len(group.layers)
+    if most >= positions:
+        return -(-layers // (most // positions))
+    if most >= page_tokens:
+        return layers * -(-positions // (most // page_tokens * page_tokens))
+    pages, rest = divmod(positions, page_tokens)
+    return layers * (pages * -(-page_tokens // most) + -(-rest // most))
+
+
+def _most_rows(max_bytes: int, row_bytes: int) -> int:
+    """So many rows, each of one token of one layer, fit into a piece of `max_bytes`. Raises ValueError if none does."""
+    rows = (max_bytes - TRAILER_BYTES) // WORD_BYTES * WORD_BYTES // row_bytes
+    if rows < 1:
         raise ValueError(f"one token of one layer takes {framed_bytes(row_bytes)} bytes; at most {max_bytes} fit")
-    pieces = 0
-    for layer_start in range(0, len(group.layers), max_layers):
-        layers = min(max_layers, len(group.layers) - layer_start)
-        max_tokens = _budget(max_bytes) // (row_bytes * layers)
-        if max_tokens >= page_tokens:
-            pieces += -(-positions // (max_tokens // page_tokens * page_tokens))
-        else:
-            whole, rest = divmod(positions, page_tokens)
-            pieces += whole * -(-page_tokens // max_tokens) + -(-rest // max_tokens)
-    return pieces
-
-
-def _budget(max_bytes: int) -> int:
-    """Bytes of rows in a piece of `max_bytes`."""
-    return (max_bytes - TRAILER_BYTES) // WORD_BYTES * WORD_BYTES
+    return rows
 
 
 class _Band(Struct, frozen=True):

@@ -1,36 +1,30 @@
 """Moves pieces with the kernels of staging/kernels, on a stream of their own, whose end the host polls.
 
-    host     scatter ──> Move                 done()? no     done()? yes: ok()
-    stream           [mark][ kernel ... │verdict][mark]
+    host     begin() ──> Move                 done()? no     done()? yes: ok()
+    stream            [ kernel ... │verdict][mark]
 
 A verdict is a number in pinned memory, which the last program of a scatter writes: to read it takes no copy, only the
-mark behind it. Knows streams, marks and verdicts; nothing of how bytes are moved.
+mark behind it. What the host does for a move counts, for it can take as long as the move: so marks, verdicts and the memory
+of page tables are used again, and nothing is timed on the device. Knows streams, marks and verdicts; nothing of how bytes
+are moved.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
 from disagg.messages.lane import Piece
-from disagg.staging.copy import PageShape
-from disagg.staging.kernels import (
-    SUMS,
-    VERDICT_OK,
-    bind_launch,
-    compile_launch,
-    launch_gather,
-    launch_scatter,
-    plan_launch,
-)
+from disagg.staging.kernels import SUMS, VERDICT_OK, Launcher, plan_launch
 from disagg.staging.mover import Move
-from disagg.staging.pieces import framed_bytes
+from disagg.staging.rows import PagedRows, PageShape
 
 UNDECIDED = 0
 PLANNED_ALIGN = 256
+TABLE_IDS = 1 << 16  # of page tables that lie side by side
 VERDICTS = 256  # are made at a time; there are as many as scatters were ever under way at once
 
 
@@ -40,70 +34,121 @@ class Mark(Protocol):
     def query(self) -> bool:
         """Whether all work before it is done."""
 
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from here to `end`, another mark of the same queue, once both are reached."""
-
 
 class Queue(Protocol):
-    """A stream of a device."""
+    """A stream of a device, on which its thread works from when it was made."""
 
-    def current(self) -> AbstractContextManager[object]:
-        """What torch and Triton are asked to do within goes to this queue."""
+    @property
+    def handle(self) -> int:
+        """The stream, as the driver knows it."""
 
     def mark(self) -> Mark:
         """After all that was asked for so far."""
+
+    def reuse(self, mark: Any) -> None:
+        """Nobody asks this mark any more."""
 
     def host(self, values: Sequence[int]) -> torch.Tensor:
         """[n] int64 on the host, where the device can read and write it."""
 
 
 class CudaQueue:
-    """A stream that waits for no other, not even the default one. The thread that makes it works on it from then on."""
+    """A stream that waits for no other, not even the default one."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._free: list[torch.cuda.Event] = []
         torch.cuda.set_stream(self._stream)
 
-    def current(self) -> AbstractContextManager[object]:
-        return nullcontext()
+    @property
+    def handle(self) -> int:
+        return int(self._stream.cuda_stream)
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = self._free.pop() if self._free else torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
+
+    def reuse(self, mark: Any) -> None:
+        self._free.append(mark)
 
     def host(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, pin_memory=True)
 
 
+class _PageTables:
+    """Page tables, side by side in memory that is copied from the host to the device part by part.
+
+    A table keeps the memory that it lies in, however many others that holds.
+    """
+
+    def __init__(self, queue: Queue, device: torch.device) -> None:
+        self._queue = queue
+        self._device = device
+        self._used = 0
+        self._make(TABLE_IDS)
+
+    def add(self, page_ids: Sequence[int]) -> torch.Tensor:
+        """[n] int64 on the device, in place before what is asked of the queue from now on."""
+        if self._used + len(page_ids) > len(self._numbers):
+            self._make(max(TABLE_IDS, len(page_ids)))
+        where = slice(self._used, self._used + len(page_ids))
+        self._used = where.stop
+        self._numbers[where] = page_ids
+        return self._there[where].copy_(self._here[where], non_blocking=True)
+
+    def _make(self, count: int) -> None:
+        self._here = self._queue.host([0] * count)
+        self._numbers = self._here.numpy()
+        self._there = torch.empty(count, dtype=torch.int64, device=self._device)
+        self._used = 0
+
+
+class _Verdict:
+    """A number that a scatter writes and the host reads. where: [1] int64, as the kernel takes it."""
+
+    __slots__ = ("_numbers", "where")
+
+    def __init__(self, where: torch.Tensor) -> None:
+        self.where = where
+        self._numbers = where.numpy()  # the same memory, at a tenth of what a tensor's element costs
+
+    def read(self) -> int:
+        """What was written; from here on it is undecided again."""
+        number = int(self._numbers[0])
+        self._numbers[0] = UNDECIDED
+        return number
+
+
 class _Verdicts:
-    """Numbers that kernels write and the host reads, each lent to one scatter at a time."""
+    """Each is lent to one scatter at a time."""
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
-        self._free: list[torch.Tensor] = []
+        self._free: list[_Verdict] = []
 
-    def take(self) -> torch.Tensor:
-        """[1] int64, undecided."""
+    def take(self) -> _Verdict:
         if not self._free:
             numbers = self._queue.host([UNDECIDED] * VERDICTS)
-            self._free = [numbers[i : i + 1] for i in range(VERDICTS)]
+            self._free = [_Verdict(numbers[i : i + 1]) for i in range(VERDICTS)]
         return self._free.pop()
 
-    def give_back(self, verdict: torch.Tensor) -> None:
-        verdict.fill_(UNDECIDED)
+    def give_back(self, verdict: _Verdict) -> None:
         self._free.append(verdict)
 
 
 class _QueuedMove:
-    """A move on a queue. verdict: of a scatter, and given back as soon as it was read."""
+    """A move on a queue. verdict: of a scatter; like the mark it is given back as soon as it was read."""
 
-    def __init__(self, nbytes: int, begin: Mark, end: Mark, verdicts: _Verdicts, verdict: torch.Tensor | None) -> None:
+    def __init__(self, nbytes: int, queue: Queue, verdicts: _Verdicts, verdict: _Verdict | None) -> None:
+        """When it has been asked of the queue."""
         self._nbytes = nbytes
-        self._begin = begin
-        self._end = end
+        self._queue = queue
+        self._end = queue.mark()
         self._verdicts = verdicts
         self._verdict = verdict
+        self._begun_s = time.perf_counter()
+        self._took_s = 0.0
         self._done = False
         self._ok = True
 
@@ -114,12 +159,13 @@ class _QueuedMove:
     def done(self) -> bool:
         if not self._done and self._end.query():
             self._done = True
+            self._took_s = time.perf_counter() - self._begun_s
+            self._queue.reuse(self._end)
             if self._verdict is not None:
-                number = int(self._verdict)
+                number = self._verdict.read()
                 assert number != UNDECIDED, "a scatter ended without a verdict"
                 self._ok = number == VERDICT_OK
                 self._verdicts.give_back(self._verdict)
-                self._verdict = None
         return self._done
 
     def ok(self) -> bool:
@@ -128,7 +174,7 @@ class _QueuedMove:
 
     def seconds(self) -> float:
         assert self._done, "the move is under way"
-        return self._begin.elapsed_time(self._end) / 1e3
+        return self._took_s
 
 
 class TritonMover:
@@ -137,117 +183,41 @@ class TritonMover:
     def __init__(self, device: torch.device, queue: Queue) -> None:
         self._device = device
         self._queue = queue
+        self._launcher = Launcher(queue.handle)
+        self._tables = _PageTables(queue, device)
         self._verdicts = _Verdicts(queue)
-        with queue.current():
-            self._sums = torch.zeros(SUMS, dtype=torch.int64, device=device)
+        self._sums = torch.zeros(SUMS, dtype=torch.int64, device=device)
 
     def pages(self, page_ids: Sequence[int]) -> torch.Tensor:
-        with self._queue.current():
-            return self._queue.host(page_ids).to(self._device, non_blocking=True)
+        return self._tables.add(page_ids)
 
     def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
-        piece = Piece(0, 0, 1, 0, 1)
-        page_ids, verdict = self.pages([0]), self._verdicts.take()
-        for of_scatter in (None, verdict):
-            compile_launch(plan_launch(pool, page_ids, shape, piece, 0, 1, staging, 0, self._sums, of_scatter, 0))
-        self._verdicts.give_back(verdict)
+        rows = PagedRows(pool, self.pages([0]), shape, Piece(0, 0, 1, 0, 1), head_start=0, heads=1, seed=0)
+        for verdict in (None, self._sums):
+            self._launcher.bind(plan_launch(rows, staging, self._sums, verdict))
 
-    def gather(
-        self,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        out: torch.Tensor,
-        seed: int,
-        first_page: int = 0,
-    ) -> Move:
-        with self._queue.current():
-            begin = self._queue.mark()
-            nbytes = launch_gather(pool, page_ids, shape, piece, head_start, heads, out, seed, self._sums, first_page)
-        return _QueuedMove(nbytes, begin, self._queue.mark(), self._verdicts, None)
-
-    def scatter(
-        self,
-        staging: torch.Tensor,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        seed: int,
-        first_page: int = 0,
-    ) -> Move:
-        verdict = self._verdicts.take()
-        with self._queue.current():
-            begin = self._queue.mark()
-            launch_scatter(
-                staging, pool, page_ids, shape, piece, head_start, heads, seed, self._sums, verdict, first_page
-            )
-        nbytes = framed_bytes(shape.payload_bytes(piece, heads))
-        return _QueuedMove(nbytes, begin, self._queue.mark(), self._verdicts, verdict)
-
-    def plan_gather(
-        self,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        out: torch.Tensor,
-        seed: int,
-        first_page: int = 0,
-    ) -> Callable[[torch.Tensor], Move]:
-        planned = plan_launch(pool, page_ids, shape, piece, head_start, heads, out, seed, self._sums, None, first_page)
-        launch, units = bind_launch(planned, "staging"), planned.arguments["staging"].dtype
-        nbytes = framed_bytes(shape.payload_bytes(piece, heads))
+    def plan_gather(self, rows: PagedRows, out: torch.Tensor) -> Callable[[torch.Tensor], Move]:
+        launch = self._launcher.bind(plan_launch(rows, out, self._sums, None))
+        nbytes, address = rows.staged_bytes, out.data_ptr()
 
         def begin(into: torch.Tensor) -> Move:
-            assert (into.data_ptr() - out.data_ptr()) % PLANNED_ALIGN == 0, "planned for memory aligned otherwise"
-            with self._queue.current():
-                begin = self._queue.mark()
-                launch(into[:nbytes].view(units))
-                return _QueuedMove(nbytes, begin, self._queue.mark(), self._verdicts, None)
+            assert (into.data_ptr() - address) % PLANNED_ALIGN == 0, "planned for memory aligned otherwise"
+            launch(into, self._sums)
+            return _QueuedMove(nbytes, self._queue, self._verdicts, None)
 
         return begin
 
-    def plan_scatter(
-        self,
-        staging: torch.Tensor,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        seed: int,
-        first_page: int = 0,
-    ) -> Callable[[], Move]:
-        verdict = self._verdicts.take()
-        launch = bind_launch(
-            plan_launch(
-                pool, page_ids, shape, piece, head_start, heads, staging, seed, self._sums, verdict, first_page
-            ),
-            "verdict",
-        )
-        self._verdicts.give_back(verdict)
-        nbytes = framed_bytes(shape.payload_bytes(piece, heads))
+    def plan_scatter(self, rows: PagedRows, staging: torch.Tensor) -> Callable[[], Move]:
+        launch = self._launcher.bind(plan_launch(rows, staging, self._sums, self._sums))
+        nbytes = rows.staged_bytes
 
         def begin() -> Move:
             verdict = self._verdicts.take()
-            with self._queue.current():
-                begin = self._queue.mark()
-                launch(verdict)
-                return _QueuedMove(nbytes, begin, self._queue.mark(), self._verdicts, verdict)
+            launch(staging, verdict.where)
+            return _QueuedMove(nbytes, self._queue, self._verdicts, verdict)
 
         return begin
 
     def zero(self, pool: torch.Tensor, page_ids: torch.Tensor) -> Move:
-        with self._queue.current():
-            begin = self._queue.mark()
-            pool.index_fill_(0, page_ids, 0)
-        return _QueuedMove(0, begin, self._queue.mark(), self._verdicts, None)
+        pool.index_fill_(0, page_ids, 0)
+        return _QueuedMove(0, self._queue, self._verdicts, None)

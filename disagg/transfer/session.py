@@ -108,7 +108,7 @@ class Offer(Struct, frozen=True):
 
 
 class Write(Struct, frozen=True):
-    """A piece to be gathered and written into `entry`, once plan `after_plan` has been computed."""
+    """A piece to be gathered and written into `entry`, once plan `after_plan` has computed its layers."""
 
     entry: Entry
     piece: Piece

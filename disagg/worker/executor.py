@@ -7,7 +7,7 @@ the sampler; nothing of requests, peers or sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from disagg.messages.plan import SampledToken, StepResult, TokenLogprobs, Worker
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
 from disagg.models.ranks import Ranks
+from disagg.types.errors import ConfigError
 from disagg.worker.batch import build_batch
 from disagg.worker.profile import measure_largest_step
 from disagg.worker.sampler import Sampler
@@ -60,7 +61,10 @@ class Executor:
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a bar in a log file is noise
         self._device = device
         if device != "cpu":
-            torch.cuda.set_device(torch.device(device).index or 0)  # this thread's, which NCCL and kernels look at
+            index = gpu_index(device, torch.cuda.device_count())
+            torch.cuda.set_device(index)  # this thread's, which NCCL and kernels look at
+            # Where float32 is asked for it is meant: convolutions would take 10 bits of their inputs' 23.
+            torch.backends.cudnn.allow_tf32 = False
         self._model = PagedModel.load(model_dir, dtype, device, self._ranks)
         if gemv_copies:
             self._model.add_gemv_copies()
@@ -78,14 +82,20 @@ class Executor:
         self, num_large: int, large_bytes: int, strides: Sequence[int], page_tokens: int, max_slots: int
     ) -> int:
         """Bytes of the pool. Arguments: see messages/control.MakePool."""
-        self._pool = self.model.make_pool(num_large, large_bytes, strides, page_tokens)
+        try:
+            self._pool = self.model.make_pool(num_large, large_bytes, strides, page_tokens)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"{num_large} large pages of {large_bytes} bytes cannot be had on {self._device}; what other processes take "
+                f"there must be left out of engine.gpu_memory_utilization or engine.kv_memory_bytes: {error}"
+            ) from error
         if self._ranks.samples:
             self._sampler = Sampler(self.model.vocab_size, max_slots, self._device)
         return self._pool.bytes.nbytes
 
     @torch.inference_mode()
-    def run(self, plan: WorkerPlan) -> StepResult:
-        """Raises ProtocolError when a plan was lost."""
+    def run(self, plan: WorkerPlan, written: Callable[[int], None] | None = None) -> StepResult:
+        """written: as in PagedModel.forward. Raises ProtocolError when a plan was lost."""
         started_unix_s, started_s = time.time(), time.perf_counter()
         sampler = self._sampler
         assert (sampler is not None) == self._ranks.samples
@@ -100,7 +110,11 @@ class Executor:
         if sampler is not None:
             for sequence in begun:
                 self._open_slots(sampler, sequence)
-        sampled = self._compute(sampler, runs) if runs else ()
+        sampled = self._compute(sampler, runs, written) if runs else ()
+        if self._device != "cpu":
+            # What samples has waited for the device. The rest must too: once this plan is reported its pages may be freed, and
+            # KV that lands in them next is not ordered behind what still reads them.
+            torch.cuda.current_stream().synchronize()
         return StepResult(
             rank=self._ranks.rank,
             plan_no=plan.plan_no,
@@ -124,12 +138,14 @@ class Executor:
             eos = self.model.eos_token_ids
             sampler.add(sampling.slot, sequence.params, sampling.choice, prompt, outputs, eos)
 
-    def _compute(self, sampler: Sampler | None, runs: list[RunView]) -> tuple[SampledToken, ...]:
+    def _compute(
+        self, sampler: Sampler | None, runs: list[RunView], written: Callable[[int], None] | None
+    ) -> tuple[SampledToken, ...]:
         """What was sampled: nothing on a rank that does not sample, though it learns the tokens too."""
         batch, ordered = build_batch(runs, self.groups, self.pool.page_tokens, self._device)
         if sampler is None:
             batch = replace(batch, logits_rows=batch.logits_rows[:0])
-        logits = self.model.forward(batch, self.pool)
+        logits = self.model.forward(batch, self.pool, written)
         slots: list[int] = []
         rows: list[int] = []
         owners: list[tuple[MirrorSequence, int]] = []
@@ -155,3 +171,14 @@ class Executor:
             logprobs = None if chosen.logprob is None else TokenLogprobs(chosen.logprob, chosen.top)
             out.append(SampledToken(sequence.seq_id, choice, chosen.token_id, logprobs))
         return tuple(out)
+
+
+def gpu_index(device: str, num_gpus: int) -> int:
+    """Of "cuda:N". Raises ConfigError if this process is shown no such GPU."""
+    index = torch.device(device).index or 0
+    if index >= num_gpus:
+        shown = f"has GPUs 0 to {num_gpus - 1}" if num_gpus else f"shows no GPU to torch {torch.__version__}"
+        raise ConfigError(
+            f"a rank is placed on GPU {index} (server.first_gpu and its number), but this machine {shown}"
+        )
+    return index

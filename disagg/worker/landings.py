@@ -4,7 +4,8 @@
        └──> forgotten
     an entry is in use until its landing is reported; a leg's pages are, until Unbound is
 
-Scatters are under way side by side; nothing here waits. Knows pages, pieces and entries; nothing of peers.
+Scatters are under way side by side; nothing here waits. What a scatter needs is made ready (`arm`) while nothing else is to
+be done, before its bytes arrive. Knows pages, pieces and entries; nothing of peers.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import torch
 from disagg.messages.lane import Bind, Bound, ExpectPiece, Landing, LaneReport, Unbound
 from disagg.models.pool import Pool
 from disagg.staging.checksum import checksum
-from disagg.staging.copy import PageShape
 from disagg.staging.mover import Move, Mover
 from disagg.staging.pieces import TRAILER_BYTES, group_payload_bytes
+from disagg.staging.rows import PagedRows, PageShape
 from disagg.transfer.landed import Arrival, LandedRows, Slice
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
@@ -84,6 +85,7 @@ class Landings:
         self._scattering: deque[_Scattering] = deque()
         self._abandoned: OrderedDict[int, ExpectPiece] = OrderedDict()  # whose leg was unbound before they arrived
         self._early: OrderedDict[tuple[int, str], None] = OrderedDict()  # notified, by whom, and not expected yet
+        self._unarmed: deque[int] = deque()  # entries, oldest first; some are planned, or not expected any more
         self._planned: dict[int, Callable[[], Move]] = {}  # scatters of what is expected
 
     # ---- what others want to know
@@ -163,13 +165,24 @@ class Landings:
 
     def expect(self, request: ExpectPiece) -> None:
         self._expected[request.entry_id] = request
-        leg = self._bound.get(request.key)
-        if leg is not None:
-            self._planned[request.entry_id] = self._plan(request, leg)
+        self._unarmed.append(request.entry_id)
         early = (request.entry_id, _sender_of(request))
         if early in self._early:
             del self._early[early]
             self.notified(*early)
+
+    def arm(self) -> bool:
+        """Make one more expected piece ready to be scattered. False if all are that are bound.
+
+        Raises ProtocolError for a piece that was to land outside of what is bound.
+        """
+        while self._unarmed:
+            expected = self._expected.get(self._unarmed.popleft())
+            leg = self._bound.get(expected.key) if expected is not None else None
+            if expected is not None and leg is not None:
+                self._planned[expected.entry_id] = self._plan(expected, leg)
+                return True
+        return False
 
     def notified(self, entry_id: int, sender: str) -> None:
         """The bytes of an entry are in place, says an agent; whose entry it is not is not listened to."""
@@ -246,8 +259,7 @@ class Landings:
         """Ready to be scattered as soon as it has arrived."""
         pages, first_page = self._pages_of(expected, leg)
         piece = expected.piece
-        return self._mover.plan_scatter(
-            self._entry(expected),
+        rows = PagedRows(
             self._pool.views[piece.group].bytes,
             pages,
             self._shapes[piece.group],
@@ -257,6 +269,7 @@ class Landings:
             seed_of(expected),
             first_page=first_page,
         )
+        return self._mover.plan_scatter(rows, self._entry(expected))
 
     def _pages_of(self, expected: ExpectPiece, leg: _Leg) -> tuple[torch.Tensor, int]:
         """(the pages that hold a piece, position of the first). Raises ProtocolError if they are not bound."""

@@ -9,13 +9,15 @@ The two threads share the pool, the number of the last plan computed, and two qu
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -49,8 +51,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-IDLE_POLL_MS = 100
+IDLE_POLL_S = 0.1
 CLOSE_S = 3.0
+SWITCH_S = 0.0005  # after so long a thread must let go of the interpreter: the other one may have a piece to post
 MEETING = "ranks"  # the file by which ranks find each other, beside the sockets
 
 
@@ -78,6 +81,7 @@ class WorkerProcess:
         self._stopping = False
 
     def run(self) -> int:
+        sys.setswitchinterval(SWITCH_S)
         lane = threading.Thread(target=self._serve_lane, name="transfer", daemon=True)
         lane.start()
         try:
@@ -125,11 +129,16 @@ class WorkerProcess:
 
     def _run_plan(self, plan: WorkerPlan) -> None:
         assert self._executor is not None
+        driver = self._driver
+
+        def written(layer: int) -> None:
+            if driver is not None and driver.layer_written(plan.plan_no, layer):
+                os.eventfd_write(self._lane_fd, 1)
+
         self._busy_since_s = time.monotonic()
-        result = self._executor.run(plan)
+        result = self._executor.run(plan, written)
         self._busy_since_s = 0.0
         self._computed_plan = plan.plan_no
-        driver = self._driver
         if driver is not None:
             driver.plan_computed(plan.plan_no)
             if driver.waits_for_plans:
@@ -177,6 +186,8 @@ class WorkerProcess:
                 pool_bytes = self._executor.make_pool(
                     job.num_large, job.large_bytes, job.strides, job.page_tokens, job.max_slots
                 )
+                gc.collect()
+                gc.freeze()  # all that is loaded stays: to look through it again takes both threads 0.2 s
                 return PoolMade(self._rank, pool_bytes)
             case _:
                 raise ProtocolError(f"{type(job).__name__} is no job of the compute thread")
@@ -201,8 +212,7 @@ class WorkerProcess:
         next_beat_s = 0.0
         received = sent = 0
         while not self._stopping:
-            nap_ms = self._driver.nap_ms if self._driver is not None else IDLE_POLL_MS
-            events = dict(poller.poll(nap_ms))
+            events = _wait(poller, self._driver.nap_s if self._driver is not None else IDLE_POLL_S)
             if self._lane_fd in events:
                 os.eventfd_read(self._lane_fd)
                 while not self._replies.empty():
@@ -276,3 +286,11 @@ class WorkerProcess:
         opened = driver.opened(os.getpid())
         self._driver = driver
         return opened
+
+
+def _wait(poller: zmq.Poller, nap_s: float) -> dict[Any, int]:
+    """What has come after at most so long. ZeroMQ counts milliseconds: a shorter nap is slept to its end."""
+    if nap_s < 0.001:
+        time.sleep(nap_s)
+        return dict(poller.poll(0))
+    return dict(poller.poll(round(nap_s * 1e3)))

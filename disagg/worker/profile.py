@@ -21,6 +21,10 @@ from disagg.worker.sampler import Sampled, Sampler
 
 PAGE_TOKENS = 16
 
+# CUDA's context and NCCL's buffers take less on every GPU and driver so far. What is in use beyond that, and is not torch's
+# here, belongs to other processes, which have a share of the GPU of their own.
+MOST_BESIDE_TORCH = 2 << 30
+
 # What takes the sampler most: every edit and every filter.
 _SAMPLING = SamplingParams(
     max_tokens=2,
@@ -40,7 +44,7 @@ _SAMPLING = SamplingParams(
 
 @torch.inference_mode()
 def measure_largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -> tuple[int, int]:
-    """(bytes of the device, most bytes that were in use on it, by whomever); (0, 0) on CPU, which is not measured.
+    """(bytes of the device, most bytes that this process had in use on it); (0, 0) on CPU, which is not measured.
 
     Raises ConfigError if the device has not enough for the step.
     """
@@ -59,10 +63,14 @@ def measure_largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
-    # What the allocator gave back to the device before the end is not in `free`'s complement.
-    given_back = stats["reserved_bytes.all.peak"] - stats["reserved_bytes.all.current"]
     torch.cuda.empty_cache()
-    return total, total - free + given_back
+    beside_torch = total - free - stats["reserved_bytes.all.current"]
+    return total, own_peak_bytes(stats["reserved_bytes.all.peak"], beside_torch)
+
+
+def own_peak_bytes(torch_peak_bytes: int, beside_torch_bytes: int) -> int:
+    """Most that this process had in use. beside_torch_bytes: in use on the device and not by torch here, by whomever."""
+    return torch_peak_bytes + min(beside_torch_bytes, MOST_BESIDE_TORCH)
 
 
 def largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -> Sampled | None:

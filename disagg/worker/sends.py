@@ -3,24 +3,25 @@
     queued ──> gathering ──> writing ──> sent, or failed
                a buffer is held: until the backend says that nothing reads it any more
 
-Gathers, and writes to several peers, are under way side by side; nothing here waits. Knows pages, buffers and peers;
-nothing of what is done with a piece where it lands.
+Gathers, and writes to several peers, are under way side by side; nothing here waits. What a gather needs is made ready
+(`arm`) while nothing else is to be done, as long before its KV is final as there is time for it. Knows pages, buffers and
+peers; nothing of what is done with a piece where it lands.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from disagg.messages.lane import LaneReport, PieceFailed, PieceSent, SendPiece, SendsDropped
 from disagg.models.pool import Pool
-from disagg.staging.copy import PageShape
 from disagg.staging.mover import Move, Mover
 from disagg.staging.pieces import group_payload_bytes
+from disagg.staging.rows import PagedRows, PageShape
 from disagg.transfer.backends.base import WARM_UP_BYTES, Peer, Region, TransferBackend
 from disagg.transfer.backends.memory import allocate
 from disagg.transfer.buffers import GatherBuffers
@@ -30,6 +31,10 @@ from disagg.worker.entries import notification_of, seed_of
 _BUFFER_ALIGN = 256
 
 Where = tuple[int, int]  # (link, rank of the peer)
+Progress = tuple[
+    int, int
+]  # (plan, layers): the first so many layers are as this plan leaves them, all as earlier ones did
+ALL_LAYERS = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +46,33 @@ class KnownPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Queued:
+class _Planned:
     """gather: into the memory it is given. pages: what it reads, kept alive until it is done."""
 
-    request: SendPiece
     gather: Callable[[torch.Tensor], Move]
     pages: torch.Tensor
 
 
+@dataclass(slots=True, eq=False)
+class _Queued:
+    request: SendPiece
+    final_at: Progress  # when the KV of its rows is
+    planned: _Planned | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Gathering:
-    queued: _Queued
+    request: SendPiece
+    planned: _Planned
     buffer: int
     move: Move
-
-    @property
-    def request(self) -> SendPiece:
-        return self.queued.request
 
 
 @dataclass(frozen=True, slots=True)
 class _Writing:
     request: SendPiece
     buffer: int
-    gather_s: float
+    gathered: Move
     posted_s: float
 
 
@@ -91,14 +99,18 @@ class Sends:
         self._gather_bytes = gather_bytes
         self._stride = -(-gather_bytes // _BUFFER_ALIGN) * _BUFFER_ALIGN
         self._buffers = GatherBuffers(num_buffers)
-        self._memory: torch.Tensor | None = None
+        self._memory: tuple[torch.Tensor, ...] = ()  # by buffer
         self._region: Region | None = None
         if num_buffers:
-            self._memory = allocate(num_buffers * self._stride, pool.device)
-            self._region = backend.register(self._memory)
+            memory = allocate(num_buffers * self._stride, pool.device)
+            buffers = memory.view(num_buffers, self._stride)
+            self._memory = tuple(buffers[number, :gather_bytes] for number in range(num_buffers))
+            self._region = backend.register(memory)
         self._shapes = tuple(PageShape.of(group, pool.page_tokens) for group in pool.groups)
         self._peers: dict[Where, KnownPeer] = {}
+        self.awaited: Counter[Progress] = Counter()  # of all that is queued; also read by the compute thread
         self._queues: dict[Where, deque[_Queued]] = {}  # those that are not empty; whose turn it is comes first
+        self._unarmed: deque[_Queued] = deque()  # oldest first; some are planned, or no longer queued
         self._gathering: deque[_Gathering] = deque()
         self._writing: dict[int, _Writing] = {}  # by handle
         self._dropping: dict[tuple[int, LegKey], None] = {}
@@ -121,10 +133,15 @@ class Sends:
     def gathering(self) -> int:
         return len(self._gathering)
 
-    def sendable(self, computed_plan: int) -> bool:
+    @property
+    def unarmed(self) -> bool:
+        """There may be something to `arm`."""
+        return bool(self._unarmed)
+
+    def sendable(self, computed: Progress) -> bool:
         """Something could be gathered now."""
         now_s = time.monotonic()
-        return any(self._next_of(where, computed_plan, now_s) is not None for where in self._queues)
+        return any(self._next_of(where, computed, now_s) is not None for where in self._queues)
 
     def under_way(self, link: int) -> bool:
         """A gather or a write for this link has not ended."""
@@ -140,9 +157,9 @@ class Sends:
 
     def prepare(self) -> None:
         """Compile what the first gathers would otherwise wait for."""
-        if self._memory is not None:
+        if self._memory:
             for view, shape in zip(self._pool.views, self._shapes, strict=True):
-                self._mover.prepare(view.bytes, shape, self._memory[: self._gather_bytes])
+                self._mover.prepare(view.bytes, shape, self._memory[0])
 
     # ---- peers
 
@@ -159,7 +176,7 @@ class Sends:
         """Forget the peers of a link and what waits for them. What is under way will be reported as failed."""
         for where in [where for where in self._peers if where[0] == link]:
             self._backend.remove_peer(self._peers.pop(where).peer)
-            self._queues.pop(where, None)
+            self._left(self._queues.pop(where, ()))
             self._buffers.forget(where)
         for dropped in [dropped for dropped in self._dropping if dropped[0] == link]:
             del self._dropping[dropped]
@@ -171,7 +188,7 @@ class Sends:
     # ---- pieces
 
     def send(self, request: SendPiece) -> None:
-        """Gather and write a piece as soon as its plan has been computed."""
+        """Gather and write a piece as soon as its plan has computed its layers."""
         known = self._peers.get((request.link, request.dst_rank))
         stop = request.arena_offset + request.nbytes
         if known is None:
@@ -183,13 +200,17 @@ class Sends:
                 request, f"bytes {request.arena_offset} to {stop} lie outside of an arena of {known.arena.nbytes}"
             )
         else:
-            self._queues.setdefault((request.link, request.dst_rank), deque()).append(self._plan(request))
+            queued = _Queued(request, self._final_at(request))
+            self.awaited[queued.final_at] += 1
+            self._queues.setdefault((request.link, request.dst_rank), deque()).append(queued)
+            self._unarmed.append(queued)
 
     def drop(self, link: int, key: LegKey) -> None:
         """Send nothing more of a leg; SendsDropped is reported when nothing of it is under way."""
         for where, queue in list(self._queues.items()):
             if where[0] == link:
                 kept = deque(queued for queued in queue if queued.request.key != key)
+                self._left(queued for queued in queue if queued.request.key == key)
                 if kept:
                     self._queues[where] = kept
                 else:
@@ -197,12 +218,22 @@ class Sends:
         self._dropping[link, key] = None
         self._report_dropped()
 
-    def advance(self, computed_plan: int) -> bool:
+    def advance(self, computed: Progress) -> bool:
         """Gather what can be gathered and post what has been. Whether anything was done."""
         progress = False
-        while self._post() or self._gather(computed_plan):
+        while self._post() or self._gather(computed):
             progress = True
         return progress
+
+    def arm(self) -> bool:
+        """Make one more queued piece ready to be gathered. False if all are."""
+        while self._unarmed:
+            queued = self._unarmed.popleft()
+            request = queued.request
+            if queued.planned is None and queued in self._queues.get((request.link, request.dst_rank), ()):
+                queued.planned = self._plan(request)
+                return True
+        return False
 
     def written(self, handle: int) -> None:
         """The backend says that a write is complete."""
@@ -210,8 +241,8 @@ class Sends:
         self._buffers.give_back(writing.buffer, time.monotonic())
         request = writing.request
         payload = group_payload_bytes(request.piece, request.heads, self._pool.groups[request.piece.group])
-        wire_s = time.perf_counter() - writing.posted_s
-        self._reports.append(PieceSent(request.link, request.entry_id, request.key, payload, writing.gather_s, wire_s))
+        gather_s, wire_s = writing.gathered.seconds(), time.perf_counter() - writing.posted_s
+        self._reports.append(PieceSent(request.link, request.entry_id, request.key, payload, gather_s, wire_s))
         self._report_dropped()
 
     def not_written(self, handle: int, reason: str) -> None:
@@ -223,52 +254,59 @@ class Sends:
 
     # ---- parts of the above
 
-    def _plan(self, request: SendPiece) -> _Queued:
+    def _final_at(self, request: SendPiece) -> Progress:
+        """A plan leaves layer after layer as it will be. What it makes of states may be copied after the last."""
+        group = self._pool.groups[request.piece.group]
+        return request.after_plan, ALL_LAYERS if group.is_state else group.layers[request.piece.layer_stop - 1] + 1
+
+    def _left(self, pieces: Iterable[_Queued]) -> None:
+        """These are queued no more."""
+        for queued in pieces:
+            self.awaited[queued.final_at] -= 1
+            if not self.awaited[queued.final_at]:
+                del self.awaited[queued.final_at]
+
+    def _plan(self, request: SendPiece) -> _Planned:
         """Ready to be gathered as soon as its KV is final."""
-        assert self._memory is not None
         piece, shape = request.piece, self._shapes[request.piece.group]
         pages = self._mover.pages(request.pages)
-        gather = self._mover.plan_gather(
+        rows = PagedRows(
             self._pool.views[piece.group].bytes,
             pages,
             shape,
             piece,
             request.src_head_start,
             request.heads,
-            self._buffer(0),
             seed_of(request),
             first_page=piece.token_start // shape.page_tokens,
         )
-        return _Queued(request, gather, pages)
+        return _Planned(self._mover.plan_gather(rows, self._memory[0]), pages)
 
-    def _buffer(self, number: int) -> torch.Tensor:
-        assert self._memory is not None
-        return self._memory[number * self._stride : number * self._stride + self._gather_bytes]
-
-    def _next_of(self, where: Where, computed_plan: int, now_s: float) -> _Queued | None:
+    def _next_of(self, where: Where, computed: Progress, now_s: float) -> _Queued | None:
         """The oldest piece for a peer whose KV is final, if the peer may have a buffer."""
         if not self._buffers.may_take(where, len(self._peers), now_s):
             return None
-        return next((queued for queued in self._queues[where] if queued.request.after_plan <= computed_plan), None)
+        return next((queued for queued in self._queues[where] if queued.final_at <= computed), None)
 
-    def _gather(self, computed_plan: int) -> bool:
+    def _gather(self, computed: Progress) -> bool:
         """Begin one gather, for the peer whose turn it is. False if none can begin."""
         now_s = time.monotonic()
         for where in self._queues:
-            queued = self._next_of(where, computed_plan, now_s)
+            queued = self._next_of(where, computed, now_s)
             if queued is not None:
                 break
         else:
             return False
         queue = self._queues.pop(where)
         queue.remove(queued)
+        self._left((queued,))
         if queue:
             self._queues[where] = queue  # as the last
+        request, planned = queued.request, queued.planned or self._plan(queued.request)
         buffer = self._buffers.take(where, now_s)
-        move = queued.gather(self._buffer(buffer))
-        request = queued.request
+        move = planned.gather(self._memory[buffer])
         assert move.nbytes == request.nbytes, f"a piece takes {move.nbytes} bytes; its entry has {request.nbytes}"
-        self._gathering.append(_Gathering(queued, buffer, move))
+        self._gathering.append(_Gathering(request, planned, buffer, move))
         return True
 
     def _post(self) -> bool:
@@ -294,7 +332,7 @@ class Sends:
             request.nbytes,
             notification_of(request.entry_id),
         )
-        self._writing[handle] = _Writing(request, buffer, gathered.move.seconds(), time.perf_counter())
+        self._writing[handle] = _Writing(request, buffer, gathered.move, time.perf_counter())
         return True
 
     def _requests(self) -> list[SendPiece]:

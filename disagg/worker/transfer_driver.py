@@ -37,12 +37,15 @@ from disagg.transfer.backends.base import WARM_UP_BYTES, BackendError, Region, T
 from disagg.transfer.backends.memory import allocate
 from disagg.worker.entries import agent_name, entry_of
 from disagg.worker.landings import Landings
-from disagg.worker.sends import KnownPeer, Sends
+from disagg.worker.sends import ALL_LAYERS, KnownPeer, Progress, Sends
 
 LINGER_S = 2.0  # how long to poll after meeting a peer, so that both ends finish wiring up, and after an unbinding
 SPIN_S = 0.002  # on a GPU, how long to poll without naps after something has moved
-BUSY_NAP_MS = 1  # while something is under way; on CPU a shorter nap would take the core from the model
-IDLE_NAP_MS = 100
+GPU_NAP_S = (
+    0.0001  # on a GPU, then, while something is under way: a plan that ends, or bytes that come, wait for so long
+)
+BUSY_NAP_S = 0.001  # on CPU a shorter nap would take the core from the model
+IDLE_NAP_S = 0.1
 
 
 class TransferDriver:
@@ -80,8 +83,8 @@ class TransferDriver:
         self._landings = Landings(pool, mover, arena, self._reports)
         self._sends.prepare()
         self._landings.prepare()
-        self._computed_plan = -1
-        self._computing: deque[tuple[int, torch.cuda.Event | None]] = deque()  # plans whose kernels may still run
+        self._computed = (-1, ALL_LAYERS)
+        self._computing: deque[tuple[Progress, torch.cuda.Event | None]] = deque()  # whose kernels may still run
         self._removing: dict[int, None] = {}  # links
         self._linger_until_s = 0.0
         self._moved_s = 0.0  # when something last moved
@@ -100,14 +103,27 @@ class TransferDriver:
             arena_bytes=self._arena_bytes,
         )
 
+    def layer_written(self, plan_no: int, layer: int) -> bool:
+        """Called by the compute thread, in the order of plans and layers: K and V of this layer are in the pool.
+
+        Whether pieces wait for this. On a GPU the kernels need not have ended, of neither this nor the following.
+        """
+        reached = (plan_no, layer + 1)
+        if reached not in self._sends.awaited:
+            return False
+        self._reached(reached)
+        return True
+
     def plan_computed(self, plan_no: int) -> None:
-        """Called by the compute thread, in the order of plans. On a GPU the plan's kernels need not have ended."""
+        """Called by the compute thread, in the order of plans."""
+        self._reached((plan_no, ALL_LAYERS))
+
+    def _reached(self, progress: Progress) -> None:
+        event = None
         if self._on_gpu:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
-            self._computing.append((plan_no, event))
-        else:
-            self._computing.append((plan_no, None))
+        self._computing.append((progress, event))
 
     @property
     def busy(self) -> bool:
@@ -115,12 +131,13 @@ class TransferDriver:
         return self._active or time.monotonic() < self._linger_until_s
 
     @property
-    def nap_ms(self) -> int:
+    def nap_s(self) -> float:
         """How long the thread may sleep before the next `turn`, unless something is asked of it."""
         if not self.busy:
-            return IDLE_NAP_MS
-        spins = self._on_gpu and self._active and time.monotonic() - self._moved_s < SPIN_S
-        return 0 if spins else BUSY_NAP_MS
+            return IDLE_NAP_S
+        if not (self._on_gpu and self._active):
+            return BUSY_NAP_S
+        return 0.0 if time.monotonic() - self._moved_s < SPIN_S else GPU_NAP_S
 
     @property
     def has_peers(self) -> bool:
@@ -160,7 +177,7 @@ class TransferDriver:
     def turn(self) -> None:
         """Start what can start, poll the wire once, finish what has arrived."""
         self._finish_plans()
-        moved = self._sends.advance(self._computed_plan)
+        moved = self._sends.advance(self._computed)
         polled = self._backend.poll()
         for handle in polled.completed:
             self._sends.written(handle)
@@ -174,13 +191,13 @@ class TransferDriver:
             for link, rank in self._sends.at(peer):
                 self._reports.append(PeerAdded(link, rank, f"the agent {peer.name} has disconnected", 0.0))
         if polled.completed or polled.failed:
-            self._sends.advance(self._computed_plan)
+            self._sends.advance(self._computed)
             moved = True
         moved |= self._landings.advance() or bool(polled.notifications)
         for link in [link for link in self._removing if not self._under_way(link)]:
             del self._removing[link]
             self._reports.append(PeerRemoved(link))
-        if moved:
+        if moved or self._sends.arm() or self._landings.arm():
             self._moved_s = time.monotonic()
         self.waits_for_plans = self._sends.queued > 0
 
@@ -191,7 +208,7 @@ class TransferDriver:
 
     def describe(self) -> str:
         """For a dump."""
-        return f"{self._sends.describe()}; {self._landings.describe()}; computed plan {self._computed_plan}"
+        return f"{self._sends.describe()}; {self._landings.describe()}; computed {self._computed}"
 
     def close(self) -> None:
         self._backend.close()
@@ -205,19 +222,20 @@ class TransferDriver:
             or self._sends.writing
             or self._landings.busy
             or self._removing
-            or (self._sends.queued and (self._computing or self._sends.sendable(self._computed_plan)))
+            or self._sends.unarmed
+            or (self._sends.queued and (self._computing or self._sends.sendable(self._computed)))
         )
 
     def _linger(self) -> None:
         self._linger_until_s = time.monotonic() + LINGER_S
 
     def _finish_plans(self) -> None:
-        """Learn which plans are computed to the end."""
+        """Learn how far plans are computed."""
         while self._computing:
-            plan_no, event = self._computing[0]
+            progress, event = self._computing[0]
             if event is not None and not event.query():  # type: ignore[no-untyped-call]
                 return
-            self._computed_plan = plan_no
+            self._computed = progress
             self._computing.popleft()
 
     def _under_way(self, link: int) -> bool:

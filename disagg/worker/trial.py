@@ -8,6 +8,7 @@ a cluster's engines would say it over the link.
 from __future__ import annotations
 
 import argparse
+import gc
 import mmap
 import os
 import sys
@@ -33,6 +34,7 @@ Report = TypeVar("Report", bound=LaneReport)
 POLL_IDLE_S = 0.0002
 COPY_WARM_UPS = 3
 POISON = 0xA5
+EARLY_S = 0.001  # before a trial starts its plan is said to be computed, and nothing looks until it starts
 
 
 class Rank:
@@ -126,6 +128,7 @@ class Rank:
             name = f"{transfer.incarnation}/{command.rank}/unstaged"
             self._unstaged = UnstagedAgent(name, transfer.ucx_tls, transfer.ucx_net_devices, pool)
             unstaged = self._unstaged.describe(command.rank)
+        gc.freeze()  # as a worker does
         return trial.Opened(self._driver.opened(os.getpid()), unstaged)
 
     def _meet(self, command: trial.Meet) -> trial.Answer:
@@ -241,9 +244,10 @@ class Rank:
                     driver.handle(command.pieces[queue.popleft()[0]])
 
         hand_over()
-        while time.monotonic() < command.start_s:
+        while time.monotonic() < command.start_s - EARLY_S:
             driver.turn()
-        driver.plan_computed(command.plan_no)
+        driver.plan_computed(command.plan_no)  # a worker says so when it has launched the plan, not when that ends
+        _sleep_until(command.start_s)
         while left:
             hand_over()
             for sent in _take(driver, PieceSent, command.deadline_s):

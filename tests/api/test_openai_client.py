@@ -14,12 +14,16 @@ from collections.abc import AsyncIterator
 
 import openai
 import pytest
+import pytest_asyncio
 from fastapi import FastAPI
 from openai import AsyncOpenAI
+from starlette.types import Receive, Scope, Send
 
 from disagg.api.app import serve
 from disagg.types.errors import Overloaded, RequestFailed
 from tests.api.fakes import MODEL, FakeRouter
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 URL = os.environ.get("DISAGG_TEST_OPENAI_URL", "")
 PROMPT = "Once upon a time there was a fox who"
@@ -27,27 +31,45 @@ MESSAGES = [{"role": "user", "content": "Count from one to ten."}]
 
 
 class Backend:
-    """Where to call, and with which model. script: the router behind it, if it is a scripted one."""
+    """Who to call, and with which model. script: the router behind it, if it is a scripted one."""
 
-    def __init__(self, url: str, model: str, script: FakeRouter | None) -> None:
+    def __init__(self, client: AsyncOpenAI, model: str, script: FakeRouter | None) -> None:
+        self.client = client
         self.model = model
         self.script = script
-        self.client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
 
 
-@pytest.fixture
-async def backend(app: FastAPI, router: FakeRouter) -> AsyncIterator[Backend]:
-    server = None
-    if URL:
-        backend = Backend(URL, os.environ.get("DISAGG_TEST_OPENAI_MODEL", ""), None)
-        backend.model = backend.model or (await backend.client.models.list()).data[0].id
-    else:
-        server = await serve(app, "127.0.0.1", 0)
-        backend = Backend(f"{server.base_url}/v1", MODEL, router)
-    async with backend.client:
-        yield backend
+class Stage:
+    """An ASGI application that is another one in each test: starting and stopping a server for each takes long."""
+
+    def __init__(self) -> None:
+        self.app: FastAPI | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self.app is not None, "no test is running"
+        await self.app(scope, receive, send)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stage_and_client() -> AsyncIterator[tuple[Stage, AsyncOpenAI]]:
+    stage = Stage()
+    server = None if URL else await serve(stage, "127.0.0.1", 0)
+    async with AsyncOpenAI(
+        base_url=URL if server is None else f"{server.base_url}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield stage, client
     if server is not None:
         await server.shutdown(grace_s=1.0)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def backend(stage_and_client: tuple[Stage, AsyncOpenAI], app: FastAPI, router: FakeRouter) -> Backend:
+    stage, client = stage_and_client
+    if URL:
+        model = os.environ.get("DISAGG_TEST_OPENAI_MODEL", "") or (await client.models.list()).data[0].id
+        return Backend(client, model, None)
+    stage.app = app
+    return Backend(client, MODEL, router)
 
 
 @pytest.fixture
@@ -339,7 +361,7 @@ async def test_a_stream_that_the_client_leaves_is_aborted(backend: Backend, scri
         if chunk.choices[0].delta.content:
             break
     await stream.close()
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30.0):
         while script.aborted != ["r0"]:
             await asyncio.sleep(0.005)
 
@@ -361,7 +383,7 @@ async def test_the_client_tries_again_when_the_cluster_is_full(backend: Backend,
     assert caught.value.response.headers["retry-after"] == "1"
     patient = backend.client.with_options(max_retries=1)
     asking = asyncio.create_task(patient.completions.create(model=backend.model, prompt="a"))
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30.0):
         while len(script.requests) < 2:
             await asyncio.sleep(0.005)
         script.refusal = None

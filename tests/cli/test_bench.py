@@ -43,6 +43,7 @@ def test_kv_crosses_between_different_tp_sizes_and_is_compared(
 
 
 @needs_nixl
+@pytest.mark.long
 def test_tp_sizes_that_cannot_hold_the_heads_are_left_out_with_the_reason(capfd: pytest.CaptureFixture[str]) -> None:
     result = CliRunner().invoke(
         cli, ["bench", "transfer", "--device", "cpu", "--tp", "1:2", "--shape", "1x3x8xfloat32", "--no-curve"]

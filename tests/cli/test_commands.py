@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from click.testing import CliRunner, Result
 from disagg.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 120.0
 
 
 def run(*args: str, env: dict[str, str] | None = None) -> Result:
@@ -60,15 +60,15 @@ def test_what_a_supervisor_passes_is_not_for_people() -> None:
 
 
 def test_help_is_there_at_once_and_imports_nothing_heavy() -> None:
+    """At once: in 0.1 s of CPU time, where torch alone would take two."""
     code = (
-        "import sys; from disagg.cli.main import cli; cli(['--help'], standalone_mode=False); "
+        "import sys, time; from disagg.cli.main import cli; cli(['--help'], standalone_mode=False); "
         "heavy = {'torch', 'transformers', 'grpc', 'httpx', 'fastapi', 'rich', 'numpy', 'msgspec'} & set(sys.modules); "
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
+        "print(time.process_time(), file=sys.stderr); sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    begin_s = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - begin_s < 5.0  # 0.1 s alone; the machine that tests may be busy
+    assert float(done.stderr) < 1.5
 
 
 @pytest.mark.parametrize(
@@ -121,5 +121,7 @@ def test_version_is_one_line() -> None:
 
 def test_the_package_runs_as_a_module() -> None:
     for module in ("disagg", "disagg.cli"):
-        done = subprocess.run([sys.executable, "-m", module, "--version"], cwd=ROOT, capture_output=True, timeout=30)
+        done = subprocess.run(
+            [sys.executable, "-m", module, "--version"], cwd=ROOT, capture_output=True, timeout=PATIENCE_S
+        )
         assert done.returncode == 0

@@ -43,10 +43,12 @@ def test_ports_are_free_different_and_out_of_the_ephemeral_range() -> None:
 
 
 def test_a_port_that_something_listens_on_is_refused_by_its_setting() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"router.http_port = {port}: cannot listen"):
-            require_free("127.0.0.1", port, "router.http_port")
+    (port,) = pick_ports("127.0.0.1", 1)  # not one that the system may give to somebody else meanwhile
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(ConfigError, match=rf"router.http_port = {port}: cannot listen"),
+    ):
+        require_free("127.0.0.1", port, "router.http_port")
     require_free("127.0.0.1", port, "router.http_port")
 
 

@@ -86,7 +86,7 @@ def test_a_killed_server_comes_back_where_it_was_and_sigterm_leaves_nothing(up: 
     assert len(pids) == 5
     up.process.send_signal(signal.SIGTERM)
     assert up.process.wait(60) == 0
-    wait_until_gone(pids, 5)
+    wait_until_gone(pids, 60)
 
 
 @pytest.mark.timeout(400)
@@ -94,4 +94,4 @@ def test_a_killed_up_leaves_nothing(up: Up) -> None:
     pids = up.pids()
     assert len(pids) == 5
     up.process.kill()
-    wait_until_gone(pids, 10)
+    wait_until_gone(pids, 60)

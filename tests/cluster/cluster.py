@@ -20,8 +20,9 @@ from typing import Any
 
 import httpx
 
-START_S = 120.0
-STOP_S = 60.0
+START_S = 240.0
+STOP_S = 120.0
+ANSWER_S = 60.0  # of a status or of metrics; all processes share few cores
 CLI = (sys.executable, "-m", "disagg.cli")
 
 
@@ -54,10 +55,11 @@ class Cluster:
         for each in sets:
             path, _, value = each.partition("=")
             self._env["DISAGG__" + path.upper().replace(".", "__")] = value
-        self.process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self.http = ""
         self.grpc = ""
         self.lines: list[str] = []
+        self._partial = b""  # a line that is not whole yet
 
     def __enter__(self) -> Cluster:
         command = (
@@ -71,9 +73,7 @@ class Cluster:
             str(self._parent),
             *self._flags,
         )
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self._env
-        )
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=self._env)
         os.set_blocking(self.process.stdout.fileno(), False)
         try:
             self.wait(lambda: self._ready(), START_S, "the ready line")
@@ -96,8 +96,18 @@ class Cluster:
         self._read()
 
     def _read(self) -> None:
-        while line := self.process.stdout.readline():
-            self.lines.append(line.rstrip("\n"))
+        """What `up` has said since, line by line."""
+        while True:
+            try:
+                said = os.read(self.process.stdout.fileno(), 1 << 16)
+            except BlockingIOError:
+                return
+            *lines, self._partial = (self._partial + said).split(b"\n")
+            if not said and self._partial:  # the last words
+                lines, self._partial = [self._partial], b""
+            self.lines += [line.decode() for line in lines]
+            if not said:
+                return
 
     def _ready(self) -> bool:
         self._read()
@@ -128,7 +138,7 @@ class Cluster:
     # ---- what an operator sees
 
     def status(self) -> dict[str, Any]:
-        return httpx.get(f"{self.http}/status", timeout=10).json()
+        return httpx.get(f"{self.http}/status", timeout=ANSWER_S).json()
 
     def server(self, name: str) -> dict[str, Any]:
         return next(s for s in self.status()["servers"] if s["name"] == name)
@@ -145,15 +155,15 @@ class Cluster:
     def metrics(self, server: str) -> dict[str, float]:
         """Samples by `name` or `name{label="x"}`."""
         port = tomllib.loads((self.run_dir / f"{server}.toml").read_text())["server"]["metrics_port"]
-        return parse_metrics(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text)
+        return parse_metrics(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=ANSWER_S).text)
 
     def router_metrics(self) -> dict[str, float]:
-        return parse_metrics(httpx.get(f"{self.http}/metrics", timeout=10).text)
+        return parse_metrics(httpx.get(f"{self.http}/metrics", timeout=ANSWER_S).text)
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
         os.kill(pid, number)
 
-    def wait_healthy(self, timeout_s: float = 90.0) -> None:
+    def wait_healthy(self, timeout_s: float = START_S) -> None:
         """Every server ready again."""
         self.wait(
             lambda: self.healthy() and all(s["state"] == "ready" for s in self.status()["servers"]),
@@ -161,7 +171,7 @@ class Cluster:
             "a cluster with every server ready",
         )
 
-    def check_adds_up(self, timeout_s: float = 30.0) -> None:
+    def check_adds_up(self, timeout_s: float = 120.0) -> None:
         """The two sums of the design, on every rank, with nothing used, leased or quarantined. KV may be cached."""
 
         def quiet() -> bool:
@@ -209,7 +219,7 @@ class Cluster:
     @property
     def model(self) -> str:
         if not hasattr(self, "_model"):
-            self._model = httpx.get(f"{self.http}/v1/models", timeout=10).json()["data"][0]["id"]
+            self._model = httpx.get(f"{self.http}/v1/models", timeout=ANSWER_S).json()["data"][0]["id"]
         return self._model
 
 

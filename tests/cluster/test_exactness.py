@@ -71,9 +71,9 @@ def test_boundary_prompts_come_out_as_transformers_says_and_the_counters_prove_t
 def test_the_first_piece_lands_while_later_chunks_are_computed(cluster: Cluster) -> None:
     body = {"model": cluster.model, "prompt": list(range(1000, 1300)), "max_tokens": 4, "temperature": 0}
     body["cache_salt"] = "nobody else's: all of it is computed"
-    reply = httpx.post(f"{cluster.http}/v1/completions", json=body, timeout=120)
+    reply = httpx.post(f"{cluster.http}/v1/completions", json=body, timeout=240)
     request_id = reply.headers["x-request-id"]
-    events = httpx.get(f"{cluster.http}/debug/timeline", params={"request_id": request_id}, timeout=10).json()["events"]
+    events = httpx.get(f"{cluster.http}/debug/timeline", params={"request_id": request_id}, timeout=60).json()["events"]
     chunks = [event for event in events if event["name"] == "prefill-0/chunk"]
     pieces = [event for event in events if event["name"] == "decode-0/piece"]
     assert len(chunks) == 5  # 300 tokens in chunks of 64

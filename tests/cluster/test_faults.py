@@ -53,7 +53,7 @@ def pids(cluster: Cluster) -> set[int]:
     return {pid for server in cluster.status()["servers"] for pid in (server["pid"], *server["worker_pids"])}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_sixteen_requests_survive(fragile: Cluster, expected: list[list[int]], fault: str) -> None:
     fragile.wait_healthy()
@@ -61,7 +61,7 @@ def test_sixteen_requests_survive(fragile: Cluster, expected: list[list[int]], f
 
     def strike() -> None:
         # Half way: some requests decode, some are in transfer, some are in prefill.
-        fragile.wait(lambda: fragile.server("decode-0")["running"] >= 4, 60, "four running requests")
+        fragile.wait(lambda: fragile.server("decode-0")["running"] >= 4, 120, "four running requests")
         pid, number = FAULTS[fault](fragile)
         fragile.kill(pid, number)
         struck.append(pid)
@@ -71,12 +71,12 @@ def test_sixteen_requests_survive(fragile: Cluster, expected: list[list[int]], f
     print(f"{fault}: all {len(answers)} finished {time.monotonic() - started:.1f} s after they were asked")
     assert [answer.token_ids[0] for answer in answers] == expected
     # The answers may be there before anybody misses it: a frozen process is silent for 10 s first.
-    fragile.wait(lambda: not pids(fragile) & set(struck), 60, "somebody in the place of what was struck")
+    fragile.wait(lambda: not pids(fragile) & set(struck), 240, "somebody in the place of what was struck")
     fragile.wait_healthy()
     fragile.check_adds_up()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_seeded_sampled_request_says_the_same_alone_in_a_batch_and_replayed(fragile: Cluster) -> None:
     fragile.wait_healthy()
     fields = {"temperature": 0.9, "top_p": 0.95, "seed": 1234, "max_tokens": 48, "ignore_eos": True}
@@ -99,7 +99,7 @@ def test_a_seeded_sampled_request_says_the_same_alone_in_a_batch_and_replayed(fr
     def kill_decode_half_way() -> None:
         before = fragile.metrics("decode-0")["disagg_decode_tokens_total"]
         fragile.wait(
-            lambda: fragile.metrics("decode-0")["disagg_decode_tokens_total"] - before > 16 * 20, 120, "half the tokens"
+            lambda: fragile.metrics("decode-0")["disagg_decode_tokens_total"] - before > 16 * 20, 240, "half the tokens"
         )
         fragile.kill(fragile.server("decode-0")["pid"])
 
@@ -108,7 +108,7 @@ def test_a_seeded_sampled_request_says_the_same_alone_in_a_batch_and_replayed(fr
     fragile.check_adds_up()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_kill_9_of_up_leaves_no_process_behind(tmp_path: Path) -> None:
     with Cluster(tmp_path, "--chunk-tokens", "64") as cluster:
         status = cluster.status()
@@ -116,7 +116,7 @@ def test_kill_9_of_up_leaves_no_process_behind(tmp_path: Path) -> None:
         pids += [router["pid"] for router in status["routers"]]
         cluster.process.kill()
         cluster.process.wait()
-        cluster.wait(lambda: not any(alive(pid) for pid in pids), 10, "the end of every process")
+        cluster.wait(lambda: not any(alive(pid) for pid in pids), 60, "the end of every process")
 
 
 def alive(pid: int) -> bool:

@@ -59,7 +59,7 @@ def test_an_arena_is_as_large_for_two_prefill_servers_as_for_one_and_idle_links_
             assert sum(arena(cluster, server).values()) == 0, "a prefill server has an arena"
         cluster.wait(
             lambda: all(arena(cluster, server)["free"] == ARENA_BYTES for server in servers),
-            30,
+            120,
             "idle links that hold nothing",
         )
         cluster.check_adds_up()

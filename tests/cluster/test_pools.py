@@ -14,7 +14,7 @@ from tests.models.tiny import VOCAB_SIZE, make_tiny
 OUTPUTS = 100
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_requests_survive_the_loss_of_a_decode_server_and_of_a_prefill_worker(tmp_path: Path) -> None:
     model_dir = make_tiny("qwen3", tmp_path / "qwen3")
     rng = random.Random(1)
@@ -33,7 +33,7 @@ def test_requests_survive_the_loss_of_a_decode_server_and_of_a_prefill_worker(tm
             assert cluster.metrics(server)["disagg_decode_tokens_total"] > 0, f"{server} was never used"
         with ThreadPoolExecutor(len(prompts)) as pool:
             futures = [pool.submit(ask, prompt) for prompt in prompts]
-            cluster.wait(lambda: cluster.server("decode-1")["running"] > 0, 30, "work on decode-1")
+            cluster.wait(lambda: cluster.server("decode-1")["running"] > 0, 120, "work on decode-1")
             cluster.kill(cluster.server("decode-1")["pid"])
             cluster.kill(cluster.server("prefill-0")["worker_pids"][0])
             assert [future.result() for future in futures] == undisturbed

@@ -26,7 +26,7 @@ def prompts(seed: int) -> list[list[int]]:
     return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("family", "page_tokens", "chunk_tokens"), CONFIGURATIONS)
 def test_a_tiny_model_says_what_transformers_says(
     tmp_path: Path, family: str, page_tokens: int, chunk_tokens: int
@@ -35,7 +35,7 @@ def test_a_tiny_model_says_what_transformers_says(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "gpt_oss", "olmo3"])
 def test_more_families_say_what_transformers_says(tmp_path: Path, family: str) -> None:
     check(tmp_path, family, 4, 16)

@@ -90,6 +90,10 @@ def campaign(
     with Cluster(run_dir, *model, *flags, sets=(ATTEMPTS,), env=plan.environ(), cli=COMMAND) as cluster:
         first = requests // 2
         ask(cluster, questions, range(first), concurrency).check()
+        while not plan.log.counts()["landing damaged checksum"] and first < 2 * requests:
+            # So few pieces are damaged that none may have landed yet.
+            ask(cluster, questions, range(first, first + every), concurrency).check()
+            first += every
         cluster.check_adds_up()
         counts = plan.log.counts()
         print(f"a bad wire: {first} requests in {time.monotonic() - started:.0f} s; {dict(counts)}")
@@ -97,7 +101,7 @@ def campaign(
         assert failures == damaged > 0, f"{damaged} damaged pieces were verified, {failures:g} are counted"
 
         servers = [*cluster.servers("prefill"), *cluster.servers("decode")]
-        for strike in strikes(requests, (requests - first) // every, servers):
+        for strike in strikes(requests, requests // 2 // every, servers):
             cluster.wait_healthy()
             serials = range(first, first + every)
             ask(cluster, questions, serials, concurrency, lambda strike=strike: strike.at(cluster)).check()
@@ -113,7 +117,7 @@ def campaign(
     assert counts["landing intact checksum"] == 0, "an intact piece was refused"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_no_answer_is_wrong_or_missing_on_a_bad_wire(tmp_path: Path, short: Questions) -> None:
     campaign(tmp_path, short, FLAGS, requests=300, every=50)
 
@@ -132,7 +136,7 @@ def test_no_answer_of_smollm2_is_wrong_or_missing_on_a_bad_wire(tmp_path: Path, 
     campaign(tmp_path, questions, ("--chunk-tokens", "64"), requests=300, every=50, concurrency=16)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_without_checksums_the_same_damage_makes_answers_wrong(tmp_path: Path, short: Questions) -> None:
     """Most single bits change no token, so every write is damaged, and every prompt is sent anew until an answer is wrong."""
     plan = FaultPlan(log_dir=str(tmp_path / "faults"), writes=Rates(flip=1.0), ignore_checksums=True)
@@ -185,7 +189,7 @@ class Trio:
             return self.cluster.metrics("prefill-1")['disagg_transfer_pieces_total{direction="sent"}']
 
         before = sent()
-        self.cluster.wait(lambda: sent() >= before + 4, 60, "pieces of another link")
+        self.cluster.wait(lambda: sent() >= before + 4, 120, "pieces of another link")
 
     def ask(self, first: int) -> None:
         serials = range(first, first + len(self.questions.prompts))
@@ -207,7 +211,7 @@ def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield Trio(cluster, plan, long)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_what_a_write_may_still_reach_comes_back_when_the_writer_has_answered(trio: Trio) -> None:
     cluster = trio.cluster
     cluster.wait_healthy()
@@ -215,39 +219,39 @@ def test_what_a_write_may_still_reach_comes_back_when_the_writer_has_answered(tr
     frozen = trio.plan.freeze_next_write("prefill-0")
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(trio.ask, 1000)]
-        cluster.wait(lambda: frozen.frozen, 60, "a worker in the middle of a write")
+        cluster.wait(lambda: frozen.frozen, 120, "a worker in the middle of a write")
         pid = trio.frozen_pid
-        cluster.wait(lambda: trio.lost("peer_lost") > given_up, 60, "a receiver that has given up")
+        cluster.wait(lambda: trio.lost("peer_lost") > given_up, 120, "a receiver that has given up")
         asked.append(pool.submit(trio.ask, 2000))
         trio.wait_for_the_other()
         time.sleep(2 * IDLE_S)
         assert trio.arena("leased") > 0, "segments came back while half a write was to come"
         assert trio.arena("quarantined") == 0, "the link is up: nobody's fate is unknown"
         cluster.kill(pid, signal.SIGCONT)
-        cluster.wait(lambda: frozen.resumed, 60, "the other half of the write")
+        cluster.wait(lambda: frozen.resumed, 120, "the other half of the write")
         for each in asked:
             each.result()
     assert trio.frozen_pid == pid
     cluster.check_adds_up()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_only_segments_of_a_writer_of_unknown_fate_are_quarantined_until_it_is_gone(trio: Trio) -> None:
     cluster = trio.cluster
     cluster.wait_healthy()
     frozen = trio.plan.freeze_next_write("prefill-0")
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(trio.ask, 3000)]
-        cluster.wait(lambda: frozen.frozen, 60, "a worker in the middle of a write")
+        cluster.wait(lambda: frozen.frozen, 120, "a worker in the middle of a write")
         worker, server = trio.frozen_pid, cluster.server("prefill-0")["pid"]
         cluster.kill(server, signal.SIGSTOP)
-        cluster.wait(lambda: trio.arena("quarantined"), 60, "a lost link")
+        cluster.wait(lambda: trio.arena("quarantined"), 120, "a lost link")
         cluster.kill(server, signal.SIGCONT)  # or it would be taken for hung, and killed with its worker
         asked.append(pool.submit(trio.ask, 4000))
         trio.wait_for_the_other()
         assert trio.arena("quarantined") == LINK_BYTES
         cluster.kill(worker, signal.SIGCONT)
-        cluster.wait(lambda: frozen.resumed, 60, "the other half of the write")
+        cluster.wait(lambda: frozen.resumed, 120, "the other half of the write")
         for each in asked:
             each.result()
     trio.ask(5000)

@@ -167,7 +167,12 @@ def _traced() -> Any:
 
 
 CAMPAIGNS = pytest.mark.parametrize(
-    "examples", [50, pytest.param(1_500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["quick", "long"]
+    "examples",
+    [
+        10,
+        pytest.param(50, marks=pytest.mark.long),
+        pytest.param(1_500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
 )
 
 

@@ -23,8 +23,15 @@ PROFILES = {
         lost_dispatches=1,
     ),
 }
-SEEDS = 30
-SLOW_SEEDS = 300
+SEEDS = pytest.mark.parametrize(
+    "seeds",
+    [
+        range(3),
+        pytest.param(range(3, 30), marks=pytest.mark.long),
+        pytest.param(range(30, 330), marks=pytest.mark.slow),
+    ],
+    ids=["some", "many", "very many"],
+)
 
 
 def live(profile: str, seed: int) -> None:
@@ -35,14 +42,8 @@ def live(profile: str, seed: int) -> None:
     world.check_nothing_leaked()
 
 
+@SEEDS
 @pytest.mark.parametrize("profile", PROFILES)
-def test_every_request_ends_with_the_right_tokens_and_nothing_leaks(profile: str) -> None:
-    for seed in range(SEEDS):
-        live(profile, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("profile", PROFILES)
-def test_every_request_ends_with_the_right_tokens_and_nothing_leaks_in_many_worlds(profile: str) -> None:
-    for seed in range(SEEDS, SEEDS + SLOW_SEEDS):
+def test_every_request_ends_with_the_right_tokens_and_nothing_leaks(profile: str, seeds: range) -> None:
+    for seed in seeds:
         live(profile, seed)

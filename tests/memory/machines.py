@@ -6,14 +6,22 @@ A machine is made for classes, so that a broken copy of a class can be put throu
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, TypeVar
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from disagg.memory.cache import ImageRef, image_key, snapshot_key
 from disagg.memory.groups import GroupSpec
@@ -42,6 +50,40 @@ def campaign(examples: int, steps: int = 200, *, shrink: bool = True) -> setting
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
+
+
+# For `make check`, for CI and for the slow campaign.
+EXAMPLES = pytest.mark.parametrize(
+    "examples",
+    [
+        20,
+        pytest.param(200, marks=pytest.mark.long),
+        pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
+)
+COUNTED = 200  # with fewer examples nothing is expected of what is rare
+
+
+def run_campaign(
+    machine_for: Callable[[collections.Counter[Any]], type[RuleBasedStateMachine]],
+    examples: int,
+    must_happen: Iterable[Hashable],
+    at_least: int,
+    steps: int = 200,
+) -> None:
+    """Runs the machine that `machine_for` makes for a counter, in which each of `must_happen` has to come to `at_least`.
+
+    What hypothesis draws depends on which modules are loaded: where something was too rare, more examples are run.
+    """
+    wanted = list(must_happen) if examples >= COUNTED else []
+    seen: collections.Counter[Any] = collections.Counter()
+    for factor in (1, 2, 4):
+        seen.clear()
+        run_state_machine_as_test(machine_for(seen), settings=campaign(factor * examples, steps))
+        if all(seen[what] >= at_least for what in wanted):
+            break
+    for what in wanted:
+        assert seen[what] >= at_least, f"{what} was too rare: {seen[what]} times"
 
 
 def layout_of(*page_bytes: int, sizing: PageSizing = PageSizing.LCM) -> PoolLayout:

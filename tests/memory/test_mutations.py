@@ -16,8 +16,7 @@ from types import ModuleType
 import pytest
 
 from disagg.memory import allocator, cache
-from tests.memory import test_allocator_machine, test_cache_machine
-from tests.memory.machines import campaign
+from tests.memory import machines, test_allocator_machine, test_cache_machine
 
 Change = Callable[[str], str]  # of a method's source, in the form that `ast.unparse` gives it
 
@@ -266,8 +265,8 @@ def put_into_tests(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], No
     """Lets the tests use the classes of a copy, and trust the comparison with the model alone."""
 
     def put(copy: ModuleType) -> None:
+        monkeypatch.setattr(machines, "campaign", partial(machines.campaign, shrink=False))
         for tests in (test_allocator_machine, test_cache_machine):
-            monkeypatch.setattr(tests, "campaign", partial(campaign, shrink=False))
             for name in ("PageAllocator", "PrefixCache"):
                 if hasattr(tests, name) and hasattr(copy, name):
                     monkeypatch.setattr(getattr(copy, name), "check_integrity", lambda self: None)
@@ -288,7 +287,7 @@ def test_it_is_noticed_that(
         test()
     notice = str(caught.value).splitlines()[0]
     print(f"{mutation.name} -> {test.func.__name__}: {notice}")
-    assert "gave only" not in notice and "lookups found" not in notice, "no answer was wrong, only some were rare"
+    assert "was too rare" not in notice, "no answer was wrong, only some were rare"
 
 
 @pytest.mark.parametrize(("module", "test"), [(allocator, FIVE_STEPS), (cache, LONGEST_VALID)])

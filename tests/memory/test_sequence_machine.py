@@ -1,4 +1,5 @@
-"""The pages of sequences against a model of what every page holds: 200 campaigns of 100 calls, and 2,000 in the slow one.
+"""The pages of sequences against a model of what every page holds: 200 campaigns of 100 calls, 2,000 of them in
+`make test-slow` and 20 in `make check`.
 
 A token's place holds a number that stands for all tokens up to it; a state page one for all tokens that it has seen. Runs
 are computed in the order in which they were planned, one or two behind the planning; what lands, lands at any time. A page
@@ -12,14 +13,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from disagg.memory.groups import GroupSpec
@@ -28,7 +27,7 @@ from disagg.memory.layout import PageSizing, PoolLayout, plan_layout
 from disagg.memory.sequence import KvMemory, SequencePages, last_checkpoint, pages_for, window_start
 from disagg.messages.layout import GroupKind, GroupPages
 from disagg.messages.plan import PageCopy
-from tests.memory.machines import PICK, campaign, pick
+from tests.memory.machines import EXAMPLES, PICK, pick, run_campaign
 
 PAGE_TOKENS = 2
 CHECKPOINT_TOKENS = 4
@@ -603,14 +602,6 @@ MUST_HAPPEN = (
 )
 
 
-@pytest.mark.parametrize("examples", [200, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@EXAMPLES
 def test_whatever_may_still_be_read_is_there(examples: int) -> None:
-    """What hypothesis draws depends on which modules are loaded: where something was too rare, more examples are run."""
-    seen: collections.Counter[str] = collections.Counter()
-    for factor in (1, 2, 4):
-        seen.clear()
-        run_state_machine_as_test(machine(seen), settings=campaign(factor * examples, 100))
-        if all(seen[what] >= examples // 4 for what in MUST_HAPPEN):
-            break
-    for what in MUST_HAPPEN:
-        assert seen[what] >= examples // 4, f"{what}: only {seen[what]} times"
+    run_campaign(machine, examples, MUST_HAPPEN, at_least=examples // 4, steps=100)

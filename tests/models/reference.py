@@ -24,14 +24,15 @@ class Answer:
         return first - second < TIE
 
 
-def generate(model_dir: Path, prompts: Sequence[Sequence[int]], outputs: int) -> list[Answer]:
+def generate(model_dir: Path, prompts: Sequence[Sequence[int]], outputs: int, device: str = "cpu") -> list[Answer]:
     """Greedy `generate` of each prompt alone, in float32, never stopping at EOS."""
     # eager: the only implementation in transformers that honours every option (softcap, sinks) of every family
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
+    model = model.to(device)
     model.generation_config.eos_token_id = None
     answers = []
     for prompt in prompts:
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([list(prompt)], device=device)
         result = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -41,5 +42,5 @@ def generate(model_dir: Path, prompts: Sequence[Sequence[int]], outputs: int) ->
             output_logits=True,
             return_dict_in_generate=True,
         )
-        answers.append(Answer(result.sequences[0, len(prompt) :].tolist(), torch.cat(result.logits).float()))
+        answers.append(Answer(result.sequences[0, len(prompt) :].tolist(), torch.cat(result.logits).float().cpu()))
     return answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from disagg.models.families import FAMILIES
 from disagg.models.model import PagedModel
 from tests.models.driver import Driver
 from tests.models.reference import Answer, generate
-from tests.models.tiny import FAMILY_CONFIGS, VOCAB_SIZE, make_tiny
+from tests.models.tiny import FAMILY_CONFIGS, VOCAB_SIZE, families, make_tiny
 
 OUTPUTS = 10
 # (prompt tokens, chunk): short ones decode while long ones still prefill, and all lengths differ
@@ -37,28 +38,42 @@ def assert_same(name: str, outputs: list[int], logits: list[torch.Tensor], answe
     return 0
 
 
-def ties_against_generate(model_dir: Path, page_sizes: tuple[int, ...] = (1, 4, 16)) -> int:
-    prompts = prompts_of(SHAPES)
-    answers = generate(model_dir, prompts, OUTPUTS)
-    model = PagedModel.load(model_dir, "float32", "cpu")
-    ties = 0
-    for page_tokens in page_sizes:
+@dataclass(frozen=True)
+class Answered:
+    """A model, and what transformers answers with it to `prompts_of(SHAPES)`."""
+
+    model: PagedModel
+    answers: list[Answer]
+
+    @classmethod
+    def of(cls, model_dir: Path) -> Answered:
+        return cls(PagedModel.load(model_dir, "float32", "cpu"), generate(model_dir, prompts_of(SHAPES), OUTPUTS))
+
+    def ties(self, page_tokens: int) -> int:
+        """How many logit ties were met in the same answers of the paged model."""
         sizing = PageSizing.MAX if page_tokens == 4 else PageSizing.LCM
-        num_large = len(model.groups) * (400 // page_tokens + len(SHAPES))
-        driver = Driver(model, num_large, page_tokens, seed=page_tokens, sizing=sizing)
+        num_large = len(self.model.groups) * (400 // page_tokens + len(SHAPES))
+        driver = Driver(self.model, num_large, page_tokens, seed=page_tokens, sizing=sizing)
+        prompts = prompts_of(SHAPES)
         sequences = [driver.sequence(p, chunk) for p, (_, chunk) in zip(prompts, SHAPES, strict=True)]
         driver.run(sequences, OUTPUTS)
-        for sequence, answer in zip(sequences, answers, strict=True):
+        ties = 0
+        for sequence, answer in zip(sequences, self.answers, strict=True):
             name = f"prompt of {sequence.known.num_prompt}, page_tokens {page_tokens}"
             ties += assert_same(name, sequence.outputs, sequence.logits, answer)
-    return ties
+        return ties
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_family_is_token_identical_to_generate(family: str, tmp_path: Path) -> None:
-    if family not in CONFIG_MAPPING:
+@pytest.fixture(scope="module", params=families())
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answered:
+    if request.param not in CONFIG_MAPPING:
         pytest.skip("this transformers does not know the family")
-    assert ties_against_generate(make_tiny(family, tmp_path)) <= 1
+    return Answered.of(make_tiny(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.mark.parametrize("page_tokens", [1, 4, 16])
+def test_family_is_token_identical_to_generate(family: Answered, page_tokens: int) -> None:
+    assert family.ties(page_tokens) <= 1
 
 
 def test_every_family_has_a_tiny_model() -> None:
@@ -68,4 +83,4 @@ def test_every_family_has_a_tiny_model() -> None:
 @pytest.mark.parametrize("kv_heads", [1, 8])
 def test_multi_query_and_multi_head_models_are_token_identical(kv_heads: int, tmp_path: Path) -> None:
     make_tiny("llama", tmp_path, num_attention_heads=8, num_key_value_heads=kv_heads)
-    assert ties_against_generate(tmp_path, page_sizes=(4,)) <= 1
+    assert Answered.of(tmp_path).ties(page_tokens=4) <= 1

@@ -14,7 +14,7 @@ from disagg.messages.mirror import RunView
 from disagg.models import runs
 from disagg.models.batch import AttentionTables, ForwardBatch
 from disagg.models.pool import AttentionPages
-from disagg.models.runs import GroupPlan, Scoring
+from disagg.models.runs import Chunk, GroupPlan, Scoring
 from disagg.worker.batch import build_batch
 from tests.models.driver import STALE, run_of, sequence_of
 from tests.models.pools import fill, make_pool
@@ -83,12 +83,28 @@ def attend_by_loop(
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 100])
 @pytest.mark.parametrize(
-    ("bucket_bytes", "padded"), [(0, False), (2 * 1024 * 1024, False), (0, True), (7000, True), (1 << 30, True)]
+    ("bucket_bytes", "for_gpu", "grouped"),
+    [
+        (0, False, False),
+        (2 * 1024 * 1024, False, False),
+        (0, True, False),
+        (7000, True, True),
+        (1 << 30, True, False),
+    ],
 )
 def test_every_run_attends_to_exactly_what_it_may(
-    scoring: str, window: int | None, bucket_bytes: int, padded: bool, monkeypatch: pytest.MonkeyPatch
+    scoring: str,
+    window: int | None,
+    bucket_bytes: int,
+    for_gpu: bool,
+    grouped: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """padded: as on a GPU. Pages out of the window are NaN, and entries that name them are no pages at all."""
+    """grouped: with the kernel for fewer KV heads than query heads, as in 16 bits.
+
+    Pages out of the window are NaN, and entries that name them are no pages at all.
+    """
+    monkeypatch.setattr(runs, "FLASH_DTYPES", (torch.float32,) if grouped else ())
     monkeypatch.setattr(runs, "BUCKET_BYTES", bucket_bytes)
     monkeypatch.setattr(runs, "PADDED_BUCKET_BYTES", bucket_bytes)
     monkeypatch.setattr(runs, "SCORES_BYTES", 1024 + bucket_bytes)
@@ -105,7 +121,7 @@ def test_every_run_attends_to_exactly_what_it_may(
     query = torch.randn(1, HEADS * GROUP_SIZE, num_rows, DIM, generator=generator)
     key, value = torch.randn(2, 1, HEADS, num_rows, DIM, generator=generator)
     view.write(LAYER_SLOT, view.row_index(tables.slot_pages, batch.slot_offsets), key[0], value[0])
-    plan = GroupPlan(batch, tables, view, padded_buckets=padded)
+    plan = GroupPlan(batch, tables, view, for_gpu=for_gpu)
     for _ in range(2):  # a second layer reuses masks and scratch
         out = plan.attend(LAYER_SLOT, query, key, value, SCORINGS[scoring])
         expected = attend_by_loop(view, ordered, query[0], window, SCORINGS[scoring])
@@ -116,7 +132,7 @@ def test_unlike_lengths_do_not_share_a_bucket() -> None:
     view = make_view(None, 64)
     work = [run_with_pages(length - 1, 1, 0, list(range(64))) for length in (80, 76, 8, 79)]
     batch, tables, _ = batch_of(work, view)
-    plan = GroupPlan(batch, tables, view, padded_buckets=False)
+    plan = GroupPlan(batch, tables, view, for_gpu=False)
     rows = [b.rows.tolist() if isinstance(b.rows, torch.Tensor) else b.rows for b in plan.buckets]
     assert rows == [[0, 1, 3], slice(2, 3)]
 
@@ -128,7 +144,7 @@ def test_a_padded_bucket_holds_as_many_rows_as_its_bytes_allow(monkeypatch: pyte
     row_bytes = 80 // T * view.page_bytes // 2
     for bucket_bytes, rows in ((2 * row_bytes, [2, 2, 1]), (5 * row_bytes, [5]), (1, [1] * 5)):
         monkeypatch.setattr(runs, "PADDED_BUCKET_BYTES", bucket_bytes)
-        plan = GroupPlan(batch, tables, view, padded_buckets=True)
+        plan = GroupPlan(batch, tables, view, for_gpu=True)
         assert [bucket.span._num_sequences for bucket in plan.buckets] == rows
 
 
@@ -147,7 +163,7 @@ def test_a_kernel_may_lay_out_its_output_as_it_likes(monkeypatch: pytest.MonkeyP
     batch, tables, _ = batch_of([run_with_pages(length - 1, 1, 0, list(range(64))) for length in (30, 9)], view)
     query = torch.randn(1, HEADS * GROUP_SIZE, 2, DIM)
     key, value = torch.randn(2, 1, HEADS, 2, DIM)
-    plan = GroupPlan(batch, tables, view, padded_buckets=True)
+    plan = GroupPlan(batch, tables, view, for_gpu=True)
     expected = plan.attend(LAYER_SLOT, query, key, value, SCORINGS["plain"])
     kernel = runs.scaled_dot_product_attention
 
@@ -156,3 +172,44 @@ def test_a_kernel_may_lay_out_its_output_as_it_likes(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(runs, "scaled_dot_product_attention", heads_inside_queries)
     assert torch.equal(plan.attend(LAYER_SLOT, query, key, value, SCORINGS["plain"]), expected)
+
+
+class GivenKeys:
+    """A span whose keys and values are these, [1, kv_heads, tokens, D] each."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._gathered = keys, values
+
+    def gather(self, layer_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._gathered
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("context", [0, 99])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chunk_attends_alike_by_every_kernel_of_a_gpu(
+    dtype: torch.dtype, context: int, window: int | None, kv_heads: int, device: str
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
+    heads, num_tokens, dim = 8, 61, 64
+    generator = torch.Generator().manual_seed(context + kv_heads)
+    query = torch.randn(1, heads, num_tokens, dim, generator=generator).to(dtype)
+    keys, values = torch.randn(2, 1, kv_heads, context + num_tokens, dim, generator=generator).to(dtype)
+    positions = torch.arange(context + num_tokens)
+    visible = positions <= positions[context:, None]
+    if window is not None:
+        visible &= positions > positions[context:, None] - window
+    scores = query.double() @ keys.double().repeat_interleave(heads // kv_heads, 1).transpose(2, 3) * 0.2
+    weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+    expected = (weights @ values.double().repeat_interleave(heads // kv_heads, 1))[0].transpose(0, 1)
+
+    query, keys, values = (tensor.to(device) for tensor in (query, keys, values))
+    span = GivenKeys(keys, values) if context else None
+    chunk = Chunk(slice(0, num_tokens), span, context, 0, window, query.device, dtype, for_gpu=True)
+    new = slice(context, None)
+    out = chunk.attend(0, query, keys[:, :, new], values[:, :, new], Scoring(0.2))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=tolerance)

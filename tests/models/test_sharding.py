@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from disagg.models.families import ATTENTION_FREE, FAMILIES
+from disagg.models.families import ATTENTION_FREE
 from disagg.models.model import PagedModel
 from disagg.models.ranks import Ranks
 from disagg.models.sharding import RowParallelLinear
 from disagg.types.errors import ConfigError
 from tests.models.driver import Driver
 from tests.models.ranks import RankPool
-from tests.models.tiny import FAMILY_CONFIGS, VOCAB_SIZE, make_tiny
+from tests.models.tiny import FAMILY_CONFIGS, VOCAB_SIZE, families, make_tiny
 
 OUTPUTS = 4
 SHAPES = ((9, 4), (37, 16), (3, 64))  # (prompt tokens, chunk)
@@ -57,16 +57,9 @@ def compute(ranks: Ranks, model_dir: Path, spoil: Callable[[PagedModel], None] |
     )
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    pool = RankPool(4, tmp_path_factory.mktemp("ranks"))
-    yield pool
-    pool.close()
-
-
-def check(pool: RankPool, tp: int, model_dir: Path) -> list[Run]:
+def check(rank_pool: RankPool, tp: int, model_dir: Path) -> list[Run]:
     whole = compute(Ranks(), model_dir)
-    runs = pool.run(tp, compute, model_dir)
+    runs = rank_pool.run(tp, compute, model_dir)
     for rank, run in enumerate(runs):
         error = ((run.logits - whole.logits).norm() / whole.logits.norm()).item()
         assert error < 1e-5, f"rank {rank} of {tp}: logits are off by {error:.1e}"
@@ -74,11 +67,11 @@ def check(pool: RankPool, tp: int, model_dir: Path) -> list[Run]:
     return runs
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_two_ranks_give_what_one_gives(pool: RankPool, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", families())
+def test_two_ranks_give_what_one_gives(rank_pool: RankPool, family: str, tmp_path: Path) -> None:
     if family not in CONFIG_MAPPING:
         pytest.skip("this transformers does not know the family")
-    runs = check(pool, 2, make_tiny(family, tmp_path))
+    runs = check(rank_pool, 2, make_tiny(family, tmp_path))
     if family not in ATTENTION_FREE:
         kv_heads = 2 if FAMILY_CONFIGS[family].get("num_key_value_heads") == 4 else 1
         assert {heads for run in runs for heads in run.kv_heads} == {kv_heads}, "each rank keeps half of the KV heads"
@@ -104,9 +97,9 @@ def test_two_ranks_give_what_one_gives(pool: RankPool, family: str, tmp_path: Pa
     ],
 )
 def test_what_a_plan_does_not_cut_plainly_stays_whole(
-    pool: RankPool, family: str, fields: dict, sums: int, joins: int, tmp_path: Path
+    rank_pool: RankPool, family: str, fields: dict, sums: int, joins: int, tmp_path: Path
 ) -> None:
-    (run, _) = check(pool, 2, make_tiny(family, tmp_path, **fields))
+    (run, _) = check(rank_pool, 2, make_tiny(family, tmp_path, **fields))
     assert (run.sums, run.joins) == (sums, joins)
 
 
@@ -115,31 +108,36 @@ def test_what_a_plan_does_not_cut_plainly_stays_whole(
     ("family", "fields"),
     [
         ("llama", {"intermediate_size": 98}),  # parts of 24 and 25
-        ("gemma3_text", {}),
-        ("gpt_oss", {}),
-        ("granite_swa", {}),  # sinks that the plan cuts
-        ("qwen3_next", {}),  # a gate for each query head
-        ("falcon_h1", {}),
+        *(
+            pytest.param(family, {}, marks=pytest.mark.long)
+            for family in (
+                "gemma3_text",
+                "gpt_oss",
+                "granite_swa",  # sinks that the plan cuts
+                "qwen3_next",  # a gate for each query head
+                "falcon_h1",
+            )
+        ),
     ],
 )
 def test_with_more_ranks_than_kv_heads_ranks_share_them(
-    pool: RankPool, family: str, fields: dict, kv_heads: int, tmp_path: Path
+    rank_pool: RankPool, family: str, fields: dict, kv_heads: int, tmp_path: Path
 ) -> None:
-    runs = check(pool, 4, make_tiny(family, tmp_path, num_key_value_heads=kv_heads, **fields))
+    runs = check(rank_pool, 4, make_tiny(family, tmp_path, num_key_value_heads=kv_heads, **fields))
     assert {heads for run in runs for heads in run.kv_heads} == {1}
 
 
-def test_three_ranks_share_nine_query_heads_and_three_kv_heads(pool: RankPool, tmp_path: Path) -> None:
+def test_three_ranks_share_nine_query_heads_and_three_kv_heads(rank_pool: RankPool, tmp_path: Path) -> None:
     make_tiny("llama", tmp_path, num_attention_heads=9, num_key_value_heads=3, hidden_size=72)
-    check(pool, 3, tmp_path)
+    check(rank_pool, 3, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
-def test_a_wrong_part_of_one_output_projection_shows(pool: RankPool, name: str, tmp_path: Path) -> None:
+def test_a_wrong_part_of_one_output_projection_shows(rank_pool: RankPool, name: str, tmp_path: Path) -> None:
     """The comparison has power: a part that is missing, or a bias that every rank adds to the sum, changes the logits."""
     make_tiny("starcoder2", tmp_path)
     whole = compute(Ranks(), tmp_path)
-    (run, _) = pool.run(2, compute_spoilt, tmp_path, name)
+    (run, _) = rank_pool.run(2, compute_spoilt, tmp_path, name)
     assert ((run.logits - whole.logits).norm() / whole.logits.norm()).item() > 0.01
 
 
@@ -173,8 +171,8 @@ def test_a_layer_whose_own_heads_cannot_be_shared_is_refused_by_its_number(tmp_p
         PagedModel.load(tmp_path, "float32", "cpu", Ranks(0, 4))
 
 
-def test_all_ranks_take_the_tokens_of_the_one_that_samples(pool: RankPool) -> None:
-    assert pool.run(3, agree) == [[7, 8]] * 3
+def test_all_ranks_take_the_tokens_of_the_one_that_samples(rank_pool: RankPool) -> None:
+    assert rank_pool.run(3, agree) == [[7, 8]] * 3
 
 
 def agree(ranks: Ranks) -> list[int]:
@@ -186,14 +184,14 @@ def test_a_rank_that_waits_in_vain_fails_instead_of_hanging(tmp_path: Path) -> N
         Ranks(0, 2).connect(tmp_path / "ranks", torch.device("cpu"), meet_s=0.2, collective_s=0.2)
 
 
-def test_a_collective_that_a_rank_does_not_join_fails_on_the_others(pool: RankPool) -> None:
-    assert pool.run(2, sum_on_one, pool.meeting()) == ["", "failed"]
+def test_a_collective_that_a_rank_does_not_join_fails_on_the_others(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, sum_on_one, rank_pool.meeting()) == ["", "failed"]
 
 
 def sum_on_one(together: Ranks, meeting: Path) -> str:
     """Rank 1 adds up with a rank 0 that does not; they meet again over their usual connection."""
     alone = Ranks(together.rank, together.size)
-    alone.connect(meeting, torch.device("cpu"), 30.0, 0.5)
+    alone.connect(meeting, torch.device("cpu"), 30.0, 2.0)  # they also connect within the 2 s
     outcome = ""
     if together.rank == 1:
         with pytest.raises(RuntimeError):

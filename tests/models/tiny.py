@@ -12,6 +12,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -176,6 +177,30 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
     "vaultgemma": {**_MIXED_LAYERS, "query_pre_attn_scalar": 16},
 }
 
+# The families of `make check`: of everything that sets families apart, one has it. `make test` tries all families.
+SHORT_LIST = (
+    "cohere",  # norms of heads
+    "falcon_h1",  # attention beside a recurrent state, in every layer
+    "gemma2",  # sliding windows, softcaps
+    "gemma3n_text",  # layers that share KV
+    "gpt_neox",  # no grouped queries
+    "gpt_oss",  # attention sinks, experts
+    "jamba",  # recurrent layers and experts
+    "lfm2",  # short convolutions
+    "llama",
+    "mamba2",  # no attention
+    "mixtral",  # experts
+    "phi3",  # fused projections
+    "qwen2",  # biases
+    "qwen3_next",  # gated delta rule
+    "starcoder2",  # a bias of the output projection
+)
+
+
+def families() -> list[Any]:
+    """Parameters of tests that every family has to pass."""
+    return [pytest.param(name, marks=() if name in SHORT_LIST else pytest.mark.long) for name in sorted(FAMILY_CONFIGS)]
+
 
 def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
     # A copy: some configs change the lists that they are given.
@@ -188,7 +213,7 @@ def make_tiny(model_type: str, directory: Path, *, seed: int = 0, weight_scale: 
     overrides replace config fields, for example num_key_value_heads=8 with num_attention_heads=8.
     """
     config = tiny_config(model_type, **overrides)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # all is made on the CPU
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _randomise(model, weight_scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def source_files() -> Iterator[Path]:
             yield file
 
 
+@functools.cache
 def tree_of(source: str) -> ast.Module:
     """Its syntax tree, where every node knows the one that it is part of, as `parent`."""
     tree = ast.parse(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 
 import pytest
 
@@ -14,6 +15,7 @@ NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv", "get_
 WRITING_METHODS = {"update"}
 
 
+@functools.cache
 def uses(source: str) -> list[tuple[int, str]]:
     """(line, "read" or "write") of every use of the environment that names it."""
     found = []

@@ -9,7 +9,7 @@ import sys
 from tests.repository.source import PACKAGE, name_of, source_files
 
 HEAVY = ("torch", "transformers", "triton", "nixl_cu13")
-STAGING_WITH_TORCH = ("checksum", "copy", "kernels", "mover", "triton_mover")
+STAGING_WITH_TORCH = ("checksum", "copy", "kernels", "mover", "rows", "triton_mover")
 WITH_TORCH = (
     "disagg.models.",
     "disagg.worker.",

@@ -21,6 +21,7 @@ from disagg.messages.legs import (
     StartLeg,
 )
 from disagg.router.requests import ChoiceDelta, Started
+from disagg.router.streams import FIRST_BACKOFF_S
 from disagg.types.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -32,7 +33,7 @@ from disagg.types.errors import (
     UnknownModel,
 )
 from disagg.types.ids import FinishReason
-from tests.router.conftest import NORMAL, Cluster, request
+from tests.router.conftest import DEADLINE_S, NORMAL, SHORT_LEASE_S, Answer, Cluster, request
 from tests.router.fake_server import (
     EOS,
     TOKENIZER,
@@ -144,13 +145,14 @@ async def test_a_stop_string_ends_the_text_and_aborts_decode(cluster: Cluster) -
     assert sum(len(delta.logprobs) for delta in got.deltas) == 5
     assert (got.last[0].finish, got.last[0].stop_reason) == (FinishReason.STOP, "fgh")
     assert got.finished.usage.completion_tokens == 5
-    assert cluster.servers["d0"].aborted
+    await cluster.until(lambda: bool(cluster.servers["d0"].aborted))
 
 
 async def test_one_choice_may_stop_while_the_others_go_on(cluster: Cluster) -> None:
     await cluster.up(NORMAL)
     got = await cluster.ask(max_tokens=12, stop=("bc",), n=2)
     assert got.text == {0: "a", 1: answer(1, 12)}
+    await cluster.until(lambda: bool(cluster.servers["d0"].aborted))
     assert [abort.choice for abort in cluster.servers["d0"].aborted] == [0]
 
 
@@ -237,11 +239,9 @@ async def test_a_killed_decode_server_is_replaced_at_once(cluster: Cluster) -> N
         await asyncio.sleep(0.02)
         asyncio.get_running_loop().create_task(server.kill())
 
-    await cluster.up({"p0": prefill, "d0": dies, "d1": decode}, lease_s=5.0)
-    began_s = asyncio.get_running_loop().time()
+    await cluster.up({"p0": prefill, "d0": dies, "d1": decode}, lease_s=3600.0)
     got, _ = await asyncio.gather(cluster.ask(), cluster.ask())
     assert got.text[0] == answer(0, 8)
-    assert asyncio.get_running_loop().time() - began_s < 2.0
     assert cluster.state("d0") == "dead"
     await cluster.servers["d0"].restart()
     await cluster.until(lambda: cluster.state("d0") == "ready")
@@ -293,7 +293,7 @@ async def test_a_decode_server_without_a_verdict_is_given_up_after_the_lease(clu
     async def dies(server: FakeServer, leg: StartLeg) -> None:
         asyncio.get_running_loop().create_task(server.kill())
 
-    await cluster.up({"p0": dies, "d0": silent, "p1": prefill, "d1": decode})
+    await cluster.up({"p0": dies, "d0": silent, "p1": prefill, "d1": decode}, lease_s=SHORT_LEASE_S)
     got = await cluster.ask()
     assert got.text[0] == answer(0, 8)
     assert cluster.metric("disagg_router_attempts_total", cause="no_verdict") == 1
@@ -303,7 +303,7 @@ async def test_a_silent_server_is_given_up_when_its_lease_ends(cluster: Cluster)
     async def freezes(server: FakeServer, leg: StartLeg) -> None:
         server.frozen = True
 
-    await cluster.up({"p0": prefill, "d0": freezes, "d1": decode})
+    await cluster.up({"p0": prefill, "d0": freezes, "d1": decode}, lease_s=SHORT_LEASE_S)
     got, _ = await asyncio.gather(cluster.ask(), cluster.ask())
     assert got.text[0] == answer(0, 8)
     assert cluster.state("d0") == "dead"
@@ -349,11 +349,12 @@ def replace_start(leg: StartLeg, count: int) -> StartLeg:
 async def test_a_server_that_keeps_ending_the_stream_is_not_dialled_without_a_pause(cluster: Cluster) -> None:
     await cluster.up(NORMAL)
     server = cluster.servers["d0"]
-    deadline_s = asyncio.get_running_loop().time() + 0.6
-    while asyncio.get_running_loop().time() < deadline_s:
-        server.break_streams()
-        await asyncio.sleep(0.001)
-    assert 2 <= len(server.greetings) <= 8
+    began_s = asyncio.get_running_loop().time()
+    async with asyncio.timeout(DEADLINE_S):
+        while len(server.greetings) < 4:
+            server.break_streams()
+            await asyncio.sleep(0.001)
+    assert asyncio.get_running_loop().time() - began_s >= 3 * FIRST_BACKOFF_S
 
 
 async def test_a_server_that_forgot_the_stream_lost_its_requests(cluster: Cluster) -> None:
@@ -383,28 +384,41 @@ async def test_tokens_said_twice_and_out_of_order_are_told_once(cluster: Cluster
 
 
 async def test_a_decode_that_contradicts_the_first_token_is_not_believed(cluster: Cluster) -> None:
+    told = asyncio.Event()
+
     async def lies_once(server: FakeServer, leg: StartLeg) -> None:
         if len(server.started) > 1:
             await decode(server, leg)
             return
-        await asyncio.sleep(0.05)
+        await told.wait()
         wrong = LegTokens(leg.key, 0, 0, (token(0, 9), token(0, 10)), (), None)
         server.say(wrong, server.tokens(leg, 0, 2, 8, FinishReason.LENGTH), server.end(leg))
 
-    await cluster.up({"p0": prefill, "d0": lies_once})
-    got = await cluster.ask()
+    router = await cluster.up({"p0": prefill, "d0": lies_once})
+    updates = []
+    async with asyncio.timeout(DEADLINE_S):
+        async for update in router.generate(request()):
+            updates.append(update)
+            if isinstance(update, ChoiceDelta):
+                told.set()
+    got = Answer(updates)
     assert (got.text[0], got.finished.attempts) == (answer(0, 8), 2)
     assert cluster.metric("disagg_router_contradictions_total") == 1
 
 
 async def test_a_storm_of_failures_leaves_right_answers_or_one_clear_error(cluster: Cluster) -> None:
-    """Streams break and are forgotten, workers crash, processes die and come back, while requests keep coming."""
+    """Streams break and are forgotten, workers crash, processes die and come back, while requests keep coming.
+
+    The next thing goes wrong when three more requests have ended, so that a slow machine has as much go wrong as a fast one.
+    """
     chance = random.Random(7)
     await cluster.up({"p0": prefill, "p1": prefill, "d0": decode, "d1": decode}, max_inflight=20, max_attempts=6)
 
+    ended = 0
+
     async def storm() -> None:
-        while True:
-            await asyncio.sleep(0.06)
+        for enough in range(3, 80, 3):
+            await cluster.until(lambda enough=enough: ended >= enough)
             server = cluster.servers[chance.choice(["p0", "p1", "d0", "d1"])]
             match chance.choice(["break", "break", "forget", "crash", "kill"]):
                 case "break":
@@ -420,18 +434,20 @@ async def test_a_storm_of_failures_leaves_right_answers_or_one_clear_error(clust
                     await server.restart()
 
     async def one(number: int) -> str:
+        nonlocal ended
         await asyncio.sleep(number * 0.02)
         try:
             got = await cluster.ask("x" * number, max_tokens=12, n=1 + number % 3)
         except RequestFailed:
             return "failed"
+        finally:
+            ended += 1
         assert got.text == {choice: answer(choice, 12) for choice in range(1 + number % 3)}
         return "right"
 
     weather = asyncio.create_task(storm())
     ends = await asyncio.gather(*(one(number) for number in range(1, 81)))
-    weather.cancel()
-    await asyncio.gather(weather, return_exceptions=True)
+    await weather
     assert ends.count("right") >= 60
     assert cluster.metric("disagg_router_contradictions_total") == 0
 
@@ -469,14 +485,14 @@ async def test_servers_that_do_not_fit_are_no_reason_to_wait(cluster: Cluster) -
 async def test_the_deadline_ends_a_running_request_and_frees_the_servers(cluster: Cluster) -> None:
     await cluster.up({"p0": prefill, "d0": silent})
     with pytest.raises(DeadlineExceeded, match="running, with 1 tokens"):
-        await cluster.ask(deadline_s=0.2)
+        await cluster.ask(deadline_s=1.0)
     await cluster.until(lambda: bool(cluster.servers["d0"].aborted))
 
 
 async def test_a_full_queue_refuses_and_says_when_to_try_again(cluster: Cluster) -> None:
     await cluster.up({"p0": prefill, "d0": silent}, max_inflight=1, max_queued=2)
-    asked = [asyncio.create_task(cluster.ask(deadline_s=deadline_s)) for deadline_s in (0.6, 0.3, 0.3)]
-    await asyncio.sleep(0.05)
+    asked = [asyncio.create_task(cluster.ask(deadline_s=deadline_s)) for deadline_s in (1.6, 1.2, 1.2)]
+    await cluster.until(lambda: cluster.router.status()["routers"][0]["queued"] == 2)
     with pytest.raises(Overloaded) as caught:
         await cluster.ask()
     assert caught.value.retry_after_s > 0
@@ -519,7 +535,7 @@ async def test_a_slow_client_gets_merged_deltas_and_blocks_nobody(cluster: Clust
     started = await anext(slow)
     assert isinstance(started, Started)
     assert (await cluster.ask(max_tokens=60)).text[0] == answer(0, 60)
-    await asyncio.sleep(0.3)
+    await cluster.until(lambda: cluster.metric("disagg_router_requests_total", outcome="ok") == 2)
     rest = [update async for update in slow]
     assert len(rest) == 2
     assert isinstance(rest[0], ChoiceDelta)
@@ -530,7 +546,7 @@ async def test_closing_lets_what_runs_finish_and_takes_nothing_new(cluster: Clus
     router = await cluster.up(NORMAL)
     running = asyncio.create_task(cluster.ask(max_tokens=20))
     await cluster.until(lambda: bool(cluster.servers["d0"].started))
-    closing = asyncio.create_task(router.close(5.0))
+    closing = asyncio.create_task(router.close(DEADLINE_S))
     await asyncio.sleep(0)
     assert not router.healthy()
     with pytest.raises(Unavailable, match="shutting down"):
@@ -544,7 +560,7 @@ async def test_closing_ends_the_rest_when_the_time_is_over(cluster: Cluster) -> 
     running = asyncio.create_task(cluster.ask())
     await cluster.until(lambda: bool(cluster.servers["d0"].started))
     await router.close(0.1)
-    assert cluster.servers["d0"].aborted
+    await cluster.until(lambda: bool(cluster.servers["d0"].aborted))
     with pytest.raises(Unavailable):
         await running
 

@@ -32,6 +32,7 @@ from disagg.wire.server import RouterHello, ServerSays
 from disagg.wire.services import make_server, server_handler
 
 LOAD = LoadReport(ServerState.READY, 0, 0, 0, 64, 0, 64)
+DEADLINE_S = 30.0
 KEY = LegKey("r", 1, 0)
 A, B, C = ((0, b"a"), (0, b"b"), (1, b"c"))
 
@@ -44,7 +45,7 @@ class Server:
         self.incarnation = "one"
         self.heard: list[RouterMessage] = []
         self.streams = RouterStreams(
-            lease_s=5.0,
+            lease_s=60.0,
             heartbeat_s=heartbeat_s,
             hello=self._hello,
             load=lambda: LOAD,
@@ -95,7 +96,7 @@ class Router:
         return sum(says.kv is not None and says.kv.reset for says in self.said)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 assert not self._reader.done()
                 await asyncio.sleep(0.005)
@@ -118,7 +119,9 @@ async def server() -> AsyncIterator[Server]:
 
 
 async def attach(server: Server, stream_id: str = "s", name: str = "router-0") -> Router:
-    return Router(*await dial_server(f"127.0.0.1:{server.port}", RouterHello(name, f"{name}-i", stream_id, 0), 5.0))
+    return Router(
+        *await dial_server(f"127.0.0.1:{server.port}", RouterHello(name, f"{name}-i", stream_id, 0), DEADLINE_S)
+    )
 
 
 async def test_a_router_hears_all_that_is_cached_and_then_what_changes(server: Server) -> None:

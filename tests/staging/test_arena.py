@@ -139,7 +139,12 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("examples", "steps"), [(120, 5_000), pytest.param(1_200, 50_000, marks=pytest.mark.slow)], ids=["quick", "long"]
+    ("examples", "steps"),
+    [
+        (30, 500),
+        pytest.param(150, 5_000, marks=pytest.mark.long),
+        pytest.param(1_200, 50_000, marks=pytest.mark.slow),
+    ],
 )
 def test_every_segment_is_in_one_place_and_the_bytes_add_up(examples: int, steps: int) -> None:
     ArenaMachine.steps = 0

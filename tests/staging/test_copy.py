@@ -13,8 +13,9 @@ from hypothesis import given, settings
 
 from disagg.messages.lane import Piece
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
-from disagg.staging.copy import PageShape, gather, scatter
+from disagg.staging.copy import gather, scatter
 from disagg.staging.pieces import framed_bytes
+from disagg.staging.rows import PagedRows, PageShape
 from disagg.staging.slices import head_slices
 
 LAYERS, HEADS, HEAD_DIM, TOKENS = 3, 4, 6, 37
@@ -37,6 +38,9 @@ class Pool:
         self.page_ids = torch.tensor(ids)
         self.bytes = torch.randint(0, 256, (pages + 3, self.shape.nbytes), dtype=torch.uint8, generator=self.generator)
 
+    def rows(self, piece: Piece, head_start: int, heads: int, seed: int = SEED) -> PagedRows:
+        return PagedRows(self.bytes, self.page_ids, self.shape, piece, head_start, heads, seed)
+
     def read(self, data: torch.Tensor | None = None) -> torch.Tensor:
         """[layers, planes, heads, tokens, row bytes], token by token, the slow way."""
         s = self.shape
@@ -53,7 +57,7 @@ def staging(piece: Piece, heads: int, shape: PageShape) -> torch.Tensor:
 
 def copy(src: Pool, dst: Pool, piece: Piece, src_head: int, dst_head: int, heads: int) -> None:
     out = staging(piece, heads, src.shape)
-    nbytes = gather(src.bytes, src.page_ids, src.shape, piece, src_head, heads, out, SEED)
+    nbytes = gather(src.rows(piece, src_head, heads), out)
     assert nbytes == len(out) - 24
     assert out[nbytes:].tolist() == [0xEE] * 24, "nothing behind the piece is touched"
     before, wanted = dst.bytes.clone(), dst.read()
@@ -62,7 +66,7 @@ def copy(src: Pool, dst: Pool, piece: Piece, src_head: int, dst_head: int, heads
     ] = src.read()[
         piece.layer_start : piece.layer_stop, :, src_head : src_head + heads, piece.token_start : piece.token_stop
     ]
-    assert scatter(out[:nbytes], dst.bytes, dst.page_ids, dst.shape, piece, dst_head, heads, SEED)
+    assert scatter(dst.rows(piece, dst_head, heads), out[:nbytes])
     assert torch.equal(dst.read(), wanted)
     changed = int((before != dst.bytes).sum())
     assert changed == int((dst.read(before) != wanted).sum()), "a byte outside of the sequence changed"
@@ -106,8 +110,8 @@ def test_all_slices_of_a_tp_pair_together_move_the_whole_kv(src_tp: int, dst_tp:
     for s in head_slices(src_tp, dst_tp, kv_heads):
         src, dst = sources[s.src_rank], targets[s.dst_rank]
         out = staging(piece, s.heads, src.shape)
-        gather(src.bytes, src.page_ids, src.shape, piece, s.src_head_start, s.heads, out, SEED)
-        assert scatter(out, dst.bytes, dst.page_ids, dst.shape, piece, s.dst_head_start, s.heads, SEED)
+        gather(src.rows(piece, s.src_head_start, s.heads), out)
+        assert scatter(dst.rows(piece, s.dst_head_start, s.heads), out)
     for rank, pool in enumerate(targets):
         assert torch.equal(pool.read()[:, :, :, 2:35], full[:, :, heads_of(rank, dst_tp), 2:35])
 
@@ -118,7 +122,7 @@ def test_the_payload_is_in_canonical_order_whatever_the_pages() -> None:
         src = Pool(HEADS, page_tokens, 2, 11)
         piece = Piece(0, 0, 2, 5, 22)
         out = staging(piece, 2, src.shape)
-        gather(src.bytes, src.page_ids, src.shape, piece, 1, 2, out, SEED)
+        gather(src.rows(piece, 1, 2), out)
         payload = src.read()[0:2, :, 1:3, 5:22].contiguous().flatten()
         assert torch.equal(out[: len(payload)], payload)
         outs.append(len(payload))
@@ -130,14 +134,14 @@ def test_a_piece_that_does_not_verify_writes_nothing(broken: str) -> None:
     src, dst = Pool(1, 4, 1, 5, head_dim=1), Pool(1, 16, 1, 6, head_dim=1)
     piece = Piece(0, 0, 1, 0, 5)  # 10 bytes of rows, 6 of padding
     out = staging(piece, 1, src.shape)
-    nbytes = gather(src.bytes, src.page_ids, src.shape, piece, 0, 1, out, SEED)
+    nbytes = gather(src.rows(piece, 0, 1), out)
     assert nbytes == 24
     place = {"payload": 3, "padding": 12, "trailer": 20}.get(broken)
     if place is not None:
         out[place] ^= 1
     before = dst.bytes.clone()
     seed = SEED + 1 if broken == "identity" else SEED
-    assert not scatter(out, dst.bytes, dst.page_ids, dst.shape, piece, 0, 1, seed)
+    assert not scatter(dst.rows(piece, 0, 1, seed), out)
     assert torch.equal(dst.bytes, before)
 
 
@@ -151,12 +155,12 @@ def test_a_page_table_may_begin_later_than_the_sequence() -> None:
     src, dst = Pool(2, 4, 2, 7), Pool(2, 16, 2, 8)
     piece = Piece(0, 0, LAYERS, 18, 31)  # a window: pages 0..3 of the source and page 0 of the other are gone
     out = staging(piece, 2, src.shape)
-    gather(src.bytes, src.page_ids[4:], src.shape, piece, 0, 2, out, SEED, first_page=4)
-    assert scatter(out, dst.bytes, dst.page_ids[1:], dst.shape, piece, 0, 2, SEED, first_page=1)
+    gather(PagedRows(src.bytes, src.page_ids[4:], src.shape, piece, 0, 2, SEED, first_page=4), out)
+    assert scatter(PagedRows(dst.bytes, dst.page_ids[1:], dst.shape, piece, 0, 2, SEED, first_page=1), out)
     assert torch.equal(dst.read()[:, :, :, 18:31], src.read()[:, :, :, 18:31])
     for table, first_page in ((src.page_ids[5:], 5), (src.page_ids[4:6], 4)):
         with pytest.raises(AssertionError, match="page table"):
-            gather(src.bytes, table, src.shape, piece, 0, 2, out, SEED, first_page=first_page)
+            PagedRows(src.bytes, table, src.shape, piece, 0, 2, SEED, first_page)
 
 
 def test_a_pool_whose_pages_are_wider_than_the_group_keeps_the_rest() -> None:
@@ -164,8 +168,8 @@ def test_a_pool_whose_pages_are_wider_than_the_group_keeps_the_rest() -> None:
     wide = torch.full((dst.bytes.shape[0], dst.shape.nbytes + 10), 7, dtype=torch.uint8)
     piece = Piece(0, 0, LAYERS, 1, 30)
     out = staging(piece, 2, src.shape)
-    gather(src.bytes, src.page_ids, src.shape, piece, 0, 2, out, SEED)
-    assert scatter(out, wide, dst.page_ids, dst.shape, piece, 0, 2, SEED)
+    gather(src.rows(piece, 0, 2), out)
+    assert scatter(PagedRows(wide, dst.page_ids, dst.shape, piece, 0, 2, SEED), out)
     assert bool((wide[:, dst.shape.nbytes :] == 7).all())
     assert torch.equal(dst.read(wide[:, : dst.shape.nbytes].contiguous())[:, :, :, 1:30], src.read()[:, :, :, 1:30])
 
@@ -201,6 +205,13 @@ class FlatPool:
     def pages(self, group: int) -> torch.Tensor:
         return self.bytes.view(-1, self.strides[group])
 
+    def rows(self, piece: Piece, head_start: int, heads: int) -> PagedRows:
+        """With a page table that begins where the piece does."""
+        shape, table = self.shapes[piece.group], self.tables[piece.group]
+        first = piece.token_start // shape.page_tokens
+        pages = torch.tensor(table[first:])
+        return PagedRows(self.pages(piece.group), pages, shape, piece, head_start, heads, SEED, first)
+
     def row(self, group: int, layer: int, plane: int, head: int, position: int) -> slice:
         """The bytes of one row, worked out by hand."""
         s = self.shapes[group]
@@ -225,7 +236,7 @@ def test_groups_in_one_flat_tensor_move_and_leave_each_other_alone(data: st.Data
     src = FlatPool(groups, data.draw(st.sampled_from([1, 4, 16])), data.draw(slack), seed=1)
     dst = FlatPool(groups, data.draw(st.sampled_from([1, 4, 16])), data.draw(slack), seed=2)
     number = data.draw(st.integers(0, 2))
-    shape, target = src.shapes[number], dst.shapes[number]
+    shape = src.shapes[number]
     limit = 2 if groups[number].is_state else TOKENS
     layer_start, layer_stop = sorted(data.draw(st.sets(st.integers(0, shape.layers), min_size=2, max_size=2)))
     start, stop = sorted(data.draw(st.sets(st.integers(0, limit), min_size=2, max_size=2)))
@@ -233,18 +244,11 @@ def test_groups_in_one_flat_tensor_move_and_leave_each_other_alone(data: st.Data
     heads = data.draw(st.integers(1, shape.kv_heads - head))
     piece = Piece(number, layer_start, layer_stop, start, stop)
     out = staging(piece, heads, shape)
-    src_first, dst_first = start // shape.page_tokens, start // target.page_tokens
-    gather(
-        *(src.pages(number), torch.tensor(src.tables[number][src_first:]), shape, piece, head, heads, out, SEED),
-        first_page=src_first,
-    )
+    gather(src.rows(piece, head, heads), out)
     wanted = dst.bytes.clone()
     for layer, plane, h, position in itertools.product(
         range(layer_start, layer_stop), range(shape.planes), range(head, head + heads), range(start, stop)
     ):
         wanted[dst.row(number, layer, plane, h, position)] = src.bytes[src.row(number, layer, plane, h, position)]
-    assert scatter(
-        *(out, dst.pages(number), torch.tensor(dst.tables[number][dst_first:]), target, piece, head, heads, SEED),
-        first_page=dst_first,
-    )
+    assert scatter(dst.rows(piece, head, heads), out)
     assert torch.equal(dst.bytes, wanted), "every byte of the piece, and no other"

@@ -58,9 +58,10 @@ def test_a_state_is_as_large_as_its_parts_and_is_cut_by_layers_only() -> None:
 
 def test_a_group_is_cut_by_the_rows_of_its_widest_slice() -> None:
     group = LayerGroup("full", (0, 1), 4, 2, "float32")
-    pieces = split_group_piece(Piece(0, 0, 2, 0, 64), 3, group, max_bytes=2 * 20 * 2 * 3 * 8 + 8, page_tokens=16)
-    assert [(p.token_start, p.token_stop) for p in pieces] == [(0, 16), (16, 32), (32, 48), (48, 64)]
-    assert all(group_piece_bytes(piece, 3, group) <= 2 * 20 * 2 * 3 * 8 + 8 for piece in pieces)
+    pieces = split_group_piece(Piece(0, 0, 2, 0, 64), 3, group, max_bytes=40 * 2 * 3 * 8 + 8, page_tokens=16)
+    cut = [(p.layer_start, p.layer_stop, p.token_start, p.token_stop) for p in pieces]
+    assert cut == [(0, 1, 0, 32), (0, 1, 32, 64), (1, 2, 0, 32), (1, 2, 32, 64)]
+    assert all(group_piece_bytes(piece, 3, group) <= 40 * 2 * 3 * 8 + 8 for piece in pieces)
 
 
 @pytest.mark.parametrize(
@@ -72,17 +73,15 @@ def test_a_piece_without_layers_or_tokens_does_not_exist(bad: tuple[int, int, in
 
 
 def test_an_oversized_piece_is_split_not_failed() -> None:
-    whole = Piece(0, 0, 4, 0, 100)
-    parts = split_pieces(whole, bytes_per_token_layer=10, max_bytes=1000, page_tokens=16)
-    assert [(p.token_start, p.token_stop) for p in parts] == [
-        (0, 16),
-        (16, 32),
-        (32, 48),
-        (48, 64),
-        (64, 80),
-        (80, 100),
-    ]
-    assert all(p.layers == 4 for p in parts)
+    whole = Piece(0, 0, 5, 0, 100)
+    parts = split_pieces(whole, bytes_per_token_layer=10, max_bytes=2008, page_tokens=16)
+    assert parts == (Piece(0, 0, 2, 0, 100), Piece(0, 2, 4, 0, 100), Piece(0, 4, 5, 0, 100)), (
+        "first come the first layers"
+    )
+    parts = split_pieces(whole, bytes_per_token_layer=10, max_bytes=808, page_tokens=16)
+    assert parts == tuple(
+        Piece(0, layer, layer + 1, start, stop) for layer in range(5) for start, stop in ((0, 80), (80, 100))
+    )
 
 
 def test_cuts_fall_on_absolute_page_boundaries_also_after_a_prefix_hit() -> None:
@@ -90,16 +89,10 @@ def test_cuts_fall_on_absolute_page_boundaries_also_after_a_prefix_hit() -> None
     assert [p.token_stop for p in parts] == [32, 48, 64, 70]
 
 
-def test_a_page_that_does_not_fit_is_cut_inside_and_layers_only_when_a_token_does_not() -> None:
-    parts = split_pieces(Piece(0, 0, 2, 0, 16), bytes_per_token_layer=8, max_bytes=8 * 2 * 5 + 8, page_tokens=16)
-    assert [(p.layers, p.tokens) for p in parts] == [(2, 5), (2, 5), (2, 5), (2, 1)]
-    parts = split_pieces(Piece(0, 0, 5, 0, 2), bytes_per_token_layer=8, max_bytes=8 * 2 + 8, page_tokens=16)
-    assert [(p.layer_start, p.layer_stop, p.tokens) for p in parts] == [
-        (0, 2, 1),
-        (0, 2, 1),
-        (2, 4, 1),
-        (2, 4, 1),
-        (4, 5, 2),
+def test_a_page_that_does_not_fit_is_cut_inside() -> None:
+    parts = split_pieces(Piece(0, 0, 2, 0, 16), bytes_per_token_layer=8, max_bytes=8 * 5 + 8, page_tokens=16)
+    assert [(p.layer_start, p.layers, p.tokens) for p in parts] == [
+        (layer, 1, tokens) for layer in (0, 1) for tokens in (5, 5, 5, 1)
     ]
     with pytest.raises(ValueError, match="one token of one layer takes 16 bytes; at most 15 fit"):
         split_pieces(Piece(0, 0, 1, 0, 1), bytes_per_token_layer=8, max_bytes=15)
@@ -129,8 +122,8 @@ def test_pieces_are_counted_without_being_made(
         with pytest.raises(ValueError, match=str(error)):
             most_group_pieces(positions, heads, group, max_bytes, page_tokens)
     else:
-        bands = len({part.layer_start for part in parts})  # the last piece of each may do without a cut at a page
-        assert 0 <= most_group_pieces(positions, heads, group, max_bytes, page_tokens) - len(parts) <= bands
+        # the last piece of each layer may do without a cut at a page
+        assert 0 <= most_group_pieces(positions, heads, group, max_bytes, page_tokens) - len(parts) <= layers
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)

@@ -150,7 +150,12 @@ class RingMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("examples", "steps"), [(120, 5_000), pytest.param(1_200, 50_000, marks=pytest.mark.slow)], ids=["quick", "long"]
+    ("examples", "steps"),
+    [
+        (30, 500),
+        pytest.param(150, 5_000, marks=pytest.mark.long),
+        pytest.param(1_200, 50_000, marks=pytest.mark.slow),
+    ],
 )
 def test_no_live_byte_of_a_ring_is_overwritten_and_its_oldest_entry_may_always_be_written(
     examples: int, steps: int

@@ -81,7 +81,7 @@ def test_an_uncaught_exception_is_one_critical_record() -> None:
         "from disagg.telemetry.logs import configure_logging, log_uncaught_exceptions; "
         "configure_logging('decode-0', 'info', 'json'); log_uncaught_exceptions(); {}['pages']"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     (line,) = done.stderr.splitlines()
     record = json.loads(line)
     assert done.returncode == 1

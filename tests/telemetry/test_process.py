@@ -50,12 +50,12 @@ def test_a_killed_parent_takes_even_a_stopped_child_with_it() -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert gone_within(child_pid, 5.0)
+    assert gone_within(child_pid, 30.0)
 
 
 def test_a_child_whose_parent_is_gone_already_kills_itself() -> None:
     code = "from disagg.telemetry.process import die_with_parent; die_with_parent(999999999); print('alive')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert done.stdout == ""
 
@@ -125,6 +125,6 @@ def test_sigusr1_writes_the_stacks_and_the_process_goes_on() -> None:
         "import os, signal; from disagg.telemetry.stacks import dump_stacks_on_signal; dump_stacks_on_signal(); "
         "os.kill(os.getpid(), signal.SIGUSR1); print('goes on')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "goes on\n"
     assert "most recent call first" in done.stderr

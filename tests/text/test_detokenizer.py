@@ -135,10 +135,10 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(smollm: Tokenizer) -> N
     detokenizer = Detokenizer(smollm)
     third, spent = len(ids) // 3, []
     for part in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         for token_id in ids[part * third : (part + 1) * third]:
             detokenizer.push([token_id])
-        spent.append(time.perf_counter() - start)
+        spent.append(time.process_time() - start)
     assert spent[2] < 3 * min(spent[:2]) + 0.05
 
 

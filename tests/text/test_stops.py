@@ -94,7 +94,7 @@ def test_an_empty_stop_string_is_a_bug_of_the_caller() -> None:
 def test_a_text_made_to_fool_the_finder_costs_linear_time() -> None:
     stop = "a" * 20_000 + "b"
     finder = StopFinder((stop,))
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(100):
         assert finder.push("a" * 1000)[1] is False
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5

@@ -105,6 +105,9 @@ class Model:
         self.specs, self.sizes, self.order, self.again = specs, sizes, order, again
         self.decodes = 1 + max(spec.decode for spec in specs)
         self.links = sorted({(spec.prefill, spec.decode) for spec in specs})
+        self._of_link = {
+            link: [number for number in range(len(specs)) if self._link(number) == link] for link in self.links
+        }
 
     def start(self) -> State:
         return State(tuple(Leg() for _ in self.specs), ((),) * self.decodes)
@@ -265,7 +268,7 @@ class Model:
 
     def _segments(self, state: State) -> Iterator[tuple[Step, State]]:
         for index, link in enumerate(self.links):
-            legs = [leg for number, leg in enumerate(state.legs) if self._link(number) == link]
+            legs = [state.legs[number] for number in self._of_link[link]]
             if link not in state.rings:
                 held = sum(decode == link[1] for _, decode in state.rings)
                 if any(leg.phase is Phase.COMPUTED for leg in legs) and held < self.sizes.segments:
@@ -278,8 +281,10 @@ class Model:
 
     def _another_waits(self, state: State, link: tuple[int, int]) -> bool:
         return any(
-            leg.phase is Phase.COMPUTED and self._link(number)[1] == link[1] and self._link(number) not in state.rings
-            for number, leg in enumerate(state.legs)
+            state.legs[number].phase is Phase.COMPUTED
+            for other, numbers in self._of_link.items()
+            if other[1] == link[1] and other not in state.rings
+            for number in numbers
         )
 
 

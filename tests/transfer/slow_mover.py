@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from disagg.messages.lane import Piece
 from disagg.staging import copy
 from disagg.staging.checksum import checksum
-from disagg.staging.copy import PageShape
-from disagg.staging.pieces import TRAILER_BYTES, framed_bytes
+from disagg.staging.pieces import TRAILER_BYTES
+from disagg.staging.rows import PagedRows, PageShape
 
 
 class SlowMove:
@@ -41,6 +40,7 @@ class SlowMover:
     def __init__(self) -> None:
         self.waiting: deque[SlowMove] = deque()
         self.at_once = False
+        self.planned: list[int] = []  # first token of the piece of every move that was planned
 
     def run(self, moves: int = 1) -> None:
         for _ in range(moves):
@@ -52,75 +52,30 @@ class SlowMover:
     def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
         pass
 
-    def gather(
-        self,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        out: torch.Tensor,
-        seed: int,
-        first_page: int = 0,
-    ) -> SlowMove:
-        def run() -> bool:
-            copy.gather(pool, page_ids, shape, piece, head_start, heads, out, seed, first_page)
-            return True
+    def plan_gather(self, rows: PagedRows, out: torch.Tensor) -> Callable[[torch.Tensor], SlowMove]:
+        self.planned.append(rows.piece.token_start)
 
-        return self._begin(framed_bytes(shape.payload_bytes(piece, heads)), run)
+        def begin(into: torch.Tensor) -> SlowMove:
+            def run() -> bool:
+                copy.gather(rows, into)
+                return True
 
-    def scatter(
-        self,
-        staging: torch.Tensor,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        seed: int,
-        first_page: int = 0,
-    ) -> SlowMove:
-        payload = shape.payload_bytes(piece, heads)
-        padded = framed_bytes(payload) - TRAILER_BYTES
+            return self._begin(rows.staged_bytes, run)
+
+        return begin
+
+    def plan_scatter(self, rows: PagedRows, staging: torch.Tensor) -> Callable[[], SlowMove]:
+        self.planned.append(rows.piece.token_start)
+        padded = rows.staged_bytes - TRAILER_BYTES
 
         def run() -> bool:
             whole = staging.clone()
-            trailer = checksum(whole[:padded], payload, seed).to_bytes(TRAILER_BYTES, "little")
+            trailer = checksum(whole[:padded], rows.payload_bytes, rows.seed).to_bytes(TRAILER_BYTES, "little")
             whole[padded : padded + TRAILER_BYTES] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
-            assert copy.scatter(whole, pool, page_ids, shape, piece, head_start, heads, seed, first_page)
+            assert copy.scatter(rows, whole)
             return torch.equal(whole, staging)
 
-        return self._begin(padded + TRAILER_BYTES, run)
-
-    def plan_gather(
-        self,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        out: torch.Tensor,
-        seed: int,
-        first_page: int = 0,
-    ) -> Callable[[torch.Tensor], SlowMove]:
-        return lambda into: self.gather(pool, page_ids, shape, piece, head_start, heads, into, seed, first_page)
-
-    def plan_scatter(
-        self,
-        staging: torch.Tensor,
-        pool: torch.Tensor,
-        page_ids: torch.Tensor,
-        shape: PageShape,
-        piece: Piece,
-        head_start: int,
-        heads: int,
-        seed: int,
-        first_page: int = 0,
-    ) -> Callable[[], SlowMove]:
-        return lambda: self.scatter(staging, pool, page_ids, shape, piece, head_start, heads, seed, first_page)
+        return lambda: self._begin(rows.staged_bytes, run)
 
     def zero(self, pool: torch.Tensor, page_ids: torch.Tensor) -> SlowMove:
         def run() -> bool:

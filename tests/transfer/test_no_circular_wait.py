@@ -4,6 +4,7 @@ comes to an end, every order that breaks a rule does not, and the engines take t
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -29,12 +30,26 @@ ONE_PREFILL = (Spec(0, 0, pieces=2), Spec(0, 1, pieces=2), Spec(0, 0, decode_pag
 CROSSED = (*SPREAD, Spec(0, 0, decode_pages=2))
 
 
-@pytest.mark.parametrize(("pages", "entries"), list(itertools.product((2, 3), (1, 2))))
-@pytest.mark.parametrize(
-    "specs",
-    [SPREAD, ONE_PAIR, ONE_DECODE, ONE_PREFILL, CROSSED],
-    ids=["spread", "one pair", "one decode", "one prefill", "crossed"],
-)
+SPECS = {
+    "spread": SPREAD,
+    "one pair": ONE_PAIR,
+    "one decode": ONE_DECODE,
+    "one prefill": ONE_PREFILL,
+    "crossed": CROSSED,
+}
+
+
+def small_models() -> list[Any]:
+    """(specs, pages, entries). Models of five requests reach ten times as many states as the others: one of them is short."""
+    models = []
+    for (name, specs), pages, entries in itertools.product(SPECS.items(), (2, 3), (1, 2)):
+        large = name == "crossed" and (pages, entries) != (2, 1)
+        marks = pytest.mark.long if large else ()
+        models.append(pytest.param(specs, pages, entries, marks=marks, id=f"{name}-{pages}-{entries}"))
+    return models
+
+
+@pytest.mark.parametrize(("specs", "pages", "entries"), small_models())
 def test_from_every_state_that_can_be_reached_every_request_can_still_be_completed(
     specs: tuple[Spec, ...], pages: int, entries: int
 ) -> None:
@@ -136,7 +151,9 @@ def test_two_by_two_servers_with_pools_and_arenas_as_small_as_can_be_come_to_an_
     faults: Faults,
 ) -> None:
     waited = preempted = 0
-    for seed in range(12):
+    for seed in range(60):
+        if seed >= 12 and waited and preempted:
+            break
         world = World(seed, faults, tight=True)
         for server in world.servers:
             assert server.facts.arena_bytes == server.facts.segment_bytes

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from disagg.messages.lane import Piece
@@ -283,9 +284,15 @@ class Transfer:
         }
 
 
-@settings(max_examples=300, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data())
-def test_whatever_happens_only_right_cells_are_sent_and_every_leg_comes_to_an_end(data: st.DataObject) -> None:
+@pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.long)])
+def test_whatever_happens_only_right_cells_are_sent_and_every_leg_comes_to_an_end(examples: int) -> None:
+    limits = settings(
+        max_examples=examples, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    limits(given(st.data())(_transfer))()
+
+
+def _transfer(data: st.DataObject) -> None:
     transfer = Transfer(data)
     for count in range(500):
         steps = transfer.steps()

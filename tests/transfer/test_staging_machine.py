@@ -511,7 +511,12 @@ def campaign(examples: int, *, shrink: bool = True) -> settings:
 
 
 @pytest.mark.parametrize(
-    ("examples", "steps"), [(110, 5_000), pytest.param(1_100, 50_000, marks=pytest.mark.slow)], ids=["quick", "long"]
+    ("examples", "steps"),
+    [
+        (22, 500),
+        pytest.param(110, 5_000, marks=pytest.mark.long),
+        pytest.param(1_100, 50_000, marks=pytest.mark.slow),
+    ],
 )
 def test_no_live_byte_is_overwritten_every_transfer_ends_and_nothing_leaks(examples: int, steps: int) -> None:
     """What hypothesis draws depends on which modules are loaded: where the examples were short, more are run."""

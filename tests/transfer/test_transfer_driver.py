@@ -143,6 +143,28 @@ def test_a_piece_is_gathered_only_after_the_plan_that_makes_it_final(hub: Hub) -
     assert bool((pair.dst_pool.attention(0).kv[9] == 1.5).all())
 
 
+def test_layers_go_as_soon_as_they_are_computed_and_states_when_the_plan_is(hub: Hub) -> None:
+    pair = Pair(hub)
+    assert GROUPS[0].layers == (0, 2)
+    first, _ = pair.piece(Piece(0, 0, 1, 0, 4), (3,), after_plan=5)
+    second, _ = pair.piece(Piece(0, 1, 2, 0, 4), (3,), after_plan=5)
+    state, _ = pair.piece(Piece(2, 0, 1, 0, 1), (77,), after_plan=5)
+    assert pair.tell(pair.src, first, second, state) == []
+
+    def sent_after(*told: bool) -> list[int]:
+        pair.src.turn()
+        return [report.entry_id for report in pair.src.take_reports() if isinstance(report, PieceSent)]
+
+    assert not pair.src.layer_written(4, 2), "of an earlier plan"
+    assert not pair.src.layer_written(5, 1), "nothing waits for this layer by itself"
+    assert sent_after() == []
+    assert sent_after(pair.src.layer_written(5, 0)) == [first.entry_id]
+    assert not pair.src.layer_written(5, 0), "nothing waits for it any more"
+    assert sent_after(pair.src.layer_written(5, 2)) == [second.entry_id]
+    pair.src.plan_computed(5)
+    assert sent_after() == [state.entry_id]
+
+
 def test_what_arrives_after_the_unbinding_writes_nothing(hub: Hub) -> None:
     pair = Pair(hub)
     pair.bind(GroupPages(0, (9,)), GroupPages(0, ()), GroupPages(0, ()))

@@ -28,7 +28,8 @@ from disagg.messages.lane import (
 from disagg.messages.layout import GroupPages
 from disagg.transfer import buffers
 from disagg.types.ids import LegKey
-from disagg.worker.transfer_driver import IDLE_NAP_MS, TransferDriver
+from disagg.worker import transfer_driver
+from disagg.worker.transfer_driver import IDLE_NAP_S, TransferDriver
 from tests.transfer.driver_pair import ENTRY_STRIDE, FLOAT_STATE, FULL, KEY, LINK, STRIDES, WINDOW, Pair
 from tests.transfer.slow_mover import SlowMover
 from tests.transfer_backends.loopback import Hub
@@ -38,7 +39,8 @@ FIRST, SECOND, THIRD = (Piece(0, 0, 2, start, start + 4) for start in (0, 4, 8))
 
 
 @pytest.fixture
-def pair(hub: Hub, movers: list[SlowMover]) -> Pair:
+def pair(hub: Hub, movers: list[SlowMover], monkeypatch: pytest.MonkeyPatch) -> Pair:
+    monkeypatch.setattr(transfer_driver, "LINGER_S", 0.0)  # busy with nothing but pieces
     return Pair(hub, (FULL, WINDOW, FLOAT_STATE), buffers=3)
 
 
@@ -86,13 +88,58 @@ def test_a_piece_is_gathered_while_the_one_before_it_is_written(pair: Pair, gath
     gathers.run()
     assert turn(pair.src) == []
     assert (pair.src.writes_in_flight, len(gathers.waiting)) == (2, 1), "two writes are in flight"
-    assert pair.src.busy and pair.src.nap_ms < IDLE_NAP_MS
+    assert pair.src.busy and pair.src.nap_s < IDLE_NAP_S
     freeze(pair, False)
     gathers.run()
     sent = turn(pair.src)
     assert [(type(report), report.entry_id, report.gather_s) for report in sent if isinstance(report, PieceSent)] == [
         (PieceSent, send.entry_id, 0.25) for send in sends
     ]
+
+
+def test_gathers_are_made_ready_one_by_one_while_their_kv_is_computed(pair: Pair, gathers: SlowMover) -> None:
+    pair.tell(pair.src, *(pair.piece(piece, (3,), after_plan=5)[0] for piece in (FIRST, SECOND, THIRD)))
+    assert gathers.planned == [], "the thread is not held up by what is asked of it"
+    for planned in ([0], [0, 4], [0, 4, 8]):
+        assert pair.src.busy
+        assert turn(pair.src) == [] and gathers.planned == planned
+    assert not pair.src.busy, "nothing is left to do until the plan is computed"
+    pair.src.plan_computed(5)
+    turn(pair.src)
+    assert len(gathers.waiting) == 3 and gathers.planned == [0, 4, 8]
+
+
+def test_a_gather_that_can_begin_is_made_ready_at_once(pair: Pair, gathers: SlowMover) -> None:
+    pair.tell(pair.src, *(pair.piece(piece, (3,))[0] for piece in (FIRST, SECOND, THIRD)))
+    turn(pair.src)
+    assert len(gathers.waiting) == 3
+    gathers.run(3)
+    assert [type(report) for _ in range(2) for report in turn(pair.src)] == [PieceSent] * 3
+    assert gathers.planned == [0, 4, 8], "each once"
+
+
+def test_nothing_is_made_ready_for_what_is_dropped(pair: Pair, gathers: SlowMover) -> None:
+    pair.tell(pair.src, pair.piece(FIRST, (3,), after_plan=5)[0])
+    assert pair.tell(pair.src, DropSends(LINK, KEY)) == [SendsDropped(LINK, KEY)]
+    turn(pair.src)
+    assert gathers.planned == [] and not pair.src.busy
+
+
+def test_scatters_are_made_ready_one_by_one_before_anything_arrives(
+    pair: Pair, gathers: SlowMover, scatters: SlowMover
+) -> None:
+    (send, first), (_, second), (_, third) = (pair.piece(piece, (3,)) for piece in (FIRST, SECOND, THIRD))
+    pair.tell(pair.dst, Bind(KEY, TABLES), first, second)
+    assert scatters.planned == []
+    for planned in ([0], [0, 4]):
+        assert turn(pair.dst) == [] and scatters.planned == planned
+    write(pair, gathers, send)
+    assert turn(pair.dst) == []
+    assert len(scatters.waiting) == 1 and scatters.planned == [0, 4], "each once"
+    scatters.run()
+    pair.tell(pair.dst, third, Unbind(KEY))
+    turn(pair.dst)
+    assert scatters.planned == [0, 4], "not what is expected no more"
 
 
 def test_a_piece_lands_when_its_scatter_has_its_verdict(pair: Pair, gathers: SlowMover, scatters: SlowMover) -> None:

@@ -6,6 +6,8 @@ prove nothing.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,10 +15,11 @@ from disagg.engine.rings import RingTable
 from disagg.messages.lane import Landing, Piece, Unbind
 from disagg.messages.layout import GroupPages, LayerGroup
 from disagg.messages.link import Entry, FirstToken
-from disagg.staging.copy import PageShape, gather, scatter
+from disagg.staging.copy import gather, scatter
 from disagg.staging.identity import identity_seed
 from disagg.staging.pieces import group_piece_bytes, split_group_piece
 from disagg.staging.ring import RingAllocator, RingEntry, RingWriterView
+from disagg.staging.rows import PagedRows, PageShape
 from disagg.transfer.session import ReceiveSession, ReceiveState, SendSession
 from disagg.types.ids import LegKey
 from disagg.worker import transfer_driver
@@ -227,15 +230,16 @@ def test_a_prefix_hit_on_either_side_shifts_no_token_and_loses_none(prefill_hit:
     offers = [sender.hit(prefill_hit, _cut)] if prefill_hit else []
     offers.append(sender.grant((decode_hit,), (1,), _cut))
     offers += [sender.chunk(start, stop, plan, _cut) for plan, (start, stop) in enumerate(chunks)]
-    came: list[int] = []
+    came: list[tuple[int, int]] = []
     for offer in offers:
         for piece_no, piece in receiver.offer(offer.first_piece_no, offer.pieces) if offer else ():
             assert not receiver.covered
-            came += range(piece.token_start, piece.token_stop)
+            layers = range(piece.layer_start, piece.layer_stop)
+            came += itertools.product(range(piece.token_start, piece.token_stop), layers)
             (write,) = sender.assign([Entry(piece_no, piece_no, 0, 0, 0, 1, 0, 16)])
             assert write.piece == piece, "both sides name the same absolute tokens"
             receiver.landed(piece_no, 0)
-    assert sorted(came) == list(range(decode_hit, tokens))
+    assert sorted(came) == list(itertools.product(range(decode_hit, tokens), range(2)))
     assert receiver.covered
 
 
@@ -256,8 +260,7 @@ def test_an_oversized_piece_is_split_not_failed() -> None:
         ring.assign(nbytes)
 
     parts = split_group_piece(whole, 1, FULL, 1024, PAGE_TOKENS)
-    assert [part.token_start for part in parts[1:]] == [part.token_stop for part in parts[:-1]]
-    assert (parts[0].token_start, parts[-1].token_stop) == (0, 100)
+    assert sum(part.layers * part.tokens for part in parts) == whole.layers * whole.tokens
     for part in parts:
         ring.free(ring.assign(group_piece_bytes(part, 1, FULL)))
 
@@ -314,12 +317,12 @@ def test_a_stale_piece_of_the_previous_request_in_the_same_place_is_not_taken_fo
     for before, now in ((("a", 0), ("b", 0)), (("a", 0), ("a", 1))):
         for seed_of, fooled in ((lambda *_: 0, True), (identity, False)):  # naive: a checksum of the bytes alone
             first = ring.assign(nbytes)
-            gather(source, page_ids, shape, PIECE, 0, 1, place(first), seed_of(*before))
+            gather(PagedRows(source, page_ids, shape, PIECE, 0, 1, seed_of(*before)), place(first))
             ring.free(first)
             second = ring.assign(nbytes)  # notified too early: what lies there is the other request's
             assert place(second).data_ptr() == place(first).data_ptr()
             pool = torch.full_like(source, 7)
-            assert scatter(place(second), pool, page_ids, shape, PIECE, 0, 1, seed_of(*now)) == fooled
+            assert scatter(PagedRows(pool, page_ids, shape, PIECE, 0, 1, seed_of(*now)), place(second)) == fooled
             assert torch.equal(pool, source) == fooled
             assert fooled or (pool == 7).all(), "dropped, and not one byte written"
             ring.free(second)

@@ -13,8 +13,9 @@ from disagg.memory.groups import spec_of
 from disagg.memory.layout import PageSizing, plan_layout
 from disagg.messages.layout import GroupPages
 from disagg.messages.plan import PageCopy, Run, SamplerStart, SequenceStart, WorkerPlan
+from disagg.types.errors import ConfigError
 from disagg.types.sampling import SamplingParams
-from disagg.worker.executor import Executor
+from disagg.worker.executor import Executor, gpu_index
 from tests.models.reference import generate
 from tests.models.tiny import VOCAB_SIZE, WINDOW, make_tiny
 
@@ -104,6 +105,33 @@ def test_new_pages_are_blank_where_groups_have_different_dtypes(tmp_path: Path) 
     assert executor.pool.bytes.eq(255).all()  # and no other page was touched
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma3n_text", "jamba"])
+def test_a_layer_is_said_to_be_written_when_the_plan_changes_nothing_more_of_it(family: str, tmp_path: Path) -> None:
+    make_tiny(family, tmp_path)
+    executor = executor_of(tmp_path)
+    pages = pages_of(executor, range(-(-len(PROMPT) // T)))
+    places = {
+        layer: (view, list(group_pages), slot)
+        for view, group_pages in zip(executor.pool.views, pages, strict=True)
+        if not view.group.is_state
+        for slot, layer in enumerate(view.group.layers)
+    }
+
+    def content(layer: int) -> torch.Tensor:
+        view, its_pages, slot = places[layer]
+        layer_bytes = view.page_bytes // len(view.group.layers)
+        return view.bytes[its_pages, slot * layer_bytes : (slot + 1) * layer_bytes]
+
+    for plan in prefill_plans(executor):
+        before = {layer: content(layer) for layer in places}
+        seen: dict[int, torch.Tensor] = {}
+        executor.run(plan, lambda layer, seen=seen: seen.update({layer: content(layer)}))
+        assert list(seen) == sorted(places), "every layer with K and V of its own, in order"
+        for layer, then in seen.items():
+            assert torch.equal(then, content(layer))
+            assert not torch.equal(then, before[layer])
+
+
 def test_pages_are_copied_before_anything_runs_and_are_not_blanked(tmp_path: Path) -> None:
     (answer,) = generate(make_tiny("llama", tmp_path), [PROMPT], 3)
     executor = executor_of(tmp_path)
@@ -114,3 +142,17 @@ def test_pages_are_copied_before_anything_runs_and_are_not_blanked(tmp_path: Pat
     start = start_of((GroupPages(0, tuple(range(20, 30))),), [*PROMPT, answer.outputs[0]], len(PROMPT))
     plan = WorkerPlan(3, ends=(0,), copies=copies, starts=(start,), runs=(Run(0, 1, True),))
     assert [sampled.token_id for sampled in (*result.sampled, *executor.run(plan).sampled)] == answer.outputs[:2]
+
+
+@pytest.mark.parametrize(("num_gpus", "shown"), [(2, "has GPUs 0 to 1"), (0, "shows no GPU to torch")])
+def test_a_gpu_that_is_not_there_is_refused_with_what_is(num_gpus: int, shown: str) -> None:
+    assert [gpu_index(device, 2) for device in ("cuda", "cuda:0", "cuda:1")] == [0, 0, 1]
+    with pytest.raises(ConfigError, match=f"placed on GPU 2 .* this machine {shown}"):
+        gpu_index("cuda:2", num_gpus)
+
+
+def test_a_rank_without_its_gpu_is_a_configuration_that_cannot_work(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(ConfigError, match="placed on GPU 0"):
+        Executor(rank=0).load(make_tiny("llama", tmp_path), "float32", "cuda:0", threads=1)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from disagg.memory.groups import spec_of
 from disagg.memory.layout import plan_layout
@@ -24,13 +21,6 @@ T = 4
 PROMPT = tuple(random.Random(5).randrange(VOCAB_SIZE) for _ in range(21))
 CHUNKS = (16, 5, 1, 1, 1, 1)
 PARAMS = SamplingParams(max_tokens=100, temperature=1.0, seed=7, logprobs=1)
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    pool = RankPool(2, tmp_path_factory.mktemp("ranks"))
-    yield pool
-    pool.close()
 
 
 def run(ranks: Ranks, model_dir: Path, meeting: Path) -> tuple[list[int], list[int], int]:
@@ -51,11 +41,11 @@ def run(ranks: Ranks, model_dir: Path, meeting: Path) -> tuple[list[int], list[i
     return sampled, executor._mirror.sequences[0].tokens[len(PROMPT) :], pool_bytes
 
 
-def test_one_rank_reports_what_all_of_them_take(pool: RankPool, tmp_path: Path) -> None:
+def test_one_rank_reports_what_all_of_them_take(rank_pool: RankPool, tmp_path: Path) -> None:
     model_dir = make_tiny("llama", tmp_path / "llama")
     tokens, known, whole_bytes = run(Ranks(), model_dir, tmp_path / "alone")
     assert tokens == known and len(tokens) == len(CHUNKS) - 1
-    first, second = pool.run(2, run, model_dir, pool.meeting())
+    first, second = rank_pool.run(2, run, model_dir, rank_pool.meeting())
     assert first == (tokens, tokens, whole_bytes // 2)
     assert second == ([], tokens, whole_bytes // 2)
 
@@ -66,6 +56,6 @@ def profiled(ranks: Ranks, model_dir: Path) -> int:
     return 0 if sampled is None else sampled.token_ids.shape[0]
 
 
-def test_the_largest_step_runs_on_every_rank_and_samples_on_one(pool: RankPool, tmp_path: Path) -> None:
+def test_the_largest_step_runs_on_every_rank_and_samples_on_one(rank_pool: RankPool, tmp_path: Path) -> None:
     model_dir = make_tiny("llama", tmp_path, max_position_embeddings=40)
-    assert pool.run(2, profiled, model_dir) == [3, 0]
+    assert rank_pool.run(2, profiled, model_dir) == [3, 0]

@@ -11,7 +11,7 @@ from disagg.models.batch import ForwardBatch
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
 from disagg.worker.executor import Executor
-from disagg.worker.profile import largest_step
+from disagg.worker.profile import MOST_BESIDE_TORCH, largest_step, own_peak_bytes
 from tests.models.tiny import make_tiny
 
 
@@ -47,3 +47,9 @@ def test_memory_is_not_measured_on_cpu(tmp_path: Path) -> None:
     executor = Executor(rank=0)
     executor.load(make_tiny("llama", tmp_path), "float32", "cpu", threads=1)
     assert executor.profile(chunk_tokens=1 << 20, max_slots=1 << 20) == (0, 0)
+
+
+def test_what_others_have_on_the_device_is_not_counted_as_ours() -> None:
+    context, other = 600 << 20, 60 << 30
+    assert own_peak_bytes(5 << 30, context) == (5 << 30) + context
+    assert own_peak_bytes(5 << 30, context + other) == (5 << 30) + MOST_BESIDE_TORCH

@@ -1,7 +1,8 @@
 """The NIXL backend: UCX below it chooses cuda_ipc (NVLink), InfiniBand/RoCE, shared memory or TCP.
 
 Measured facts of NIXL 1.5.1 that shape this module:
-- Without the progress thread (which burns a core) nothing moves unless someone polls; over TCP the receiver must too.
+- Without the progress thread (which burns a core) nothing moves unless someone polls. The receiver must too: over TCP for
+  bytes to move, over cuda_ipc for a write to be complete, so a receiver that naps for 1 ms makes every write take that long.
 - A write without a notification is made with b"", so an empty notification needs a byte of its own: every notification
   begins with one that says what it is. That byte also marks the wire-up message, which no caller sees.
 - A killed peer raises nixlRemoteDisconnectError from whichever call notices; a removed one nixlNotFoundError from the

@@ -1,0 +1,42 @@
+"""A worker that beats once, ends at `Shutdown`, and takes its time over everything else: for `test_workers.py`.
+
+Arguments: those of a worker, after seconds to be silent before each reply.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import zmq
+
+from disagg.messages.control import Dumped, Shutdown, decode_request, encode_reply
+from disagg.messages.lane import Beat, LaneReportFrame, encode_report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("silent_s", type=float)
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--sockets")
+    arguments, _ = parser.parse_known_args()
+    context = zmq.Context()
+
+    def dealer(name: str) -> zmq.Socket[bytes]:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, str(arguments.rank).encode())
+        socket.connect(f"ipc://{arguments.sockets}/{name}")
+        return socket
+
+    control, lane = dealer("control"), dealer("lane")
+    lane.send(encode_report(LaneReportFrame(arguments.rank, 0, (Beat(-1, 0.0, 0, 0),))))
+    while True:
+        if isinstance(decode_request(control.recv()), Shutdown):
+            sys.exit(0)
+        time.sleep(arguments.silent_s)
+        control.send(encode_reply(Dumped(arguments.rank, "here")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""When a group of workers counts as lost."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from disagg.config.tree import LogConfig, WorkerConfig
+from disagg.messages.control import Dump, Dumped
+from disagg.server.workers import GroupLost, WorkerGroup
+
+SILENT_S = 1.0
+WORKER = Path(__file__).with_name("slow_worker.py")
+
+
+@asynccontextmanager
+async def group_of(reply_after_s: float) -> AsyncIterator[WorkerGroup]:
+    ignore: Callable[..., None] = lambda *_: None  # noqa: E731
+    command = (sys.executable, str(WORKER), str(reply_after_s))
+    group = WorkerGroup("test", WorkerConfig(command=command, silent_s=SILENT_S), LogConfig(), 1, ignore, ignore)
+    group.start()
+    try:
+        yield group
+    finally:
+        await group.kill()
+
+
+async def test_a_rank_may_be_silent_while_it_does_what_it_was_called_for() -> None:
+    async with group_of(3 * SILENT_S) as group:
+        (reply,) = await group.call(Dump(), 30.0)
+        assert reply == Dumped(0, "here")
+
+
+async def test_a_rank_that_nobody_has_called_may_not_be_silent() -> None:
+    async with group_of(0.0) as group:
+        await group.call(Dump(), 30.0)
+        assert "rank 0 has been silent" in await asyncio.wait_for(group.wait_lost(), 30.0)
+
+
+async def test_a_call_is_lost_when_its_time_is_over_though_the_rank_lives() -> None:
+    async with group_of(60.0) as group:
+        with pytest.raises(GroupLost, match="no answer to Dump in time"):
+            await group.call(Dump(), 3 * SILENT_S)

@@ -1,0 +1,85 @@
+"""Launches kernels through Triton with a driver that only notes what it is told: `python -m tests.staging.recorded_launches`.
+
+Prints, as JSON, what a call of each kernel and what the same launch, bound, gave the driver. Kernels are compiled for a GPU
+that need not be there, so this must run where TRITON_INTERPRET is not 1.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from disagg.messages.lane import Piece
+from disagg.staging.kernels import SUMS, Launcher, plan_launch
+from disagg.staging.rows import PagedRows, PageShape
+
+STREAM = 7
+
+told: list[list[Any]] = []
+
+
+class NotingLauncher:
+    """Stands for `CudaLauncher`, whose signature it has."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        self._name = metadata.name
+
+    def __call__(self, *arguments: Any) -> None:
+        grid, stream, function, values = arguments[:3], arguments[3], arguments[4], arguments[9:]
+        addresses = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in values]
+        told.append([self._name, *grid, stream, function, *addresses])
+
+
+class Utils:
+    def load_binary(self, *_: Any) -> tuple[int, int, int, int, int]:
+        """(module, function, registers, spills, threads of a program)."""
+        return 1, 2, 32, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 1 << 16}
+
+
+class Driver:
+    launcher_cls = NotingLauncher
+    utils = Utils()
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return STREAM
+
+
+def main() -> None:
+    driver.set_active(Driver())
+    sums, verdict = torch.zeros(SUMS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    launcher = Launcher(STREAM)
+    pairs = []
+    for row_bytes in (16, 12):  # of one kernel's rows, and of the other's
+        shape = PageShape(3, 2, 4, row_bytes, 1)
+        pool = torch.zeros((5, shape.nbytes), dtype=torch.uint8)
+        for piece, of_scatter in (
+            (Piece(0, 0, 3, 5, 18), None),
+            (Piece(0, 1, 2, 8, 11), None),
+            (Piece(0, 0, 2, 4, 9), verdict),
+        ):
+            rows = PagedRows(pool, torch.tensor([3, 1, 4, 0]), shape, piece, 1, 1, seed=(1 << 63) + 5, first_page=1)
+            staging = torch.zeros(rows.staged_bytes, dtype=torch.uint8)
+            launch = plan_launch(rows, staging, sums, of_scatter)
+            launch()
+            launcher.bind(plan_launch(rows, torch.zeros_like(staging), sums, of_scatter))(
+                staging, launch.tensors["verdict"]
+            )
+            pairs.append(told[-2:])
+    print(json.dumps(pairs))
+
+
+if __name__ == "__main__":
+    main()
