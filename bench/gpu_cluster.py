@@ -277,15 +277,16 @@ def long_table(long: Sequence[Asked], tokens: int, chunk_tokens: int, kv_bytes: 
 @contextmanager
 def started(arguments: argparse.Namespace, model_dir: Path, run_dir: Path) -> Iterator[Cluster]:
     """The cluster, with pieces, segments and an arena of the sizes that were asked for."""
-    gather_bytes = arguments.piece_kib * 1024 + PAGE  # a piece and its checksum
-    segment_bytes = 4 * gather_bytes
-    sets = (
-        f"model.device={arguments.device}",
-        f"transfer.gather_bytes={gather_bytes}",
-        f"transfer.segment_bytes={segment_bytes}",
-        f"transfer.arena_bytes={8 * segment_bytes}",
-        *arguments.sets,
-    )
+    sizes: tuple[str, ...] = ()
+    if arguments.piece_kib:
+        gather_bytes = arguments.piece_kib * 1024 + PAGE  # a piece and its checksum
+        segment_bytes = 4 * gather_bytes
+        sizes = (
+            f"transfer.gather_bytes={gather_bytes}",
+            f"transfer.segment_bytes={segment_bytes}",
+            f"transfer.arena_bytes={8 * segment_bytes}",
+        )
+    sets = (f"model.device={arguments.device}", *sizes, *arguments.sets)
     flags = ("--model", str(model_dir), "--dtype", arguments.dtype, "--chunk-tokens", str(arguments.chunk))
     tps = ("--prefill-tp", str(arguments.prefill_tp), "--decode-tp", str(arguments.decode_tp))
     with Cluster(run_dir, *flags, *tps, "--kv-memory", arguments.kv_memory, sets=sets) as cluster:
@@ -314,7 +315,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--outputs", type=int, default=8, help="tokens of each answer, at least 2")
     parser.add_argument("--repeats", type=int, default=7, help="long prompts measured")
     parser.add_argument("--restarts", type=int, default=1, help="of the decode server")
-    parser.add_argument("--piece-kib", type=int, default=32768, help="KV in one write; the arena is 32 times it")
+    parser.add_argument(
+        "--piece-kib", type=int, default=0, help="KV in one write, and 1/32 of the arena; 0: the device's own"
+    )
     parser.add_argument("--kv-memory", default="8GiB", help="pool of each rank")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="SECTION.FIELD=VALUE")
     parser.add_argument("--json", type=Path, help="keep every timeline")

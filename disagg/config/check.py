@@ -9,10 +9,10 @@ import ipaddress
 from collections import Counter
 
 from disagg.config.sizes import format_size
-from disagg.config.tree import Config
+from disagg.config.staging import PAGE_BYTES, size_staging
+from disagg.config.tree import Config, TransferConfig
 from disagg.types.errors import ConfigError
 
-PAGE_BYTES = 4096  # of the machine: what the transport registers starts and ends on these
 LEAST_KV_BYTES = 1 << 14
 LINKS_PER_ARENA = 4  # no link gets more than its share, a quarter: as the arena itself deals them out
 
@@ -65,7 +65,24 @@ def _check_engine(config: Config) -> None:
 
 
 def _check_transfer(config: Config) -> None:
-    transfer = config.transfer
+    if config.transfer.kernels == "triton" and config.model.device == "cpu":
+        raise ConfigError(
+            'transfer.kernels = "triton": Triton has no kernels for model.device = "cpu"; it must be "auto" or "torch"'
+        )
+    if config.model.device != "auto":
+        check_staging(size_staging(config.transfer, config.model.device))
+        return
+    try:
+        check_staging(size_staging(config.transfer, "cpu"))
+    except ConfigError as on_cpu:
+        try:
+            check_staging(size_staging(config.transfer, "cuda"))  # which is known only where the server runs
+        except ConfigError:
+            raise on_cpu from None
+
+
+def check_staging(transfer: TransferConfig) -> None:
+    """transfer: from size_staging. Raises ConfigError for sizes that do not go together."""
     arena, segment, gather = transfer.arena_bytes, transfer.segment_bytes, transfer.gather_bytes
     for name, value in (("arena_bytes", arena), ("segment_bytes", segment), ("gather_bytes", gather)):
         if value % PAGE_BYTES:
@@ -91,10 +108,6 @@ def _check_transfer(config: Config) -> None:
         raise ConfigError(
             f"transfer.gather_bytes = {format_size(gather)}: one piece must fit into a segment, so it must be at most "
             f"transfer.segment_bytes = {format_size(segment)}"
-        )
-    if transfer.kernels == "triton" and config.model.device == "cpu":
-        raise ConfigError(
-            'transfer.kernels = "triton": Triton has no kernels for model.device = "cpu"; it must be "auto" or "torch"'
         )
 
 

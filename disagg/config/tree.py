@@ -71,10 +71,11 @@ class TransferConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Staging and the wire."""
 
     backend: str = "nixl"
-    arena_bytes: Annotated[int, Meta(ge=4096)] = 64 * MIB
-    segment_bytes: Annotated[int, Meta(ge=4096)] = 4 * MIB
+    # A size of 0 is chosen by the device (config/staging).
+    arena_bytes: NonNegativeInt = 0  # of each decode worker, shared by its peers
+    segment_bytes: NonNegativeInt = 0  # what the arena is leased in
     link_segments: PositiveInt = 2  # leased by an active link
-    gather_bytes: Annotated[int, Meta(ge=4096)] = 4 * MIB  # one gather buffer, the largest piece
+    gather_bytes: NonNegativeInt = 0  # one gather buffer, the largest piece
     gather_buffers: Annotated[int, Meta(ge=2)] = 4
     kernels: Literal["auto", "triton", "torch"] = "auto"  # of gather and scatter; auto: triton on CUDA, torch on CPU
     ucx_tls: str = "auto"  # UCX_TLS of the workers; auto: posix,cma,tcp on CPU, and on a GPU, like "", what UCX chooses

@@ -6,7 +6,7 @@ import ctypes
 import importlib.metadata
 from typing import Literal
 
-Device = Literal["cpu", "cuda"]
+from disagg.config.staging import Device
 
 UCX_TLS_ON_CPU = "posix,cma,tcp"
 UCX_NET_DEVICES_ON_CPU = "lo"

@@ -20,6 +20,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
+from disagg.config.check import check_staging
+from disagg.config.staging import Device, size_staging
 from disagg.config.tree import Config
 from disagg.convert.inspect import ModelFacts, inspect_model
 from disagg.convert.model_dir import resolve
@@ -51,7 +55,6 @@ from disagg.messages.plan import StepResult
 from disagg.server.device import (
     UCX_NET_DEVICES_ON_CPU,
     UCX_TLS_ON_CPU,
-    Device,
     choose_device,
     ucx_choice,
 )
@@ -90,6 +93,7 @@ class Server:
         self._state = ServerState.LOADING
         self._facts: ModelFacts | None = None
         self._model_dir = Path()
+        self._device: Device = "cpu"
         self._max_model_len = 0
         self._group: WorkerGroup | None = None
         self._engine: PrefillEngine | DecodeEngine | None = None
@@ -183,6 +187,7 @@ class Server:
 
     async def _supervise(self, health: Health) -> None:
         """Keep one worker group alive. Raises ConfigError when no group can come up with this configuration."""
+        self._find_device()
         self._prepare_model = asyncio.get_running_loop().run_in_executor(None, self._find_model)
         await self._prepare_model
         pause_s = RESTART_FIRST_S
@@ -214,6 +219,13 @@ class Server:
             raise ConfigError(f"server.tp = {tp}: {error}") from error
         self._max_model_len = _model_len(model.max_model_len, self._facts.max_model_len)
 
+    def _find_device(self) -> None:
+        """What the configuration leaves to the device is decided here. Raises ConfigError for what does not go with it."""
+        self._device = choose_device(self._config.model.device)
+        transfer = size_staging(self._config.transfer, self._device)
+        check_staging(transfer)
+        self._config = msgspec.structs.replace(self._config, transfer=transfer)
+
     async def _bring_up(self) -> None:
         """Start a new incarnation: processes, model, pool, transfer agents, engine; then READY."""
         config = self._config
@@ -222,7 +234,7 @@ class Server:
         self._group = group
         group.start()
         self._routers.announce()
-        device = choose_device(config.model.device)
+        device = self._device
         dtype = _dtype(config.model.dtype, device, self._facts.torch_dtype)
         timeout_s = config.worker.load_timeout_s
         small = 4 * self._facts.num_parameters <= GEMV_COPY_BYTES
@@ -245,7 +257,7 @@ class Server:
         on_rank = tuple(layers.on_rank(config.server.tp) for layers in groups)
         self._check_pieces(on_rank)
         layout, num_large = await self._make_pool(group, on_rank)
-        opened = await group.call(self._open_transfer(group.incarnation, device), timeout_s)
+        opened = await group.call(self._open_transfer(group.incarnation), timeout_s)
         await group.barrier(BARRIER_S)
         self._ranks = tuple(
             RankInfo(
@@ -309,9 +321,9 @@ class Server:
             first.load_s,
         )
 
-    def _open_transfer(self, incarnation: str, device: Device) -> OpenTransfer:
+    def _open_transfer(self, incarnation: str) -> OpenTransfer:
         """An arena for what lands, or gather buffers for what leaves."""
-        transfer, decode = self._config.transfer, self._role is Role.DECODE
+        transfer, device, decode = self._config.transfer, self._device, self._role is Role.DECODE
         return OpenTransfer(
             backend=transfer.backend,
             incarnation=incarnation,

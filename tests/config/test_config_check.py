@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from disagg.config.check import check_config, warnings_of
@@ -32,7 +34,14 @@ def ref(name: str, address: str) -> ServerRef:
             "multiple of transfer.segment_bytes",
         ),
         (Config(transfer=TransferConfig(link_segments=5)), "at most 4"),
-        (Config(transfer=TransferConfig(gather_bytes=8 * MIB)), "transfer.gather_bytes = 8MiB"),
+        (
+            Config(model=ModelConfig(device="cpu"), transfer=TransferConfig(gather_bytes=8 * MIB)),
+            "transfer.gather_bytes = 8MiB",
+        ),
+        (
+            Config(model=ModelConfig(device="cuda"), transfer=TransferConfig(arena_bytes=64 * MIB)),
+            "must be at most a quarter of transfer.arena_bytes = 64MiB",
+        ),
         (Config(transfer=TransferConfig(gather_bytes=5000)), "a multiple of 4096"),
         (
             Config(model=ModelConfig(device="cpu"), transfer=TransferConfig(kernels="triton")),
@@ -55,8 +64,9 @@ def test_settings_that_cannot_work_together_are_refused(config: Config, says: st
     assert says in str(raised.value)
 
 
-def test_the_defaults_work_together_and_need_no_warning() -> None:
-    check_config(Config())
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+def test_the_defaults_work_together_and_need_no_warning(device: Literal["auto", "cpu", "cuda"]) -> None:
+    check_config(Config(model=ModelConfig(device=device)))
     assert warnings_of(Config()) == ()
 
 

@@ -188,7 +188,7 @@ def test_a_dumped_tree_reads_back_equal(tmp_path: Path, tree: Config) -> None:
 
 
 def test_a_dumped_tree_is_fit_for_people() -> None:
-    text = dump_config(Config())
+    text = dump_config(Config(transfer=TransferConfig(arena_bytes=64 * MIB)))
     assert 'arena_bytes = "64MiB"' in text
     assert "[router]" in text
     assert "kv_memory_bytes = 0" in text
