@@ -22,7 +22,7 @@ from disagg.engine.facts import EngineFacts
 from disagg.engine.finish import finish_of
 from disagg.engine.instructions import DialLink, DropLink, Instruction, Tally, ToLane, ToLink, ToRouter, ToWorkers
 from disagg.engine.pool import EnginePool
-from disagg.engine.rings import RingState, RingTable
+from disagg.engine.ring_talk import RingTalk
 from disagg.engine.steps import PlanPipeline, Slots
 from disagg.memory.sequence import KvMemory, SequencePages
 from disagg.messages import link as m
@@ -31,8 +31,6 @@ from disagg.messages.lane import (
     Beat,
     Bind,
     Bound,
-    ExpectPiece,
-    ForgetEntry,
     Landing,
     LaneReport,
     PeerAdded,
@@ -53,9 +51,6 @@ from disagg.messages.legs import (
     TimelineEvent,
 )
 from disagg.messages.plan import SampledToken, StepResult
-from disagg.staging.arena import locate
-from disagg.staging.pieces import group_piece_bytes
-from disagg.staging.slices import HeadSlice, head_turns
 from disagg.transfer.session import CHECKPOINT, MAX_WANTS, NUM_STATES, ReceiveSession, ReceiveState
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
@@ -132,16 +127,9 @@ class _Link:
 
     number: int
     hello: m.LinkHello
-    turns: tuple[tuple[tuple[HeadSlice, ...], ...], ...]  # by layer group: head_turns; a piece takes the next
-    pieces: list[int]  # by layer group: how many have been assigned
+    slices: tuple[tuple[int, ...], ...]  # of a piece: by layer group and rank
     early: dict[LegKey, int] = field(default_factory=dict)  # announced before the router's leg came: num_tokens
     early_tokens: dict[LegKey, m.FirstTokens] = field(default_factory=dict)
-
-    def next_slices(self, group: int) -> tuple[HeadSlice, ...]:
-        """Of one more piece of this group."""
-        turns = self.turns[group]
-        self.pieces[group] += 1
-        return turns[self.pieces[group] % len(turns)]
 
 
 class DecodeEngine:
@@ -152,15 +140,14 @@ class DecodeEngine:
         self.tally = Tally()
         self.pool = EnginePool(facts, self.tally, self._fits_alone)
         self.batch = DecodeBatch(facts, self.pool.kv, self.tally)
-        self.rings = RingTable(facts.arena_bytes, facts.segment_bytes, facts.link_segments, facts.tp, facts.link_idle_s)
         self._legs: dict[LegKey, _Leg] = {}  # in order of arrival
         self._queued: dict[LegKey, _Leg] = {}  # announced and without a grant, longest first
         self._ending: dict[LegKey, _Leg] = {}  # ended, and not all free
         self._links: dict[int, _Link] = {}
-        self._quarantined: dict[int, m.LinkHello] = {}  # lost links that hold segments still
         self._closed: dict[LegKey, None] = {}  # recently, oldest first: announces that come late are refused
         self._arrivals = 0
         self._out: list[Instruction] = []
+        self.rings = RingTalk(facts, self._out)
 
     @property
     def pipeline(self) -> PlanPipeline:
@@ -246,9 +233,7 @@ class DecodeEngine:
 
     def link_up(self, number: int, hello: m.LinkHello, now_s: float, now_unix_s: float) -> list[Instruction]:
         """A prefill server answered our dial. Raises SliceError if the two TP sizes cannot exchange heads."""
-        turns = tuple(head_turns(hello.tp, self.facts.tp, group.kv_heads) for group in self.facts.groups)
-        self._links[number] = _Link(number, hello, turns, [0] * len(turns))
-        self.rings.add(number)
+        self._links[number] = _Link(number, hello, self.rings.add(number, hello))
         for rank in hello.ranks:
             self._out.append(ToLane(None, AddPeer(number, rank.rank, rank.metadata, 0, 0, 0)))
         for leg in list(self._legs.values()):
@@ -272,8 +257,7 @@ class DecodeEngine:
         link = self._links.pop(number, None)
         if link is None:
             return []
-        if self.rings.remove(number, gone):
-            self._quarantined[number] = link.hello
+        self.rings.remove(number, gone)
         self._out.append(ToLane(None, RemovePeer(number)))
         for leg in [leg for leg in self._legs.values() if leg.link == number]:
             if leg.session.open and not leg.ended:
@@ -284,7 +268,6 @@ class DecodeEngine:
 
     def peer_gone(self, number: int) -> None:
         """The workers behind a lost link have exited at last, or are known to be quiet: their segments come back."""
-        self._quarantined.pop(number, None)
         self.rings.quiet(number)
 
     def link_message(self, number: int, message: m.LinkMessage, now_s: float, now_unix_s: float) -> list[Instruction]:
@@ -326,16 +309,11 @@ class DecodeEngine:
             case m.Drained():
                 self._peer_quiet(link, message.key)
             case m.RingClosed():
-                ring = self.rings.links[number]
-                if ring.state is not RingState.CLOSING or ring.ring_no != message.ring_no:
-                    raise ProtocolError(f"prefill closed ring {message.ring_no}, which it was not asked for")
-                self.rings.closed(number)
+                self.rings.closed(number, message)
             case m.Written():
-                ring = self.rings.links[number]
-                if ring.ring_no == message.ring_no:
-                    self._forget(link, [entry_id for entry_id in message.entry_ids if entry_id in ring.live])
+                self.rings.written(number, message)
             case m.QuietLinks():
-                self._quiet_links(link, message)
+                self.rings.quiet_links(number, message)
             case _:
                 raise ProtocolError(f"a prefill server may not send {type(message).__name__}")
         self._grant_waiting(now_s, now_unix_s)
@@ -370,10 +348,9 @@ class DecodeEngine:
     def tick(self, now_s: float, now_unix_s: float) -> list[Instruction]:
         """Rings that idle go back; transfers that stand still are asked for, then given up; backstop deadlines."""
         receiving = {key for key, leg in self._legs.items() if leg.session.state is ReceiveState.RECEIVING}
-        for number, ring in self.rings.links.items():
+        for ring in self.rings.table.links.values():
             ring.watch(receiving, now_s)
-            if doubtful := ring.doubtful(now_s):
-                self._out.append(ToLink(number, m.AskWritten(ring.ring_no, doubtful)))
+        self.rings.ask_doubtful(now_s)
         for leg in [leg for leg in self._legs.values() if not leg.ended]:
             if now_s > leg.deadline_s + 5.0:
                 self._close(leg, Outcome.ABORTED, "the request's deadline passed")
@@ -384,8 +361,7 @@ class DecodeEngine:
             for leg in self._legs.values()
             if leg.link is not None and leg.session.state in (ReceiveState.BINDING, ReceiveState.RECEIVING)
         }
-        for number in self.rings.closable(now_s, busy):
-            self._out.append(ToLink(number, m.CloseRing(self.rings.links[number].ring_no)))
+        self.rings.close_idle(busy, now_s)
         self._grant_waiting(now_s, now_unix_s)
         self._reap_all()
         return self._take()
@@ -409,7 +385,7 @@ class DecodeEngine:
 
     def arena_bytes(self) -> tuple[int, int, int]:
         """(free, leased, quarantined), of each rank."""
-        arena = self.rings.arena
+        arena = self.rings.table.arena
         return arena.free_bytes, arena.leased_bytes, arena.quarantined_bytes
 
     def dump(self) -> dict[str, object]:
@@ -442,9 +418,9 @@ class DecodeEngine:
                     "early announces": len(link.early),
                 }
                 for number, link in self._links.items()
-                for ring in [self.rings.links[number]]
+                for ring in [self.rings.table.links[number]]
             },
-            "quarantined links": list(self.rings.quarantined_links),
+            "quarantined links": list(self.rings.table.quarantined_links),
             "plans in flight": [plan.plan_no for plan in self.pipeline.in_flight],
             "running": list(self.batch.running),
             "parked": [f"{s.key} choice {s.choice}" for s in self.batch.parked],
@@ -454,7 +430,7 @@ class DecodeEngine:
 
     def check_integrity(self) -> None:
         """What must hold between any two calls."""
-        self.rings.arena.check_integrity()
+        self.rings.table.arena.check_integrity()
         self.batch.check_integrity()
         landing = [leg.pages for leg in self._legs.values() if leg.pages is not None and not leg.sequences]
         self.pool.kv.check_integrity([*landing, *self.batch.pages()])
@@ -464,7 +440,7 @@ class DecodeEngine:
         )
         assert all(leg.session.state is ReceiveState.QUEUED for leg in self._queued.values())
         assert all(leg.ended for leg in self._ending.values())
-        for ring in self.rings.links.values():
+        for ring in self.rings.table.links.values():
             for rank_ring in ring.rings:
                 rank_ring.check_integrity()
             assert sum(len(rank_ring.live) for rank_ring in ring.rings) == len(ring.live)
@@ -499,10 +475,7 @@ class DecodeEngine:
     def _attach(self, leg: _Leg, number: int, now_s: float, now_unix_s: float) -> None:
         link = self._links[number]
         leg.link = number
-        leg.session.slices = tuple(
-            tuple(sum(part.dst_rank == rank for part in turns[0]) for rank in range(self.facts.tp))
-            for turns in link.turns
-        )
+        leg.session.slices = link.slices
         announced = link.early.pop(leg.key, None)
         tokens = link.early_tokens.pop(leg.key, None)
         try:
@@ -540,7 +513,7 @@ class DecodeEngine:
         Who gave way stands in the same queue. A grant that has waited too long goes first, and running sequences give way
         to it, since its KV holds pages of prefill all the while.
         """
-        self.rings.keep_wishes({leg.link for leg in self._queued.values() if leg.link is not None})
+        self.rings.table.keep_wishes({leg.link for leg in self._queued.values() if leg.link is not None})
         if self.batch.short or not (self._queued or self.batch.parked):
             return
         urgent = next(iter(self._queued.values()), None)
@@ -559,15 +532,13 @@ class DecodeEngine:
 
     def _try_grant(self, leg: _Leg, now_s: float) -> _Try:
         assert leg.link is not None
-        link = self._links[leg.link]
-        peer = f"{link.hello.name}/{link.hello.incarnation}"
-        if self.rings.shut_out(leg.link, peer):
-            reason = f"no ring for {link.hello.name}: too much of the arena is quarantined for lost links"
+        if self.rings.shut_out(leg.link):
+            name = self._links[leg.link].hello.name
+            reason = f"no ring for {name}: too much of the arena is quarantined for lost links"
             self._close(leg, Outcome.GIVEN_BACK, reason)
             return _Try.NOT_NOW
-        if not self.rings.open(leg.link, peer, now_s):
+        if not self.rings.open(leg.link, now_s):
             return _Try.NOT_NOW  # another link's legs need not wait for this one's segments
-        self._tell_ring(link)
         choices, kv = len(leg.start.choices), self.pool.kv
         if choices > self.slots.free or leg.too_little_at == kv.releases:
             return _Try.TOO_LITTLE
@@ -588,16 +559,6 @@ class DecodeEngine:
         self._out.append(ToLane(None, Bind(leg.key, pages.landing(leg.num_tokens))))
         return _Try.GRANTED
 
-    def _tell_ring(self, link: _Link) -> None:
-        ring = self.rings.links[link.number]
-        if ring.told:
-            return
-        assert ring.lease is not None
-        ring.told = ring.watermarks
-        offsets = tuple(segment * ring.lease.segment_bytes for segment in ring.lease.segments)
-        for rank in range(self.facts.tp):
-            self._out.append(ToLink(link.number, m.OpenRing(ring.ring_no, rank, ring.lease.segment_bytes, offsets)))
-
     def _grant(self, leg: _Leg, now_s: float, now_unix_s: float) -> None:
         assert leg.link is not None
         leg.granted_s = leg.progress_s = now_s
@@ -612,64 +573,12 @@ class DecodeEngine:
         leg = self._leg_of(link, message.key)
         if leg is None:
             return
-        ring = self.rings.links[link.number]
-        entries = []
-        for piece_no, piece in leg.session.offer(message.first_piece_no, message.pieces):
-            group = self.facts.groups[piece.group]
-            for part in link.next_slices(piece.group):
-                nbytes = group_piece_bytes(piece, part.heads, group)
-                try:
-                    entry_id, entry = ring.assign(leg.key, piece_no, part.dst_rank, nbytes, now_s)
-                except ValueError as error:
-                    raise ProtocolError(f"{piece} was offered: {error}") from error
-                assert ring.lease is not None
-                entries.append(
-                    m.Entry(
-                        entry_id=entry_id,
-                        piece_no=piece_no,
-                        src_rank=part.src_rank,
-                        dst_rank=part.dst_rank,
-                        src_head_start=part.src_head_start,
-                        heads=part.heads,
-                        position=entry.position,
-                        nbytes=nbytes,
-                    )
-                )
-                self._out.append(
-                    ToLane(
-                        part.dst_rank,
-                        ExpectPiece(
-                            link=link.number,
-                            entry_id=entry_id,
-                            key=leg.key,
-                            piece=piece,
-                            src_incarnation=link.hello.incarnation,
-                            dst_incarnation=self.facts.incarnation,
-                            src_rank=part.src_rank,
-                            dst_rank=part.dst_rank,
-                            dst_head_start=part.dst_head_start,
-                            heads=part.heads,
-                            arena_offset=locate(ring.lease, entry.position % ring.lease.nbytes),
-                            nbytes=nbytes,
-                        ),
-                    )
-                )
-        if entries:
+        pieces = leg.session.offer(message.first_piece_no, message.pieces)
+        if self.rings.assign(link.number, leg.key, pieces, now_s):
             leg.progress_s = now_s
-            self._out.append(ToLink(link.number, m.AssignEntries(leg.key, ring.ring_no, tuple(entries))))
-            self._tell_watermarks(link.number)
-
-    def _tell_watermarks(self, number: int) -> None:
-        ring = self.rings.links[number]
-        if ring.rings and ring.watermarks != ring.told:
-            ring.told = ring.watermarks
-            self._out.append(ToLink(number, m.Watermarks(ring.ring_no, ring.told)))
 
     def _landed(self, rank: int, message: Landing, now_s: float, now_unix_s: float) -> None:
-        ring = self.rings.links.get(message.link)
-        live = ring.free(message.entry_id) if ring is not None else None
-        if live is not None:
-            self._tell_watermarks(message.link)
+        live = self.rings.landed(message.link, message.entry_id)
         leg = self._legs.get(message.key)
         if leg is None or leg.link != message.link or live is None:
             return
@@ -775,31 +684,16 @@ class DecodeEngine:
                 self._close(leg, Outcome.BAD_TRANSFER, "pieces were sent and never arrived")
                 return
             leg.progress_s = now_s
-            live = self.rings.links[leg.link].live.items()
-            self._forget(self._links[leg.link], [entry_id for entry_id, entry in live if entry.key == leg.key])
+            self.rings.forget_leg(leg.link, leg.key)
             self._out.append(ToLink(leg.link, m.WantPieces(leg.key, leg.session.ask_again())))
-        elif self.rings.links[leg.link].idle_s(leg.key, leg.progress_s, receiving, now_s) > self.facts.progress_s:
+        elif self.rings.table.links[leg.link].idle_s(leg.key, leg.progress_s, receiving, now_s) > self.facts.progress_s:
             self._close(leg, Outcome.PEER_LOST, f"its transfer made no progress for {self.facts.progress_s:g} s")
-
-    def _forget(self, link: _Link, entry_ids: list[int]) -> None:
-        """Prefill has written these entries. Those whose notification has not come by now are free."""
-        live = self.rings.links[link.number].live
-        for entry_id in entry_ids:
-            self._out.append(ToLane(live[entry_id].rank, ForgetEntry(link.number, entry_id)))
-
-    def _quiet_links(self, link: _Link, message: m.QuietLinks) -> None:
-        """Of these lost links nothing is under way any more: their segments come back. A peer speaks for itself only."""
-        for number, hello in list(self._quarantined.items()):
-            same = (hello.name, hello.incarnation) == (link.hello.name, link.hello.incarnation)
-            if same and hello.generation in message.generations:
-                self.peer_gone(number)
 
     def _peer_quiet(self, link: _Link, key: LegKey) -> None:
         """Prefill has nothing of this leg under way. Its entries are free once our ranks look at none of them either."""
         leg = self._leg_of(link, key)
         if leg is None:
-            self.rings.links[link.number].free_leg(key)
-            self._tell_watermarks(link.number)
+            self.rings.free_leg(link.number, key)
         else:
             leg.session.peer_quiet = True
             self._settle(leg)
@@ -817,8 +711,7 @@ class DecodeEngine:
             leg.session.quiet()
             self._unbound(leg)
         if leg.session.peer_quiet and leg.session.state is ReceiveState.CLOSED and leg.link in self._links:
-            self.rings.links[leg.link].free_leg(leg.key)
-            self._tell_watermarks(leg.link)
+            self.rings.free_leg(leg.link, leg.key)
 
     def _unbound(self, leg: _Leg) -> None:
         """No rank writes into the leg's pages any more. What landed enters the prefix cache, if it broke off too."""
@@ -918,5 +811,6 @@ class DecodeEngine:
             self._out.append(ToRouter(leg.router, message))
 
     def _take(self) -> list[Instruction]:
-        out, self._out = self._out, []
-        return out + self.pool.take_events()
+        out = [*self._out, *self.pool.take_events()]
+        self._out.clear()
+        return out

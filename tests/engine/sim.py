@@ -1035,9 +1035,9 @@ class World:
                 assert not engine.batch.pages() and not engine.batch.running and not engine.batch.parked, where
                 for link in engine._links.values():
                     assert not link.early and not link.early_tokens, f"{where}: {link.early}"
-                assert not any(ring.live for ring in engine.rings.links.values()), where
+                assert not any(ring.live for ring in engine.rings.table.links.values()), where
                 assert engine.arena_bytes()[1] == 0, f"{where}: idle links hold segments: {engine.dump()['links']}"
-                assert not engine.rings._wanted, where
+                assert not engine.rings.table._wanted, where
             assert engine.load(ServerState.READY).waiting == 0
         for server in self.prefills:
             self.lose_workers(server)

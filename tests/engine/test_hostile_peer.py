@@ -534,7 +534,7 @@ def test_pieces_are_not_offered_again_without_end() -> None:
     decode.receiving(leg)
     with pytest.raises(ProtocolError, match="pieces of 24 cells were offered where 12 were granted"):
         decode.link(m.OfferPieces(leg.key, 1, (Piece(0, 0, 2, 0, 6),)))
-    assert len(decode.engine.rings.links[LINK].live) == 1
+    assert len(decode.engine.rings.table.links[LINK].live) == 1
 
 
 @pytest.mark.parametrize(

@@ -426,7 +426,7 @@ def test_an_abort_in_any_phase_gives_everything_back(phase: str) -> None:
     decode.link(m.Drained(leg.key))
     assert leg.key not in decode.engine._legs
     assert decode.used == (3 if phase == "queued" else 0)
-    assert not decode.engine.rings.links[LINK].live
+    assert not decode.engine.rings.table.links[LINK].live
 
 
 def test_entries_of_a_revoked_leg_are_kept_until_prefill_is_quiet() -> None:
@@ -436,9 +436,9 @@ def test_entries_of_a_revoked_leg_are_kept_until_prefill_is_quiet() -> None:
     decode.abort(leg)
     decode.lane(Unbound(leg.key))
     assert decode.used == 0
-    assert decode.engine.rings.links[LINK].live, "prefill may still write there"
+    assert decode.engine.rings.table.links[LINK].live, "prefill may still write there"
     assert to_link(decode.link(m.Drained(leg.key))) == [m.Watermarks(0, (208,))]
-    assert not decode.engine.rings.links[LINK].live
+    assert not decode.engine.rings.table.links[LINK].live
 
 
 def test_an_aborted_choice_leaves_the_others_running() -> None:
@@ -485,9 +485,9 @@ def test_the_entry_of_a_lost_notification_does_not_stay_live_for_ever() -> None:
     decode.link(m.FirstTokens(leg.key, (m.FirstToken(0, 9, None, None),)))
     decode.link(m.SentAll(leg.key, 2))  # before the second one lands
     decode.land(again)
-    assert decode.engine.rings.links[LINK].live
+    assert decode.engine.rings.table.links[LINK].live
     decode.lane(Unbound(leg.key))
-    assert not decode.engine.rings.links[LINK].live
+    assert not decode.engine.rings.table.links[LINK].live
 
 
 def test_before_a_piece_is_asked_for_again_its_ranks_forget_the_entry_and_the_ring_goes_on() -> None:
@@ -495,7 +495,7 @@ def test_before_a_piece_is_asked_for_again_its_ranks_forget_the_entry_and_the_ri
     leg, other = start("lost", peer=P_REF), start("other", peer=P_REF)
     lost = decode.receiving(leg)  # written, but its notification is lost
     behind = decode.receiving(other)
-    ring = decode.engine.rings.links[LINK]
+    ring = decode.engine.rings.table.links[LINK]
     decode.link(m.SentAll(leg.key, 1))
     assert ForgetEntry(LINK, lost.entry_id) in to_lane(decode.tick(WANT_AFTER_S + 0.1))
     (again,) = decode.offer(leg, Piece(0, 0, 2, 0, 6))
@@ -523,7 +523,7 @@ def test_where_a_ring_is_full_prefill_is_asked_which_entries_are_written() -> No
 
     out = decode.link(m.Written(0, (first.entry_id, 999)))
     assert to_lane(out) == [ForgetEntry(LINK, first.entry_id)]
-    ring = decode.engine.rings.links[LINK]
+    ring = decode.engine.rings.table.links[LINK]
     assert to_link(decode.missed(first)) == [m.Watermarks(0, (ring.live[second.entry_id].entry.position,))]
     assert decode.engine.tally.lost_notifications == 1
     decode.land(second)

@@ -123,13 +123,13 @@ def check_order(world: World) -> None:
     """Who waits for something holds nothing that comes later in the order."""
     for server in world.decodes:
         engine = server.engine
-        live = {entry.key for ring in engine.rings.links.values() for entry in ring.live.values()}
+        live = {entry.key for ring in engine.rings.table.links.values() for entry in ring.live.values()}
         for leg in engine._legs.values():
             if leg.session.state in (ReceiveState.WAITING, ReceiveState.QUEUED):
                 assert leg.pages is None and not leg.slots, f"{leg.key} holds pages and was granted nothing"
                 assert leg.key not in live, f"{leg.key} has a ring entry and was granted nothing"
             if leg.session.state in (ReceiveState.BINDING, ReceiveState.RECEIVING):
-                ring = engine.rings.links[leg.link]
+                ring = engine.rings.table.links[leg.link]
                 assert leg.pages is not None, "pages for all of it, or no grant"
                 assert ring.state is RingState.OPEN, "a grant waits for no segment"
         for sequence in engine.batch.parked:
@@ -161,7 +161,7 @@ def test_two_by_two_servers_with_pools_and_arenas_as_small_as_can_be_come_to_an_
             world.step()
             check_order(world)
             assert world.steps < world.max_steps, f"hangs (seed {seed}):\n{world.dump()}"
-            waited += any(server.engine.rings._wanted for server in world.decodes)
+            waited += any(server.engine.rings.table._wanted for server in world.decodes)
         world.check_answers()
         world.settle()
         preempted += sum(sum(server.engine.tally.preemptions.values()) for server in world.decodes)
