@@ -440,12 +440,11 @@ class SequencePages:
 
     def beyond_quota(self) -> list[int]:
         """Own pages of each group that are held beyond a quota, now."""
-        return [
-            max(0, len(table) - max(first, own_from) + len(spare) - quota) if quota else 0
-            for table, first, own_from, spare, quota in zip(
-                self._tables, self._first, self._own_from, self._spare, self._quota, strict=True
-            )
-        ]
+        return [max(0, self._own(g) - quota) if quota else 0 for g, quota in enumerate(self._quota)]
+
+    def _own(self, g: int) -> int:
+        """Pages of a group that it has for itself: in its table, and set aside."""
+        return len(self._tables[g]) - max(self._first[g], self._own_from[g]) + len(self._spare[g])
 
     def held(self) -> Iterable[tuple[int, int]]:
         """(group, page), once for each time that this sequence holds it."""
@@ -589,9 +588,7 @@ class SequencePages:
             self._let_go(g, stop, step)
             first = stop
         left.extend((position, step) for position in range(first, gone))
-        held = (
-            len(self._tables[g]) - max(self._first[g], own_from) + len(self._spare[g]) if self._quota[g] else len(left)
-        )
+        held = self._own(g) if self._quota[g] else len(left)
         count = min(held - self._quota[g], len(left))
         if count <= 0:
             return
