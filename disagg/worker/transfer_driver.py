@@ -167,6 +167,7 @@ class TransferDriver:
             case ExpectPiece():
                 self._landings.expect(request)
             case ForgetEntry():
+                self.turn()  # its notification may have been here for long, on a machine that is busy with other things
                 self._landings.forget(request.entry_id)
             case Unbind():
                 self._landings.unbind(request.key)

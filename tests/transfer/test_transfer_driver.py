@@ -217,12 +217,19 @@ def test_a_forgotten_entry_is_lost_and_its_notification_may_still_come(hub: Hub)
     assert torch.equal(pair.dst_pool.bytes, before)
 
 
-def test_an_entry_that_has_landed_is_not_forgotten(hub: Hub) -> None:
+@pytest.mark.parametrize("polled", [False, True])
+def test_an_entry_that_has_arrived_is_not_forgotten(hub: Hub, polled: bool) -> None:
+    """Nor one whose notification is there, though this rank has had no time to look."""
     pair = Pair(hub)
     pair.bind(GroupPages(0, (9,)), GroupPages(0, ()), GroupPages(0, ()))
-    landing = pair.move(Piece(0, 0, 2, 0, 4), (3,))
-    assert landing.ok
-    assert pair.tell(pair.dst, ForgetEntry(LINK, landing.entry_id)) == []
+    send, expect = pair.piece(Piece(0, 0, 2, 0, 4), (3,))
+    pair.tell(pair.dst, expect)
+    pair.tell(pair.src, send)
+    pair.src.turn()
+    if polled:
+        pair.dst.turn()
+    (landing,) = pair.tell(pair.dst, ForgetEntry(LINK, expect.entry_id))
+    assert isinstance(landing, Landing) and landing.ok
 
 
 def test_sends_are_dropped_only_once_no_write_is_under_way(hub: Hub) -> None:
