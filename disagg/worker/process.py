@@ -290,7 +290,6 @@ class WorkerProcess:
 
 def _wait(poller: zmq.Poller, nap_s: float) -> dict[Any, int]:
     """What has come after at most so long. ZeroMQ counts milliseconds: a shorter nap is slept to its end."""
-    if nap_s < 0.001:
+    if 0 < nap_s < 0.001:
         time.sleep(nap_s)
-        return dict(poller.poll(0))
-    return dict(poller.poll(round(nap_s * 1e3)))
+    return dict(poller.poll(int(nap_s * 1e3)))

@@ -41,11 +41,18 @@ from disagg.worker.sends import ALL_LAYERS, KnownPeer, Progress, Sends
 
 LINGER_S = 2.0  # how long to poll after meeting a peer, so that both ends finish wiring up, and after an unbinding
 SPIN_S = 0.002  # on a GPU, how long to poll without naps after something has moved
-GPU_NAP_S = (
-    0.0001  # on a GPU, then, while something is under way: a plan that ends, or bytes that come, wait for so long
-)
+GPU_NAP_S = 0.0001  # on a GPU, then, while something is under way: what a plan computes, or what comes, waits so long
 BUSY_NAP_S = 0.001  # on CPU a shorter nap would take the core from the model
 IDLE_NAP_S = 0.1
+
+
+def nap_s(busy: bool, on_gpu: bool, still_s: float) -> float:
+    """busy: something is to be polled for. on_gpu: for pieces, on a GPU. still_s: since something last moved."""
+    if not busy:
+        return IDLE_NAP_S
+    if not on_gpu:
+        return BUSY_NAP_S
+    return 0.0 if still_s < SPIN_S else GPU_NAP_S
 
 
 class TransferDriver:
@@ -133,11 +140,7 @@ class TransferDriver:
     @property
     def nap_s(self) -> float:
         """How long the thread may sleep before the next `turn`, unless something is asked of it."""
-        if not self.busy:
-            return IDLE_NAP_S
-        if not (self._on_gpu and self._active):
-            return BUSY_NAP_S
-        return 0.0 if time.monotonic() - self._moved_s < SPIN_S else GPU_NAP_S
+        return nap_s(self.busy, self._active and self._on_gpu, time.monotonic() - self._moved_s)
 
     @property
     def has_peers(self) -> bool:

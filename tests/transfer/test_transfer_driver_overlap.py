@@ -109,6 +109,22 @@ def test_gathers_are_made_ready_one_by_one_while_their_kv_is_computed(pair: Pair
     assert len(gathers.waiting) == 3 and gathers.planned == [0, 4, 8]
 
 
+@pytest.mark.parametrize(
+    ("busy", "on_gpu", "still_s", "naps"),
+    [
+        (False, False, 9.0, "long"),
+        (True, False, 0.0, "for a millisecond"),  # a CPU has other things to do than to poll
+        (True, True, 0.0019, "not at all"),
+        (True, True, 0.0021, "briefly"),  # bytes may come, or a plan end, at any time
+    ],
+)
+def test_the_thread_naps_no_longer_than_what_it_waits_for_can_wait(
+    busy: bool, on_gpu: bool, still_s: float, naps: str
+) -> None:
+    lengths = {"long": 0.1, "for a millisecond": 0.001, "briefly": 0.0001, "not at all": 0.0}
+    assert transfer_driver.nap_s(busy, on_gpu, still_s) == lengths[naps]
+
+
 def test_a_gather_that_can_begin_is_made_ready_at_once(pair: Pair, gathers: SlowMover) -> None:
     pair.tell(pair.src, *(pair.piece(piece, (3,))[0] for piece in (FIRST, SECOND, THIRD)))
     turn(pair.src)
