@@ -101,7 +101,8 @@ def test_config_show_says_what_file_environment_and_flags_come_to(tmp_path: Path
     file = tmp_path / "disagg.toml"
     file.write_text("[engine]\npage_tokens = 8\nchunk_tokens = 64\n")
     env = {"DISAGG__ENGINE__CHUNK_TOKENS": "128"}
-    result = run("config", "show", "--config", str(file), "--set", "engine.max_running=3", env=env)
+    sets = ("--set", "engine.max_running=3", "--set", "transfer.arena_bytes=67108864")
+    result = run("config", "show", "--config", str(file), *sets, env=env)
     assert result.exit_code == 0
     for line in ("page_tokens = 8", "chunk_tokens = 128", "max_running = 3", 'arena_bytes = "64MiB"'):
         assert line in result.output.splitlines()

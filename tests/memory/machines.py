@@ -57,7 +57,7 @@ EXAMPLES = pytest.mark.parametrize(
     "examples",
     [
         20,
-        pytest.param(200, marks=pytest.mark.long),
+        pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
         pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
 )

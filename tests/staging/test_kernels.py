@@ -143,7 +143,7 @@ PIECES = ((0, 37), (16, 32), (3, 5), (15, 33), (36, 37), (5, 16))
 
 @pytest.mark.parametrize(
     ("dtype_bytes", "head_dim", "src_page", "dst_page"),
-    [long(2, 64, 16, 16), (2, 64, 4, 16), long(4, 32, 16, 4), (1, 128, 16, 8), long(2, 24, 16, 1)],
+    [long(2, 64, 16, 16), (2, 64, 4, 16), long(4, 32, 16, 4), long(1, 128, 16, 8), long(2, 24, 16, 1)],
 )
 def test_attention_pages_of_every_dtype_move_as_torch_moves_them(
     dtype_bytes: int, head_dim: int, src_page: int, dst_page: int
@@ -161,7 +161,7 @@ def test_attention_pages_of_every_dtype_move_as_torch_moves_them(
     [
         (16, 0, 8),  # staging at 8 bytes, not at 16
         (16, 8, 0),  # pages at 8 bytes
-        (24, 0, 0),
+        long(24, 0, 0),
         long(8, 0, 0),
         long(12, 0, 0),
         (20, 4, 8),
@@ -192,7 +192,7 @@ def groups() -> dict[str, LayerGroup]:
     }
 
 
-@pytest.mark.parametrize("name", ["full", "window", "latent", "states"])
+@pytest.mark.parametrize("name", ["full", long("window"), "latent", "states"])
 def test_every_kind_of_layer_group_moves(name: str) -> None:
     group = groups()[name]
     positions = 2 if group.is_state else 40

@@ -62,14 +62,29 @@ CHATS: list[list[dict[str, Any]]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def theirs(smollm_dir: Path) -> Any:
+    """SmolLM2's tokenizer in transformers."""
+    return AutoTokenizer.from_pretrained(smollm_dir)
+
+
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("prompt", [True, False])
-def test_smollm_renders_as_transformers_does(smollm_dir: Path, chat: list[dict[str, Any]], prompt: bool) -> None:
+def test_smollm_renders_as_transformers_does(
+    smollm_dir: Path, theirs: Any, chat: list[dict[str, Any]], prompt: bool
+) -> None:
     ours = ChatTemplate.load(smollm_dir)
-    theirs = AutoTokenizer.from_pretrained(smollm_dir)
     assert ours is not None
     assert ours.render(chat, add_generation_prompt=prompt) == theirs.apply_chat_template(
         chat, tokenize=False, add_generation_prompt=prompt
+    )
+
+
+@pytest.fixture(scope="module")
+def other(smollm_dir: Path) -> PreTrainedTokenizerFast:
+    """One with other special tokens."""
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(smollm_dir / "tokenizer.json"), bos_token="<|begin|>", eos_token="<|end|>"
     )
 
 
@@ -77,13 +92,10 @@ def test_smollm_renders_as_transformers_does(smollm_dir: Path, chat: list[dict[s
 @pytest.mark.parametrize("chat", CHATS[:2])
 @pytest.mark.parametrize("prompt", [True, False])
 def test_other_families_render_as_transformers_does(
-    smollm_dir: Path, template: str, chat: list[dict[str, Any]], prompt: bool
+    other: PreTrainedTokenizerFast, template: str, chat: list[dict[str, Any]], prompt: bool
 ) -> None:
-    theirs = PreTrainedTokenizerFast(
-        tokenizer_file=str(smollm_dir / "tokenizer.json"), bos_token="<|begin|>", eos_token="<|end|>"
-    )
     ours = ChatTemplate(template, {"bos_token": "<|begin|>", "eos_token": "<|end|>"})
-    assert ours.render(chat, add_generation_prompt=prompt) == theirs.apply_chat_template(
+    assert ours.render(chat, add_generation_prompt=prompt) == other.apply_chat_template(
         chat, chat_template=template, tokenize=False, add_generation_prompt=prompt
     )
 
