@@ -267,10 +267,10 @@ def long_table(long: Sequence[Asked], tokens: int, chunk_tokens: int, kv_bytes: 
     late = [each.late_pieces for each in parts]
     share = statistics.median(each.late_pieces / each.pieces for each in parts)
     table.add_row("pieces after the first token", *(f"{f(late):g}" for f in (statistics.median, min, max)))
-    table.caption = (
-        f"of {parts[0].pieces} pieces and {parts[0].chunks} chunks; after the first token landed {share:.0%} of the KV, "
-        f"{share * kv_bytes / statistics.median(each.landed for each in parts) / 1e9:.0f} GB/s from then on"
-    )
+    table.caption = f"of {parts[0].pieces} pieces and {parts[0].chunks} chunks"
+    if share:
+        rate = share * kv_bytes / statistics.median(each.landed for each in parts) / 1e9
+        table.caption += f"; after the first token landed {share:.0%} of the KV, {rate:.0f} GB/s from then on"
     return table
 
 

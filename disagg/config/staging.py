@@ -1,8 +1,8 @@
 """How large staging is where the configuration leaves it open. Pure.
 
-A write costs the same beside its bytes, however many they are, so pieces should be as long as a link carries in a tenth of a
-millisecond: 4 MiB between processes of one machine, 32 MiB over NVLink. A link's two segments hold two pieces on a CPU and
-eight on a GPU, where those of a chunk come faster than they are scattered.
+A write costs the same beside its bytes, however many they are, so pieces should be long; and short enough for a few of them to
+be under way at once. 32 MiB take a tenth of a millisecond over NVLink, 4 MiB some milliseconds between processes of one
+machine. A link's two segments hold two pieces on a CPU and eight on a GPU.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ class DecodeEngine:
         return self._take()
 
     def peer_gone(self, number: int) -> None:
-        """The workers behind a lost link have exited at last, or are known to be quiet: their segments come back."""
+        """The workers behind a lost link have exited at last: their segments come back."""
         self.rings.quiet(number)
 
     def link_message(self, number: int, message: m.LinkMessage, now_s: float, now_unix_s: float) -> list[Instruction]:

@@ -24,7 +24,7 @@ from disagg.messages.heads import heads_per_rank
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 STATE_ALIGN_BYTES = 16
 

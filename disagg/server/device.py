@@ -41,7 +41,7 @@ def ucx_choice(setting: str, device: Device, on_cpu: str) -> str:
 
 
 def _torch_has_cuda() -> bool:
-    """By the local part of its version."""
+    """By its version, in which builds for the CPU alone say so ("2.11.0+cpu"); others are taken to have it."""
     try:
         return "cpu" not in importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
 """Peer.Link, both ends: decode servers dial, prefill servers answer. A link outlives a broken stream.
 
 A link is one generation between two incarnations. It is up from the first greeting until it is lost: nothing heard for
-`lease_s`, the peer refuses to resume it, or the peer's workers are known to have exited. Knows streams, greetings and
-frames; nothing of what link messages mean.
+`lease_s`, too much that the peer has not acknowledged, the peer refuses to resume it, or its workers are known to have
+exited. Knows streams, greetings and frames; nothing of what link messages mean.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ ACK_DELAY_S = 0.1
 REDIAL_S = 0.1
 GREETING_TIMEOUT_S = 5.0
 GONE_POLL_S = 0.05
-MAX_UNACKED_MESSAGES = (
-    1 << 16
-)  # messages kept for a peer that does not acknowledge them; some of a lease's length are usual
+# Messages kept for a peer that does not acknowledge them; what a lease's length brings is usual.
+MAX_UNACKED_MESSAGES = 1 << 16
 
 
 class Link:
@@ -127,7 +126,7 @@ class Links(PeerServicer):
             self._lose(generation, link, reason)
 
     def tick(self) -> None:
-        """Lose links that have been silent for too long, or that only talk; learn which lost peers have exited at last."""
+        """Lose links that are silent for too long or leave too much unacknowledged; learn which lost peers have exited."""
         now = time.monotonic()
         for generation, link in list(self._links.items()):
             if link.gone:

@@ -24,7 +24,15 @@ import zmq
 import zmq.asyncio
 
 from disagg.config.tree import LogConfig, WorkerConfig
-from disagg.messages.control import ControlFailed, ControlReply, ControlRequest, Shutdown, decode_reply, encode_request
+from disagg.messages.control import (
+    ControlFailed,
+    ControlReply,
+    ControlRequest,
+    Dump,
+    Shutdown,
+    decode_reply,
+    encode_request,
+)
 from disagg.messages.lane import Beat, LaneFrame, LaneReport, LaneRequest, decode_report, encode_lane
 from disagg.messages.plan import (
     Hello,
@@ -78,7 +86,7 @@ class WorkerGroup:
         self._report_numbers = [0] * tp
         self._ready: set[int] = set()
         self._last_beat_s: list[float | None] = [None] * tp
-        self._calls = 0  # that wait for replies
+        self._calls = 0  # that wait for replies, and during which ranks may be silent
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._pidfds: list[int] = []
@@ -150,13 +158,15 @@ class WorkerGroup:
     async def call(self, request: ControlRequest, timeout_s: float) -> list[ControlReply]:
         """Ask every rank, and collect every reply, by rank. Raises ConfigError, GroupLost.
 
-        Meanwhile ranks may be silent: to open a transfer agent, or to compile for a GPU, keeps the thread that beats.
+        Meanwhile ranks may be silent: to open a transfer agent, or to compile for a GPU, keeps the thread that beats. Not
+        while they are asked for a dump: that thread writes it, and whoever asks may well suspect that it hangs.
         """
-        self._calls += 1
+        keeps_it = not isinstance(request, Dump)
+        self._calls += keeps_it
         try:
             return await self._call(request, time.monotonic() + timeout_s)
         finally:
-            self._calls -= 1
+            self._calls -= keeps_it
 
     async def _call(self, request: ControlRequest, deadline: float) -> list[ControlReply]:
         for rank in range(self._tp):

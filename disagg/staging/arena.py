@@ -1,7 +1,7 @@
 """The staging arena of one decode rank: segments of memory, leased to links.
 
 A segment is free, leased to one link, or quarantined. Quarantined means that a peer may still write to it: the link
-is gone from our side, and nothing proves that the last write is finished (design, section 3). Only the caller can know
+is gone from our side, and nothing proves that the last write is finished (docs/architecture.md). Only the caller can know
 that such a peer is *gone* or quiet; time alone never frees a segment. Knows segments and shares; nothing of memory,
 rings or peers.
 

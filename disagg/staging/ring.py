@@ -94,9 +94,6 @@ class RingAllocator:
         """Assigned and not freed, oldest first."""
         return tuple(self._live[position] for position in self._order if position in self._live)
 
-    def is_live(self, entry: RingEntry) -> bool:
-        return self._live.get(entry.position) == entry
-
     def check_integrity(self) -> None:
         """What must hold between any two calls."""
         live = self.live

@@ -4,7 +4,8 @@
            ── ROUTER control ─> DEALER ┐ transfer thread: hands loading on to the compute thread
            ── ROUTER lane ────> DEALER ┘                  heartbeat every second, also while a step computes
 
-The two threads share the pool, the number of the last plan computed, and two queues with an eventfd each.
+The two threads share the pool, two queues with an eventfd each, and how far plans are computed: the compute thread tells the
+transfer driver, and reads there which layers pieces wait for.
 """
 
 from __future__ import annotations

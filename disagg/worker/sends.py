@@ -31,9 +31,8 @@ from disagg.worker.entries import notification_of, seed_of
 _BUFFER_ALIGN = 256
 
 Where = tuple[int, int]  # (link, rank of the peer)
-Progress = tuple[
-    int, int
-]  # (plan, layers): the first so many layers are as this plan leaves them, all as earlier ones did
+# (plan, layers): the first so many layers are as this plan leaves them, and all are as the plans before it did.
+Progress = tuple[int, int]
 ALL_LAYERS = 1 << 30
 
 

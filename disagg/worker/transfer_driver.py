@@ -46,7 +46,7 @@ BUSY_NAP_S = 0.001  # on CPU a shorter nap would take the core from the model
 IDLE_NAP_S = 0.1
 
 
-def nap_s(busy: bool, on_gpu: bool, still_s: float) -> float:
+def nap_of(busy: bool, on_gpu: bool, still_s: float) -> float:
     """busy: something is to be polled for. on_gpu: for pieces, on a GPU. still_s: since something last moved."""
     if not busy:
         return IDLE_NAP_S
@@ -113,7 +113,7 @@ class TransferDriver:
     def layer_written(self, plan_no: int, layer: int) -> bool:
         """Called by the compute thread, in the order of plans and layers: K and V of this layer are in the pool.
 
-        Whether pieces wait for this. On a GPU the kernels need not have ended, of neither this nor the following.
+        Whether pieces wait for this. On a GPU the kernels that write them may still be running.
         """
         reached = (plan_no, layer + 1)
         if reached not in self._sends.awaited:
@@ -140,7 +140,7 @@ class TransferDriver:
     @property
     def nap_s(self) -> float:
         """How long the thread may sleep before the next `turn`, unless something is asked of it."""
-        return nap_s(self.busy, self._active and self._on_gpu, time.monotonic() - self._moved_s)
+        return nap_of(self.busy, self._active and self._on_gpu, time.monotonic() - self._moved_s)
 
     @property
     def has_peers(self) -> bool:

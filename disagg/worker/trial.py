@@ -246,7 +246,9 @@ class Rank:
         hand_over()
         while time.monotonic() < command.start_s - EARLY_S:
             driver.turn()
-        driver.plan_computed(command.plan_no)  # a worker says so when it has launched the plan, not when that ends
+        driver.plan_computed(
+            command.plan_no
+        )  # as a worker says of the last layer, when it has launched it and not when it ends
         _sleep_until(command.start_s)
         while left:
             hand_over()

@@ -172,7 +172,7 @@ class Cluster:
         )
 
     def check_adds_up(self, timeout_s: float = 120.0) -> None:
-        """The two sums of the design, on every rank, with nothing used, leased or quarantined. KV may be cached."""
+        """What must add up, on every rank, with nothing used, leased or quarantined. KV may be cached."""
 
         def quiet() -> bool:
             try:

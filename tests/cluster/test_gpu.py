@@ -171,6 +171,7 @@ class MemoryWatch:
     def __init__(self, device: str) -> None:
         self._device = device
         self._least: list[int] = []
+        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
@@ -183,17 +184,20 @@ class MemoryWatch:
         self._thread.join()
 
     def begin(self) -> None:
-        self._least = memory_mib(self._device)
+        with self._lock:
+            self._least = memory_mib(self._device)
 
     @property
     def least(self) -> list[int]:
-        return list(self._least)
+        with self._lock:
+            return list(self._least)
 
     def _look(self) -> None:
         while not self._stop.wait(0.05):
-            now = memory_mib(self._device)
-            before = self._least or now
-            self._least = [min(pair) for pair in zip(before, now, strict=True)]
+            with self._lock:
+                now = memory_mib(self._device)
+                before = self._least or now
+                self._least = [min(pair) for pair in zip(before, now, strict=True)]
 
 
 def memory_mib(device: str) -> list[int]:

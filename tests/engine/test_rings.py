@@ -82,7 +82,7 @@ def test_a_link_whose_share_is_quarantined_is_shut_out_and_does_not_keep_the_oth
     assert rings.open(1, "a", 0.0)
 
 
-def test_an_arena_that_is_quarantined_shuts_everybody_out_until_a_peer_is_gone() -> None:
+def test_an_arena_that_is_quarantined_shuts_everybody_out_until_a_peer_is_quiet() -> None:
     rings = table()
     assert rings.open(0, "a", 0.0)
     assert rings.remove(0, gone=False)

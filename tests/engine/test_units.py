@@ -595,7 +595,7 @@ def test_the_segments_of_a_lost_link_come_back_when_its_living_peer_says_that_it
 
 
 def test_a_leg_whose_peer_can_get_no_ring_is_given_back_and_not_kept() -> None:
-    """The peer's share is quarantined, and it lives: no ring for it until its workers exit."""
+    """The peer's share is quarantined, and it lives: no ring for it until it has exited, or says that it is quiet."""
     decode = Decode(FACTS)
     decode.receiving(start("a", peer=P_REF))
     decode.do(decode.engine.link_down(LINK, False, "silence"))

@@ -1,4 +1,4 @@
-"""A page is one byte range, laid out as the design says, and every group's view of the one pool agrees about it."""
+"""A page is one byte range, laid out page by page, and every group's view of the one pool agrees about it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from disagg.config.tree import LogConfig, WorkerConfig
-from disagg.messages.control import Dump, Dumped
+from disagg.messages.control import Dump, Dumped, Profile
 from disagg.server.workers import GroupLost, WorkerGroup
 
 SILENT_S = 1.0
@@ -32,8 +32,14 @@ async def group_of(reply_after_s: float) -> AsyncIterator[WorkerGroup]:
 
 async def test_a_rank_may_be_silent_while_it_does_what_it_was_called_for() -> None:
     async with group_of(3 * SILENT_S) as group:
-        (reply,) = await group.call(Dump(), 30.0)
+        (reply,) = await group.call(Profile(1, 1), 30.0)
         assert reply == Dumped(0, "here")
+
+
+async def test_a_rank_may_not_be_silent_because_somebody_asks_for_a_dump() -> None:
+    async with group_of(60.0) as group:
+        with pytest.raises(GroupLost, match="rank 0 has been silent"):
+            await group.call(Dump(), 30.0)
 
 
 async def test_a_rank_that_nobody_has_called_may_not_be_silent() -> None:
@@ -44,5 +50,5 @@ async def test_a_rank_that_nobody_has_called_may_not_be_silent() -> None:
 
 async def test_a_call_is_lost_when_its_time_is_over_though_the_rank_lives() -> None:
     async with group_of(60.0) as group:
-        with pytest.raises(GroupLost, match="no answer to Dump in time"):
-            await group.call(Dump(), 3 * SILENT_S)
+        with pytest.raises(GroupLost, match="no answer to Profile in time"):
+            await group.call(Profile(1, 1), 3 * SILENT_S)

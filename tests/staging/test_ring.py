@@ -73,11 +73,22 @@ def test_sizes_that_no_ring_can_have_are_refused(capacity: int, segment: int) ->
 def test_an_entry_is_freed_once() -> None:
     ring = RingAllocator(CAPACITY, SEGMENT)
     entry = ring.assign(10)
-    assert ring.is_live(entry)
+    assert ring.live == (entry,)
     ring.free(entry)
-    assert not ring.is_live(entry)
+    assert ring.live == ()
     with pytest.raises(AssertionError):
         ring.free(entry)
+
+
+def test_a_ring_is_overcommitted_from_the_first_entry_on_that_has_to_wait() -> None:
+    ring, writer = RingAllocator(CAPACITY, SEGMENT), RingWriterView(CAPACITY)
+    entries = [ring.assign(SEGMENT) for _ in range(CAPACITY // SEGMENT)]
+    assert writer.may_write(entries[-1]) and not ring.overcommitted
+    entries.append(ring.assign(1))
+    assert not writer.may_write(entries[-1]) and ring.overcommitted
+    ring.free(entries[0])
+    writer.update(ring.watermark)
+    assert writer.may_write(entries[-1]) and not ring.overcommitted
 
 
 class RingMachine(RuleBasedStateMachine):

@@ -151,18 +151,20 @@ def test_layers_go_as_soon_as_they_are_computed_and_states_when_the_plan_is(hub:
     state, _ = pair.piece(Piece(2, 0, 1, 0, 1), (77,), after_plan=5)
     assert pair.tell(pair.src, first, second, state) == []
 
-    def sent_after(*told: bool) -> list[int]:
+    def sent() -> list[int]:
         pair.src.turn()
         return [report.entry_id for report in pair.src.take_reports() if isinstance(report, PieceSent)]
 
     assert not pair.src.layer_written(4, 2), "of an earlier plan"
     assert not pair.src.layer_written(5, 1), "nothing waits for this layer by itself"
-    assert sent_after() == []
-    assert sent_after(pair.src.layer_written(5, 0)) == [first.entry_id]
+    assert sent() == []
+    assert pair.src.layer_written(5, 0), "or the thread that sends would not be woken"
+    assert sent() == [first.entry_id]
     assert not pair.src.layer_written(5, 0), "nothing waits for it any more"
-    assert sent_after(pair.src.layer_written(5, 2)) == [second.entry_id]
+    assert pair.src.layer_written(5, 2)
+    assert sent() == [second.entry_id]
     pair.src.plan_computed(5)
-    assert sent_after() == [state.entry_id]
+    assert sent() == [state.entry_id]
 
 
 def test_what_arrives_after_the_unbinding_writes_nothing(hub: Hub) -> None:

@@ -122,7 +122,7 @@ def test_the_thread_naps_no_longer_than_what_it_waits_for_can_wait(
     busy: bool, on_gpu: bool, still_s: float, naps: str
 ) -> None:
     lengths = {"long": 0.1, "for a millisecond": 0.001, "briefly": 0.0001, "not at all": 0.0}
-    assert transfer_driver.nap_s(busy, on_gpu, still_s) == lengths[naps]
+    assert transfer_driver.nap_of(busy, on_gpu, still_s) == lengths[naps]
 
 
 def test_a_gather_that_can_begin_is_made_ready_at_once(pair: Pair, gathers: SlowMover) -> None:

@@ -7,7 +7,7 @@
 One backend object belongs to one thread. Nothing moves unless both sides poll. `poll` never raises for what a peer
 does: a peer that is lost shows up in `gone`, its writes in `failed`; a peer that is frozen shows up nowhere, so
 deadlines are the caller's. Failing or removing a peer is no fence: bytes of a write that is not `completed` may still
-land, until that peer's memory is known to be gone (design, section 3).
+land, until that peer's memory is known to be gone (docs/architecture.md).
 
 Every backend passes tests/transfer_backends. Knows bytes and peers; nothing of KV, requests or rings.
 """
