@@ -9,7 +9,7 @@ import ipaddress
 from collections import Counter
 
 from disagg.config.sizes import format_size
-from disagg.config.staging import PAGE_BYTES, size_staging
+from disagg.config.staging import PAGE_BYTES, Device, size_staging
 from disagg.config.tree import Config, TransferConfig
 from disagg.types.errors import ConfigError
 
@@ -65,24 +65,22 @@ def _check_engine(config: Config) -> None:
 
 
 def _check_transfer(config: Config) -> None:
-    if config.transfer.kernels == "triton" and config.model.device == "cpu":
-        raise ConfigError(
-            'transfer.kernels = "triton": Triton has no kernels for model.device = "cpu"; it must be "auto" or "torch"'
-        )
-    if config.model.device != "auto":
-        check_staging(size_staging(config.transfer, config.model.device))
-        return
-    try:
-        check_staging(size_staging(config.transfer, "cpu"))
-    except ConfigError as on_cpu:
+    wanted = config.model.device
+    devices: tuple[Device, ...] = ("cpu", "cuda") if wanted == "auto" else (wanted,)
+    refusals = []
+    for device in devices:  # which of them it is, is known only where the server runs
         try:
-            check_staging(size_staging(config.transfer, "cuda"))  # which is known only where the server runs
-        except ConfigError:
-            raise on_cpu from None
+            check_staging(size_staging(config.transfer, device), device)
+        except ConfigError as refusal:
+            refusals.append(refusal)
+    if len(refusals) == len(devices):
+        raise refusals[0]
 
 
-def check_staging(transfer: TransferConfig) -> None:
-    """transfer: from size_staging. Raises ConfigError for sizes that do not go together."""
+def check_staging(transfer: TransferConfig, device: Device) -> None:
+    """transfer: from size_staging. Raises ConfigError for what does not go together, or not with the device."""
+    if transfer.kernels == "triton" and device == "cpu":
+        raise ConfigError('transfer.kernels = "triton": Triton has no kernels for a CPU; it must be "auto" or "torch"')
     arena, segment, gather = transfer.arena_bytes, transfer.segment_bytes, transfer.gather_bytes
     for name, value in (("arena_bytes", arena), ("segment_bytes", segment), ("gather_bytes", gather)):
         if value % PAGE_BYTES:

@@ -53,13 +53,19 @@ class DropLink(Struct, frozen=True):
     reason: str
 
 
+class ForgetLink(Struct, frozen=True):
+    """Nothing of this lost link is under way any more: whether its peer's workers exit is nobody's concern."""
+
+    link: int
+
+
 class PublishKv(Struct, frozen=True):
     """Tell every router what entered and left the prefix cache."""
 
     events: KvEvents
 
 
-Instruction = ToRouter | ToLink | ToLane | ToWorkers | DialLink | DropLink | PublishKv
+Instruction = ToRouter | ToLink | ToLane | ToWorkers | DialLink | DropLink | ForgetLink | PublishKv
 
 
 @dataclass(slots=True)

@@ -183,6 +183,7 @@ class _LostLink:
 
     hello: m.LinkHello
     ranks: set[int]  # that have yet to say PeerRemoved
+    clean: bool = True  # no write has failed, so far as ranks have said
 
 
 def _peer_of(hello: m.LinkHello) -> tuple[str, str]:
@@ -378,6 +379,7 @@ class PrefillEngine:
                 lost = self._lost_links.get(message.link)
                 if lost is not None:
                     lost.ranks.discard(rank)
+                    lost.clean &= message.clean
                     if not lost.ranks:
                         self._quiet_at_last(message.link)
             case PeerAdded():
@@ -686,11 +688,16 @@ class PrefillEngine:
     def _check_segments(self, link: _Link, segment_bytes: int) -> None:
         """Raises ProtocolError if the longest prompt could not be cut into pieces that fit, or into too many."""
         tokens, entry_bytes = self.pool.longest_alone, min(segment_bytes, self.facts.gather_bytes)
+        chunk = min(self.facts.chunk_tokens, tokens)
+
+        def most(group: int, positions: int) -> int:
+            layers = self.facts.groups[group]
+            return most_group_pieces(positions, link.widest(group), layers, entry_bytes, self.facts.page_tokens)
+
         try:
+            # What the cache holds is cut as a whole, what is computed chunk by chunk.
             pieces = sum(
-                most_group_pieces(
-                    NUM_STATES if group.is_state else tokens, link.widest(g), group, entry_bytes, self.facts.page_tokens
-                )
+                most(g, NUM_STATES) if group.is_state else most(g, tokens) + -(-tokens // chunk) * most(g, chunk)
                 for g, group in enumerate(self.facts.groups)
             )
         except ValueError as error:
@@ -871,10 +878,16 @@ class PrefillEngine:
     # ---- links that were lost
 
     def _quiet_at_last(self, number: int) -> None:
-        """No rank has anything of a lost link under way any more. Its peer may use that memory again."""
-        hello = self._lost_links.pop(number).hello
+        """No rank has anything of a lost link under way any more. Its peer may use that memory again, unless a write failed:
+
+        of such a one some bytes may be on their way (in a socket's buffers, say) for longer than anybody can tell.
+        """
+        lost = self._lost_links.pop(number)
+        hello = lost.hello
         for leg in [leg for leg in self._legs.values() if leg.link == number]:
             leg.session.dropped()
+        if not lost.clean:
+            return
         self._quiet[hello.generation] = _peer_of(hello)
         if len(self._quiet) > MAX_QUIET:
             del self._quiet[next(iter(self._quiet))]

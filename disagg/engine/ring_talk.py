@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from disagg.engine.facts import EngineFacts
-from disagg.engine.instructions import Instruction, ToLane, ToLink
+from disagg.engine.instructions import ForgetLink, Instruction, ToLane, ToLink
 from disagg.engine.rings import LiveEntry, RingState, RingTable
 from disagg.messages import link as m
 from disagg.messages.lane import ExpectPiece, ForgetEntry, Piece
@@ -73,6 +73,8 @@ class RingTalk:
         peer = self._peers.pop(number)
         if self.table.remove(number, gone):
             self._quarantined[number] = peer
+        elif not gone:
+            self._out.append(ForgetLink(number))
 
     def quiet(self, number: int) -> None:
         """Nothing of a lost link is under way any more: its segments come back."""
@@ -195,6 +197,7 @@ class RingTalk:
         for lost, peer in list(self._quarantined.items()):
             if peer.name == speaker and peer.hello.generation in message.generations:
                 self.quiet(lost)
+                self._out.append(ForgetLink(lost))
 
     # ---- parts of the above
 

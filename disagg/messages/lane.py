@@ -136,7 +136,10 @@ class PeerAdded(Struct, frozen=True, tag="peer_added"):
 
 
 class PeerRemoved(Struct, frozen=True, tag="peer_removed"):
+    """Nothing of this link is under way here. clean: every write was complete, so nothing of one that failed may yet land."""
+
     link: int
+    clean: bool
 
 
 class PieceSent(Struct, frozen=True, tag="piece_sent"):

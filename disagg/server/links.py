@@ -33,6 +33,7 @@ ACK_DELAY_S = 0.1
 REDIAL_S = 0.1
 GREETING_TIMEOUT_S = 5.0
 GONE_POLL_S = 0.05
+MAX_ENDED = 4096  # generations of lost links that are remembered
 # Messages kept for a peer that does not acknowledge them; what a lease's length brings is usual.
 MAX_UNACKED_MESSAGES = 1 << 16
 
@@ -86,6 +87,7 @@ class Links(PeerServicer):
         self._links: dict[str, Link] = {}  # by generation
         self._by_number: dict[int, tuple[str, Link]] = {}
         self._lost: dict[int, Link] = {}  # down, peer not known to be gone
+        self._ended: dict[str, None] = {}  # generations of lost links, the oldest first: none of them begins again
         self._dials: dict[tuple[str, str], asyncio.Task[None]] = {}  # that make a link or keep one up
         self._dialling: set[asyncio.Task[None]] = set()  # these, and those whose link is lost
         self._next_number = 0
@@ -138,10 +140,16 @@ class Links(PeerServicer):
                 self._lose(generation, link, f"{link.peer.name} leaves {MAX_UNACKED_MESSAGES} messages unacknowledged")
         for number, link in list(self._lost.items()):
             if link.gone:
-                self._forget(number)
+                self._gone(number)
 
-    def _forget(self, number: int) -> None:
-        self._lost.pop(number).close()
+    def forget(self, number: int) -> None:
+        """Nobody needs to know when the peer of this lost link exits."""
+        link = self._lost.pop(number, None)
+        if link is not None:
+            link.close()
+
+    def _gone(self, number: int) -> None:
+        self.forget(number)
         self._on_gone(number)
 
     def describe(self) -> dict[int, dict[str, object]]:
@@ -175,7 +183,7 @@ class Links(PeerServicer):
         # A server starts workers only after its old ones have exited, and its name is nobody else's meanwhile.
         for number, lost in list(self._lost.items()):
             if lost.peer.name == peer.name and lost.peer.incarnation != peer.incarnation:
-                self._forget(number)
+                self._gone(number)
         logger.info("link %d to %s is up", link.number, peer.name)
         self._on_up(link.number, peer)
         return link
@@ -184,6 +192,9 @@ class Links(PeerServicer):
         if self._links.pop(generation, None) is None:
             return
         del self._by_number[link.number]
+        self._ended[generation] = None
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
         self._dials.pop((link.peer.name, link.peer.incarnation), None)  # a leg may need another link at once
         link.up = False
         link.stream = -1
@@ -277,7 +288,7 @@ class Links(PeerServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, mismatch)
         link = self._links.get(theirs.generation)
         if link is None:
-            if greeting.last_received:
+            if greeting.last_received or theirs.generation in self._ended:
                 await context.abort(grpc.StatusCode.NOT_FOUND, f"link {theirs.generation} is not known here any more")
             # It dials one link per incarnation of ours: what it had before, it has given up.
             for generation, other in list(self._links.items()):

@@ -29,7 +29,17 @@ from disagg.convert.inspect import ModelFacts, inspect_model
 from disagg.convert.model_dir import resolve
 from disagg.engine.decode import DecodeEngine
 from disagg.engine.facts import EngineFacts
-from disagg.engine.instructions import DialLink, DropLink, Instruction, PublishKv, ToLane, ToLink, ToRouter, ToWorkers
+from disagg.engine.instructions import (
+    DialLink,
+    DropLink,
+    ForgetLink,
+    Instruction,
+    PublishKv,
+    ToLane,
+    ToLink,
+    ToRouter,
+    ToWorkers,
+)
 from disagg.engine.prefill import PrefillEngine
 from disagg.memory.groups import spec_of
 from disagg.memory.layout import PageSizing, PoolLayout, plan_layout
@@ -223,7 +233,7 @@ class Server:
         """What the configuration leaves to the device is decided here. Raises ConfigError for what does not go with it."""
         self._device = choose_device(self._config.model.device)
         transfer = size_staging(self._config.transfer, self._device)
-        check_staging(transfer)
+        check_staging(transfer, self._device)
         self._config = msgspec.structs.replace(self._config, transfer=transfer)
 
     async def _bring_up(self) -> None:
@@ -496,6 +506,7 @@ class Server:
     def _link_down(self, number: int, gone: bool, reason: str) -> None:
         engine = self._engine
         if isinstance(engine, PrefillEngine):
+            self._links.forget(number)  # nothing here waits for a decode worker's exit
             self._do(engine.link_down(number, reason))
         elif engine is not None:
             self._do(engine.link_down(number, gone, reason))
@@ -537,6 +548,8 @@ class Server:
                     self._links.dial(instruction.peer)
                 case DropLink():
                     drops.append(instruction)
+                case ForgetLink():
+                    self._links.forget(instruction.link)
         for rank, messages in lanes.items():
             group.send(rank, messages)
         self._links.flush()

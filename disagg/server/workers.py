@@ -29,6 +29,7 @@ from disagg.messages.control import (
     ControlReply,
     ControlRequest,
     Dump,
+    Dumped,
     Shutdown,
     decode_reply,
     encode_request,
@@ -86,6 +87,8 @@ class WorkerGroup:
         self._report_numbers = [0] * tp
         self._ready: set[int] = set()
         self._last_beat_s: list[float | None] = [None] * tp
+        self._replies: asyncio.Queue[ControlReply] = asyncio.Queue()  # to all but Dump
+        self._dumps: asyncio.Queue[ControlReply] = asyncio.Queue()
         self._calls = 0  # that wait for replies, and during which ranks may be silent
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
@@ -126,7 +129,7 @@ class WorkerGroup:
             fd = os.pidfd_open(process.pid)
             self._pidfds.append(fd)
             loop.add_reader(fd, self._exited, rank)
-        for coroutine in (self._read_results(), self._read_lane(), self._watch()):
+        for coroutine in (self._read_results(), self._read_control(), self._read_lane(), self._watch()):
             self._spawn(coroutine)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -158,6 +161,7 @@ class WorkerGroup:
     async def call(self, request: ControlRequest, timeout_s: float) -> list[ControlReply]:
         """Ask every rank, and collect every reply, by rank. Raises ConfigError, GroupLost.
 
+        One call at a time, and beside it one for a dump, which is answered whatever else a rank is doing.
         Meanwhile ranks may be silent: to open a transfer agent, or to compile for a GPU, keeps the thread that beats. Not
         while they are asked for a dump: that thread writes it, and whoever asks may well suspect that it hangs.
         """
@@ -169,11 +173,14 @@ class WorkerGroup:
             self._calls -= keeps_it
 
     async def _call(self, request: ControlRequest, deadline: float) -> list[ControlReply]:
+        arrived = self._dumps if isinstance(request, Dump) else self._replies
+        while not arrived.empty():
+            arrived.get_nowait()  # came after its call had been given up
         for rank in range(self._tp):
             await self._route(self._control, rank, encode_request(request), deadline)
         replies: dict[int, ControlReply] = {}
         while len(replies) < self._tp:
-            reply = decode_reply((await self._until(self._control.recv_multipart(), deadline, request))[1])
+            reply = await self._until(arrived.get(), deadline, request)
             if isinstance(reply, ControlFailed):
                 if reply.config:
                     raise ConfigError(reply.reason)
@@ -247,6 +254,12 @@ class WorkerGroup:
                         self._ready.add(message.rank)
                 case WorkerFailed():
                     self._lose(f"rank {message.rank}: {message.reason}")
+
+    async def _read_control(self) -> None:
+        while True:
+            _, payload = await self._control.recv_multipart()
+            reply = decode_reply(payload)
+            (self._dumps if isinstance(reply, Dumped) else self._replies).put_nowait(reply)
 
     async def _read_lane(self) -> None:
         while True:

@@ -282,7 +282,7 @@ class WorkerProcess:
         assert self._executor is not None
         try:
             driver = TransferDriver(self._rank, request, self._executor.pool)
-        except BackendError as error:
+        except (BackendError, ConfigError) as error:
             return ControlFailed(self._rank, str(error), config=True)
         opened = driver.opened(os.getpid())
         self._driver = driver

@@ -113,6 +113,7 @@ class Sends:
         self._gathering: deque[_Gathering] = deque()
         self._writing: dict[int, _Writing] = {}  # by handle
         self._dropping: dict[tuple[int, LegKey], None] = {}
+        self._unsure: set[int] = set()  # links of which a write has failed
 
     # ---- what others want to know
 
@@ -180,6 +181,12 @@ class Sends:
         for dropped in [dropped for dropped in self._dropping if dropped[0] == link]:
             del self._dropping[dropped]
 
+    def forget_link(self, link: int) -> bool:
+        """Nothing of a removed link is under way any more. Whether all of its writes were complete."""
+        clean = link not in self._unsure
+        self._unsure.discard(link)
+        return clean
+
     def at(self, peer: Peer) -> list[Where]:
         """Where a peer of the backend is known."""
         return [where for where, known in self._peers.items() if known.peer == peer]
@@ -245,8 +252,9 @@ class Sends:
         self._report_dropped()
 
     def not_written(self, handle: int, reason: str) -> None:
-        """The backend says that a write failed, and that its source is read no more."""
+        """The backend says that a write failed, and that its source is read no more. Its bytes may yet land."""
         writing = self._writing.pop(handle)
+        self._unsure.add(writing.request.link)
         self._buffers.give_back(writing.buffer, time.monotonic())
         self._failed(writing.request, reason)
         self._report_dropped()

@@ -200,7 +200,7 @@ class TransferDriver:
         moved |= self._landings.advance() or bool(polled.notifications)
         for link in [link for link in self._removing if not self._under_way(link)]:
             del self._removing[link]
-            self._reports.append(PeerRemoved(link))
+            self._reports.append(PeerRemoved(link, self._sends.forget_link(link)))
         if moved or self._sends.arm() or self._landings.arm():
             self._moved_s = time.monotonic()
         self.waits_for_plans = self._sends.queued > 0
@@ -259,6 +259,7 @@ class TransferDriver:
 
     def _remove_peer(self, request: RemovePeer) -> None:
         """PeerRemoved follows when nothing is under way for the link."""
+        self.turn()  # what is complete by now need not fail
         self._sends.remove_link(request.link)
         self._landings.remove_link(request.link)
         self._removing[request.link] = None

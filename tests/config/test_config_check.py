@@ -45,7 +45,7 @@ def ref(name: str, address: str) -> ServerRef:
         (Config(transfer=TransferConfig(gather_bytes=5000)), "a multiple of 4096"),
         (
             Config(model=ModelConfig(device="cpu"), transfer=TransferConfig(kernels="triton")),
-            'transfer.kernels = "triton": Triton has no kernels for model.device = "cpu"',
+            'transfer.kernels = "triton": Triton has no kernels for a CPU',
         ),
         (Config(server=ServerConfig(port=5, metrics_port=5)), "server.port and server.metrics_port are both 5"),
         (Config(server=ServerConfig(name="a b")), "no blanks"),

@@ -162,6 +162,7 @@ class Worker:
         self.peers: set[tuple[int, int]] = set()
         self.to_send: deque[SendPiece] = deque()
         self.writing: list[Write] = []
+        self.unsure: set[int] = set()  # links of which a write has failed
         self.dropping: dict[tuple[int, LegKey], None] = {}
         self.bound: dict[LegKey, tuple[GroupPages, ...]] = {}
         self.expected: dict[int, ExpectPiece] = {}
@@ -271,13 +272,15 @@ class Worker:
                 self.peers = {peer for peer in self.peers if peer[0] != request.link}
                 self.to_send = deque(r for r in self.to_send if r.link != request.link)
                 for write in [w for w in self.writing if w.request.link == request.link]:
-                    self.writing.remove(write)
+                    self._give_up(write)
                     self._failed(write.request, "its peer was removed")
                 for where in [where for where in self.dropping if where[0] == request.link]:
                     del self.dropping[where]
                 for entry_id in [e for e, expected in self.expected.items() if expected.link == request.link]:
                     del self.expected[entry_id]
-                self.reports.append(PeerRemoved(request.link))
+                clean = request.link not in self.unsure
+                self.unsure.discard(request.link)
+                self.reports.append(PeerRemoved(request.link, clean))
             case SendPiece():
                 self.to_send.append(request)
             case DropSends():
@@ -301,6 +304,20 @@ class Worker:
                 for entry_id in [e for e, expected in self.expected.items() if expected.key == request.key]:
                     self.abandoned[entry_id] = self.expected.pop(entry_id)
                 self.reports.append(Unbound(request.key))
+
+    def _give_up(self, write: Write) -> None:
+        """A write fails. What is on its way may still land, as long as this worker lives."""
+        self.writing.remove(write)
+        self.unsure.add(write.request.link)
+        world = self.server.world
+        if world.rng.random() < 0.5:
+            world.stray.append((world.steps + world.rng.randrange(1000), self, write))
+
+    def land_stray(self, write: Write) -> None:
+        first, count = write.request.arena_offset // GRANULE, write.request.nbytes // GRANULE
+        if self.alive and write.target.alive:
+            for index in range(count // 2, count):
+                write.target.arena[first + index] = write.data
 
     def _report_dropped(self) -> None:
         under_way = {(w.request.link, w.request.key) for w in self.writing}
@@ -344,7 +361,7 @@ class Worker:
         """Half of a write goes over the wire; with the second half its notification."""
         request = write.request
         if not write.target.alive or world.spend("failed_writes", 0.02):
-            self.writing.remove(write)
+            self._give_up(write)
             self._failed(request, "the wire broke")
             self._report_dropped()
             return
@@ -534,6 +551,7 @@ class World:
         self.gather_buffers = rng.choice((1, 2))
         self.links: list[SimLink] = []
         self.late: list[tuple[int, Worker, int]] = []  # notifications: (step at which they come, worker, entry)
+        self.stray: list[tuple[int, Worker, Write]] = []  # failed writes: (step at which they land, writer, write)
         self.dials: list[tuple[Server, str, PeerRef]] = []
         self._numbers = itertools.count()
         self._weights: dict[object, float] = {}
@@ -968,6 +986,9 @@ class World:
         """One thing happens. False if only time could pass."""
         self.steps += 1
         self._fault()
+        for stray in [stray for stray in self.stray if stray[0] <= self.steps or self.settling]:
+            self.stray.remove(stray)
+            stray[1].land_stray(stray[2])
         for late in [late for late in self.late if late[0] <= self.steps or self.settling]:
             self.late.remove(late)
             late[1].notifications.append(late[2])

@@ -220,7 +220,7 @@ class HostileDecode:
                 elif isinstance(request, DropSends):
                     reports.append(SendsDropped(LINK, request.key))
                 elif isinstance(request, RemovePeer):
-                    reports.append(PeerRemoved(LINK))
+                    reports.append(PeerRemoved(LINK, True))
             out = [each for report in reports for each in self.prefill.lane(report)]
             assert footprint(engine) < 5000, "it keeps what a peer made up"
 

@@ -185,7 +185,7 @@ def test_a_lost_link_frees_pages_only_when_the_workers_have_removed_the_peer() -
     assert outcomes(out) == [Outcome.PEER_LOST]
     prefill.lane(PieceFailed(LINK, send.entry_id, leg.key, "removed"))
     assert prefill.used == 2
-    prefill.lane(PeerRemoved(LINK))
+    prefill.lane(PeerRemoved(LINK, True))
     assert prefill.used == 0
     assert prefill.engine.idle
 
@@ -196,9 +196,22 @@ def test_prefill_says_that_a_lost_link_is_quiet_when_its_workers_have_removed_th
     prefill.do(prefill.engine.link_down(LINK, "silence"))
     assert to_link(prefill.do(prefill.engine.link_up(LINK + 1, hello(D_REF)))) == [], "its workers may be writing"
     prefill.do(prefill.engine.link_up(LINK + 2, hello(PeerRef("other", "", "1"))))
-    assert prefill.lane(PeerRemoved(LINK)) == [ToLink(LINK + 1, m.QuietLinks(("generation",)))]
+    assert prefill.lane(PeerRemoved(LINK, True)) == [ToLink(LINK + 1, m.QuietLinks(("generation",)))]
     out = prefill.do(prefill.engine.link_up(LINK + 3, hello(D_REF)))
     assert ToLink(LINK + 3, m.QuietLinks(("generation",))) in out
+
+
+def test_a_lost_link_of_which_a_write_has_failed_is_never_said_to_be_quiet() -> None:
+    """Some of its bytes may yet land, wherever they are on their way."""
+    prefill = Prefill(FACTS)
+    leg = start()
+    prefill.sending(leg)
+    prefill.compute_all()
+    prefill.do(prefill.engine.link_down(LINK, "silence"))
+    prefill.do(prefill.engine.link_up(LINK + 1, hello(D_REF)))
+    assert to_link(prefill.lane(PeerRemoved(LINK, False))) == []
+    assert prefill.engine.idle, "its leg is over all the same"
+    assert to_link(prefill.do(prefill.engine.link_up(LINK + 2, hello(D_REF)))) == []
 
 
 def test_prefill_says_which_entries_are_written_and_not_which_are_to_come() -> None:

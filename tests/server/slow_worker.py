@@ -11,7 +11,7 @@ import time
 
 import zmq
 
-from disagg.messages.control import Dumped, Shutdown, decode_request, encode_reply
+from disagg.messages.control import Dump, Dumped, Profiled, Shutdown, decode_request, encode_reply
 from disagg.messages.lane import Beat, LaneReportFrame, encode_report
 
 
@@ -32,10 +32,12 @@ def main() -> None:
     control, lane = dealer("control"), dealer("lane")
     lane.send(encode_report(LaneReportFrame(arguments.rank, 0, (Beat(-1, 0.0, 0, 0),))))
     while True:
-        if isinstance(decode_request(control.recv()), Shutdown):
+        request = decode_request(control.recv())
+        if isinstance(request, Shutdown):
             sys.exit(0)
         time.sleep(arguments.silent_s)
-        control.send(encode_reply(Dumped(arguments.rank, "here")))
+        is_dump = isinstance(request, Dump)
+        control.send(encode_reply(Dumped(arguments.rank, "here") if is_dump else Profiled(arguments.rank, 5, 3)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from disagg.config.tree import LogConfig, WorkerConfig
-from disagg.messages.control import Dump, Dumped, Profile
+from disagg.messages.control import Dump, Dumped, Profile, Profiled
 from disagg.server.workers import GroupLost, WorkerGroup
 
 SILENT_S = 1.0
@@ -32,8 +32,23 @@ async def group_of(reply_after_s: float) -> AsyncIterator[WorkerGroup]:
 
 async def test_a_rank_may_be_silent_while_it_does_what_it_was_called_for() -> None:
     async with group_of(3 * SILENT_S) as group:
-        (reply,) = await group.call(Profile(1, 1), 30.0)
-        assert reply == Dumped(0, "here")
+        assert await group.call(Profile(1, 1), 30.0) == [Profiled(0, 5, 3)]
+
+
+async def test_a_dump_and_another_call_get_their_own_answers() -> None:
+    async with group_of(0.1) as group:
+        for _ in range(3):
+            profiled, dumped = await asyncio.gather(group.call(Profile(1, 1), 30.0), group.call(Dump(), 30.0))
+            assert profiled == [Profiled(0, 5, 3)]
+            assert dumped == [Dumped(0, "here")]
+
+
+async def test_an_answer_that_comes_after_its_time_is_not_taken_for_the_next_ones() -> None:
+    async with group_of(0.5) as group:
+        with pytest.raises(GroupLost, match="no answer to Dump in time"):
+            await group.call(Dump(), 0.1)
+        assert await group.call(Profile(1, 1), 30.0) == [Profiled(0, 5, 3)]
+        assert await group.call(Dump(), 30.0) == [Dumped(0, "here")]
 
 
 async def test_a_rank_may_not_be_silent_because_somebody_asks_for_a_dump() -> None:

@@ -197,7 +197,7 @@ def test_a_peer_is_removed_only_once_no_gather_reads_pages_for_it(pair: Pair, ga
     gathers.run()
     failed, removed = turn(pair.src)
     assert isinstance(failed, PieceFailed) and failed.reason == "its peer was removed"
-    assert removed == PeerRemoved(LINK)
+    assert removed == PeerRemoved(LINK, True)
     pair.tell(pair.src, pair.meet())
     freeze(pair)
     pair.tell(pair.src, *(pair.piece(FIRST, (3,))[0] for _ in range(3)))
@@ -216,7 +216,7 @@ def test_a_link_is_removed_only_once_no_scatter_reads_its_entries(
     scatters.run()
     landing, removed = turn(pair.dst)
     assert isinstance(landing, Landing) and landing.ok
-    assert removed == PeerRemoved(LINK)
+    assert removed == PeerRemoved(LINK, True)
 
 
 def test_pages_are_unbound_only_once_nothing_is_scattered_into_them(
