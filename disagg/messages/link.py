@@ -144,7 +144,7 @@ class Written(Struct, frozen=True):
 
 
 class QuietLinks(Struct, frozen=True):
-    """Of these links between the two incarnations, which were lost, nothing is under way any more, and nothing will come."""
+    """Of these links between the two incarnations, which were lost, every write was complete, and nothing more will come."""
 
     generations: tuple[str, ...]
 
