@@ -26,6 +26,7 @@ from msgspec import Struct
 
 from disagg.messages.lane import Piece
 from disagg.staging.kernels import SUMS, VERDICT_OK, Launch, plan_launch
+from disagg.staging.mover import PLANNED_ALIGN
 from disagg.staging.pieces import framed_bytes
 from disagg.staging.rows import PagedRows, PageShape
 from disagg.staging.slices import HeadSlice, head_slices, heads_per_rank
@@ -90,7 +91,7 @@ class Memory:
         self.case = case
         self.copies = max(2, min(MOST_LAUNCHES, -(-FOOTPRINT_BYTES // case.payload)))
         framed = framed_bytes(case.payload)
-        self.entry_bytes = -(-framed // 256) * 256
+        self.entry_bytes = -(-framed // PLANNED_ALIGN) * PLANNED_ALIGN
         self.staging = torch.empty(self.copies, self.entry_bytes, dtype=torch.uint8, device="cuda")
         self.src, self.src_pages = self._pool(case.shape(case.src_tp))
         self.dst, self.dst_pages = self._pool(case.shape(case.dst_tp))

@@ -58,6 +58,11 @@ class OpenTransfer(Struct, frozen=True, tag="open_transfer"):
     ucx_net_devices: str
     kernels: Literal["auto", "triton", "torch"] = "auto"
 
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of the device that this takes."""
+        return self.arena_bytes + self.gather_bytes * self.gather_buffers
+
 
 class Dump(Struct, frozen=True, tag="dump"):
     """Say what you are doing (stacks, plans, transfers). Answered by the transfer thread, so also during a step."""

@@ -363,8 +363,6 @@ class Server:
         groups: as a rank keeps them.
         """
         engine, timeout_s = self._config.engine, self._config.worker.load_timeout_s
-        transfer = self._config.transfer
-        gather_bytes = transfer.gather_bytes * transfer.gather_buffers
         specs = [spec_of(layers, engine.page_tokens) for layers in groups]
         profiled = await group.call(Profile(engine.chunk_tokens, engine.max_running), timeout_s)
         measured = [rank for rank in profiled if isinstance(rank, Profiled)]
@@ -375,7 +373,7 @@ class Server:
                 set_bytes=engine.kv_memory_bytes,
                 total_bytes=min(rank.total_bytes for rank in measured),
                 peak_bytes=max(rank.peak_bytes for rank in measured),
-                staging_bytes=transfer.arena_bytes if self._role is Role.DECODE else gather_bytes,
+                staging_bytes=self._open_transfer(group.incarnation).staging_bytes,
                 utilization=engine.gpu_memory_utilization,
             )
         except ValueError as error:

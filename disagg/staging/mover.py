@@ -34,6 +34,8 @@ from disagg.types.errors import ConfigError
 
 Kernels = Literal["auto", "triton", "torch"]
 
+PLANNED_ALIGN = 256  # bytes: gathers planned for one place may go to any that lies whole multiples of this from it
+
 
 class Move(Protocol):
     """A gather, a scatter or a zeroing that was asked for."""

@@ -19,11 +19,10 @@ import torch
 
 from disagg.messages.lane import Piece
 from disagg.staging.kernels import SUMS, VERDICT_OK, Launcher, plan_launch
-from disagg.staging.mover import Move
+from disagg.staging.mover import PLANNED_ALIGN, Move
 from disagg.staging.rows import PagedRows, PageShape
 
 UNDECIDED = 0
-PLANNED_ALIGN = 256
 TABLE_IDS = 1 << 16  # of page tables that lie side by side
 VERDICTS = 256  # are made at a time; there are as many as scatters were ever under way at once
 

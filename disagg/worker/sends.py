@@ -19,7 +19,7 @@ import torch
 
 from disagg.messages.lane import LaneReport, PieceFailed, PieceSent, SendPiece, SendsDropped
 from disagg.models.pool import Pool
-from disagg.staging.mover import Move, Mover
+from disagg.staging.mover import PLANNED_ALIGN, Move, Mover
 from disagg.staging.pieces import group_payload_bytes
 from disagg.staging.rows import PagedRows, PageShape
 from disagg.transfer.backends.base import WARM_UP_BYTES, Peer, Region, TransferBackend
@@ -27,8 +27,6 @@ from disagg.transfer.backends.memory import allocate
 from disagg.transfer.buffers import GatherBuffers
 from disagg.types.ids import LegKey
 from disagg.worker.entries import notification_of, seed_of
-
-_BUFFER_ALIGN = 256
 
 Where = tuple[int, int]  # (link, rank of the peer)
 # (plan, layers): the first so many layers are as this plan leaves them, and all are as the plans before it did.
@@ -96,7 +94,7 @@ class Sends:
         self._backend = backend
         self._reports = reports
         self._gather_bytes = gather_bytes
-        self._stride = -(-gather_bytes // _BUFFER_ALIGN) * _BUFFER_ALIGN
+        self._stride = -(-gather_bytes // PLANNED_ALIGN) * PLANNED_ALIGN
         self._buffers = GatherBuffers(num_buffers)
         self._memory: tuple[torch.Tensor, ...] = ()  # by buffer
         self._region: Region | None = None

@@ -95,9 +95,8 @@ class TransferDriver:
         self._removing: dict[int, None] = {}  # links
         self._linger_until_s = 0.0
         self._moved_s = 0.0  # when something last moved
-        self.waits_for_plans = (
-            False  # pieces are to be sent whose KV a plan has yet to compute; read by the compute thread
-        )
+        # Pieces are to be sent whose KV a plan has yet to compute. Read by the compute thread.
+        self.waits_for_plans = False
 
     def opened(self, pid: int) -> TransferOpen:
         region = self._arena_region

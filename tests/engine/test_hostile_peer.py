@@ -187,6 +187,17 @@ def campaign(examples: int, body: Callable[[st.DataObject], None]) -> None:
 # ---- a hostile decode server
 
 
+def heard(peer: HostileDecode | HostilePrefill, unit: Prefill | Decode, message: m.LinkMessage) -> bool:
+    """The engine under test does what a peer's message asks for, and the peer hears of it. False: it was refused."""
+    try:
+        out = within_bounds(unit, message, lambda: unit.link(message))
+    except ProtocolError:
+        return False
+    peer.said(message)
+    peer.do(out)
+    return True
+
+
 class HostileDecode:
     """A prefill engine with legs in every phase, a worker that obeys, and what a decode server could rightly say now."""
 
@@ -293,12 +304,8 @@ def _hostile_decode(data: st.DataObject) -> None:
         message = data.draw(hostile(data.draw(lists_first(peer.legal()))))
         if message is None:
             continue
-        try:
-            out = within_bounds(peer.prefill, message, lambda message=message: peer.prefill.link(message))
-        except ProtocolError:
+        if not heard(peer, peer.prefill, message):
             break
-        peer.said(message)
-        peer.do(out)
         if peer.prefill.unreported and data.draw(st.booleans()):
             peer.do(peer.prefill.compute())
     peer.the_rest_goes_on()
@@ -398,12 +405,8 @@ def _hostile_prefill(data: st.DataObject) -> None:
         message = data.draw(hostile(data.draw(lists_first(peer.legal()))))
         if message is None:
             continue
-        try:
-            out = within_bounds(peer.decode, message, lambda message=message: peer.decode.link(message))
-        except ProtocolError:
+        if not heard(peer, peer.decode, message):
             break
-        peer.said(message)
-        peer.do(out)
         if peer.flying and data.draw(st.booleans()):
             peer.land()
         if peer.decode.unreported and data.draw(st.booleans()):

@@ -11,10 +11,10 @@ import torch
 
 from disagg.messages.lane import Piece
 from disagg.staging import triton_mover
-from disagg.staging.mover import Move, Mover, TorchMover, create_mover
+from disagg.staging.mover import PLANNED_ALIGN, Move, Mover, TorchMover, create_mover
 from disagg.staging.pieces import framed_bytes
 from disagg.staging.rows import PagedRows, PageShape
-from disagg.staging.triton_mover import PLANNED_ALIGN, TritonMover
+from disagg.staging.triton_mover import TritonMover
 from disagg.types.errors import ConfigError
 
 CPU = torch.device("cpu")
