@@ -38,7 +38,9 @@ from disagg.types.errors import ConfigError, DisaggError
 MIB = 1 << 20
 START_TIMEOUT_S = 120.0
 STEP_TIMEOUT_S = 120.0
-START_DELAY_S = 0.05  # from saying when a trial starts to its start
+START_DELAY_S = 0.003  # from saying when a trial starts to its start; NVLink stays awake for as long
+IDLE_S = 0.05  # after which NVLink is asleep
+LEAD_PIECES = 2  # as many bytes go before what is measured: they take longer than NVLink takes to wake
 WARM_UPS = 2
 SPARE_PAGES = 5  # one page in so many is not part of the sequence: pages are picked at random
 FIRST_CONTACT = "first contact"
@@ -106,6 +108,7 @@ class TransferOptions(Struct, frozen=True, kw_only=True):
     ucx_net_devices: str | None
     repeats: int | None
     unstaged: bool
+    idle: bool
     curve: bool
     json_file: Path | None
 
@@ -126,11 +129,25 @@ class Plan(Struct, frozen=True):
     ucx_net_devices: str
     repeats: int
     unstaged: bool
+    idle: bool
     curve: tuple[int, ...]
 
     @property
     def largest_piece_bytes(self) -> int:
         return max((self.piece_bytes, *self.curve))
+
+    @property
+    def most_tokens(self) -> int:
+        """Of one trial."""
+        return max(self.tokens) + self.lead_tokens
+
+    @property
+    def lead_tokens(self) -> int:
+        """Whole pages of a chunk that goes before the one that is measured, as in prefill that runs in chunks."""
+        if self.idle:
+            return 0
+        pages = -(-LEAD_PIECES * self.piece_bytes // (self.shape.bytes_per_token * self.page_tokens))
+        return pages * self.page_tokens
 
 
 class Row(Struct, frozen=True):
@@ -231,6 +248,7 @@ def _decide(options: TransferOptions, num_gpus: int) -> Plan:
         ucx_net_devices=defaults.ucx_net_devices if options.ucx_net_devices is None else options.ucx_net_devices,
         repeats=options.repeats or defaults.repeats,
         unstaged=options.unstaged,
+        idle=options.idle,
         curve=curve,
     )
 
@@ -254,9 +272,7 @@ class PairBench:
         self._pair = pair
         self._ranks = ranks
         self.placement = trial.place(pair, plan.num_gpus)
-        self._num_pages = max(
-            -(-tokens // plan.page_tokens) * SPARE_PAGES // (SPARE_PAGES - 1) + 1 for tokens in plan.tokens
-        )
+        self._num_pages = -(-plan.most_tokens // plan.page_tokens) * SPARE_PAGES // (SPARE_PAGES - 1) + 1
         self._random = random.Random(7)
         self._trials = 0
         self._entries = 0
@@ -331,7 +347,7 @@ class PairBench:
                 process.tell(trial.Meet(peers, unstaged))
         for process in self._ranks.all:
             process.hear(trial.Done)
-        row = self._staged_once(self._plan.page_tokens, self._plan.piece_bytes, delay_s=0.0)
+        row = self._staged_once(self._plan.page_tokens, self._plan.piece_bytes, first=True)
         seconds = row.landed_s - started_s
         return Row(
             pair=str(self._pair),
@@ -348,7 +364,7 @@ class PairBench:
     def _plain_copy(self, tokens: int) -> float:
         """Median seconds of copying the same bytes along the same routes."""
         routes = trial.routes(self._plan.shape, self._pair, self.placement, tokens)
-        self._ranks.src[0].tell(trial.CopyAlong(routes, self._plan.repeats))
+        self._ranks.src[0].tell(trial.CopyAlong(routes, self._plan.repeats, IDLE_S if self._plan.idle else 0.0))
         return statistics.median(self._ranks.src[0].hear(trial.Copied).seconds)
 
     def _staged(self, tokens: int, piece_bytes: int, copy_s: float) -> Row:
@@ -356,7 +372,7 @@ class PairBench:
         for _ in range(WARM_UPS):
             self._staged_once(tokens, piece_bytes)
         runs = [self._staged_once(tokens, piece_bytes) for _ in range(self._plan.repeats)]
-        self._compare(runs[-1].seed, runs[-1].dst_pages, tokens)
+        self._compare(runs[-1].seed, runs[-1].dst_pages, runs[-1].tokens)
         middle = trial.median_of([run.spent for run in runs])
         planned = runs[-1].planned
         return Row(
@@ -373,9 +389,12 @@ class PairBench:
             all_seconds=tuple(run.spent.total_s for run in runs),
         )
 
-    def _staged_once(self, tokens: int, piece_bytes: int, delay_s: float = START_DELAY_S) -> _Run:
+    def _staged_once(self, tokens: int, piece_bytes: int, first: bool = False) -> _Run:
+        """first: these ranks have sent nothing before, and this starts at once."""
         plan, seed = self._plan, self._next_seed()
-        src_pages, dst_pages = self._pick_pages(tokens), self._pick_pages(tokens)
+        lead = 0 if first else plan.lead_tokens
+        delay_s = 0.0 if first else IDLE_S if plan.idle else START_DELAY_S
+        src_pages, dst_pages = self._pick_pages(lead + tokens), self._pick_pages(lead + tokens)
         rings = trial.Rings.of(plan.arena_bytes, piece_bytes)
         try:
             planned = trial.plan_trial(
@@ -389,10 +408,11 @@ class PairBench:
                 src_pages,
                 dst_pages,
                 self._entries,
+                lead,
             )
         except ValueError as error:
             raise ConfigError(f"--piece: {error}") from error
-        self._entries += planned.pieces
+        self._entries += sum(map(len, planned.sends))
         self._fill(seed, src_pages, dst_pages)
         deadline_s = time.monotonic() + STEP_TIMEOUT_S
         for rank, process in enumerate(self._ranks.dst):
@@ -408,24 +428,28 @@ class PairBench:
             )
         for process in self._ranks.dst:
             process.hear(trial.Done)
-        start_s = time.monotonic() + delay_s
         for rank, process in enumerate(self._ranks.src):
             process.tell(
                 trial.Send(
-                    plan_no=seed,
+                    plan_no=planned.plan_no,
+                    lead=planned.leads[rank],
                     pieces=planned.sends[rank],
                     positions=planned.send_positions[rank],
                     capacity_bytes=rings.capacity_bytes,
-                    start_s=start_s,
                     deadline_s=deadline_s,
                 )
             )
+        for process in self._ranks.src:
+            process.hear(trial.Done)
+        start_s = time.monotonic() + delay_s
+        for process in self._ranks.src:
+            process.tell(trial.Start(start_s))
         sent = [process.hear(trial.Sent) for process in self._ranks.src]
         received = [process.hear(trial.Received) for process in self._ranks.dst]
         landed_s = max(each.landed_s for each in received)
         intervals = [interval for each in sent for interval in each.intervals]
         intervals += [interval for each in received for interval in each.intervals]
-        return _Run(seed, dst_pages, planned, landed_s, trial.spent(start_s, landed_s, intervals))
+        return _Run(seed, lead + tokens, dst_pages, planned, landed_s, trial.spent(start_s, landed_s, intervals))
 
     def _unstaged(self, tokens: int, copy_s: float) -> Row:
         slices = trial.unstaged_slices(self._plan.shape, self._pair)
@@ -440,7 +464,7 @@ class PairBench:
                 process.tell(trial.ReceiveUnstaged(writes, deadline_s))
             for process in self._ranks.dst:
                 process.hear(trial.Done)
-            start_s = time.monotonic() + START_DELAY_S
+            start_s = time.monotonic() + IDLE_S
             for parts, process in zip(slices, self._ranks.src, strict=True):
                 process.tell(trial.SendUnstaged(parts, src_pages, dst_pages, start_s, deadline_s))
             for process in self._ranks.src:
@@ -490,6 +514,7 @@ class PairBench:
 
 class _Run(Struct, frozen=True):
     seed: int
+    tokens: int  # with those of the chunk before
     dst_pages: tuple[int, ...]
     planned: trial.Trial
     landed_s: float
@@ -597,12 +622,13 @@ class RankProcesses:
 def _heading(plan: Plan, gpus: Sequence[str]) -> Text:
     shape = plan.shape
     where = f"{plan.num_gpus} x {gpus[0]}" if plan.num_gpus else "CPU"
+    after = f"each after {1e3 * IDLE_S:.0f} ms without traffic" if plan.idle else "each soon after a chunk before it"
     return Text(
         f"\nKV of {shape.layers} layers x {shape.kv_heads} heads x {shape.head_dim} in {shape.dtype} "
         f"({show_bytes(shape.bytes_per_token)} a token), pages of {plan.page_tokens} tokens at random places, on {where}.\n"
         f"Pieces of {show_bytes(plan.piece_bytes)}, {plan.in_flight} gather buffers, an arena of "
         f"{show_bytes(plan.arena_bytes)}, kernels {plan.kernels}, UCX_TLS {plan.ucx_tls or 'left to UCX'}; "
-        f"medians of {plan.repeats}. What landed was compared."
+        f"medians of {plan.repeats}, {after}. What landed was compared."
     )
 
 

@@ -12,6 +12,7 @@ are moved.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from disagg.staging.rows import PagedRows, PageShape
 
 UNDECIDED = 0
 TABLE_IDS = 1 << 16  # of page tables that lie side by side
+FIRST_BLOCKS = 4  # of memory for them: to make one takes the host milliseconds
 VERDICTS = 256  # are made at a time; there are as many as scatters were ever under way at once
 
 
@@ -75,32 +77,74 @@ class CudaQueue:
         return torch.tensor(values, dtype=torch.int64, pin_memory=True)
 
 
-class _PageTables:
-    """Page tables, side by side in memory that is copied from the host to the device part by part.
+class _Block:
+    """Memory of page tables that lie side by side, on the host and on the device."""
 
-    A table keeps the memory that it lies in, however many others that holds.
+    __slots__ = ("here", "live", "numbers", "there", "used")
+
+    def __init__(self, count: int, queue: Queue, device: torch.device) -> None:
+        self.here = queue.host([0] * count)
+        self.numbers = self.here.numpy()
+        self.there = torch.empty(count, dtype=torch.int64, device=device)
+        self.used = 0
+        self.live = 0  # tables that somebody holds
+
+    def left(self) -> int:
+        return len(self.numbers) - self.used
+
+
+class _PageTables:
+    """Page tables, copied from the host to the device one by one, into memory that is used again once none in it is held.
+
+    A table that nobody holds any more is read by nothing: a move is held until it is done. Pieces that are cut by layers
+    come with the same pages one after another, and share a table.
     """
 
     def __init__(self, queue: Queue, device: torch.device) -> None:
         self._queue = queue
         self._device = device
-        self._used = 0
-        self._make(TABLE_IDS)
+        self._free = [_Block(TABLE_IDS, queue, device) for _ in range(FIRST_BLOCKS)]
+        self._block = self._free.pop()
+        self._held: dict[weakref.ref[torch.Tensor], _Block] = {}
+        self._last: tuple[tuple[int, ...], torch.Tensor] | None = None
 
     def add(self, page_ids: Sequence[int]) -> torch.Tensor:
         """[n] int64 on the device, in place before what is asked of the queue from now on."""
-        if self._used + len(page_ids) > len(self._numbers):
-            self._make(max(TABLE_IDS, len(page_ids)))
-        where = slice(self._used, self._used + len(page_ids))
-        self._used = where.stop
-        self._numbers[where] = page_ids
-        return self._there[where].copy_(self._here[where], non_blocking=True)
+        page_ids = tuple(page_ids)
+        if self._last is not None and self._last[0] == page_ids:
+            return self._last[1]
+        self._last = None
+        if self._block.left() < len(page_ids):
+            self._next_block(len(page_ids))
+        block = self._block
+        where = slice(block.used, block.used + len(page_ids))
+        block.used = where.stop
+        block.numbers[where] = page_ids
+        table = block.there[where].copy_(block.here[where], non_blocking=True)
+        block.live += 1
+        self._held[weakref.ref(table, self._let_go)] = block
+        self._last = (page_ids, table)
+        return table
 
-    def _make(self, count: int) -> None:
-        self._here = self._queue.host([0] * count)
-        self._numbers = self._here.numpy()
-        self._there = torch.empty(count, dtype=torch.int64, device=self._device)
-        self._used = 0
+    def _next_block(self, count: int) -> None:
+        if not self._block.live:
+            self._give_back(self._block)
+        fitting = next((block for block in self._free if block.left() >= count), None)
+        if fitting is None:
+            fitting = _Block(max(TABLE_IDS, count), self._queue, self._device)
+        else:
+            self._free.remove(fitting)
+        self._block = fitting
+
+    def _let_go(self, table: weakref.ref[torch.Tensor]) -> None:
+        block = self._held.pop(table)
+        block.live -= 1
+        if not block.live and block is not self._block:
+            self._give_back(block)
+
+    def _give_back(self, block: _Block) -> None:
+        block.used = 0
+        self._free.append(block)
 
 
 class _Verdict:

@@ -166,15 +166,22 @@ class Receive(Struct, frozen=True, tag="receive"):
 
 
 class Send(Struct, frozen=True, tag="send"):
-    """At start_s of the monotonic clock the plan that computes these pieces ends: send them as fast as the rings allow, and
-    answer Sent. The driver is told of them before, as far as the rings have room, as it is while a plan is computed."""
+    """Send the first `lead` pieces, which plan_no - 1 has computed, and answer Done. Then hear Start, send the others, which
+    plan_no computes, and answer Sent. Pieces go as fast as the rings allow; the driver is told of them before they are
+    computed, as far as the rings have room, as it is while a plan runs."""
 
     plan_no: int
+    lead: int
     pieces: tuple[SendPiece, ...]
     positions: tuple[int, ...]
     capacity_bytes: int
-    start_s: float
     deadline_s: float
+
+
+class Start(Struct, frozen=True, tag="start"):
+    """At start_s of the monotonic clock the plan ends."""
+
+    start_s: float
 
 
 class HeadRange(Struct, frozen=True):
@@ -212,10 +219,11 @@ class Check(Struct, frozen=True, tag="check"):
 
 
 class CopyAlong(Struct, frozen=True, tag="copy_along"):
-    """Copy as many bytes between each of these pairs of devices, all at once, plainly, `repeats` times."""
+    """Copy as many bytes between each of these pairs of devices, all at once, plainly, `repeats` times, with pauses between."""
 
     routes: tuple[tuple[str, str, int], ...]  # (from, to, bytes)
     repeats: int
+    pause_s: float
 
 
 class Quit(Struct, frozen=True, tag="quit"):
@@ -266,7 +274,7 @@ class Failed(Struct, frozen=True, tag="failed"):
     reason: str
 
 
-Command = Open | Meet | Fill | Receive | Send | SendUnstaged | ReceiveUnstaged | Check | CopyAlong | Quit
+Command = Open | Meet | Fill | Receive | Send | Start | SendUnstaged | ReceiveUnstaged | Check | CopyAlong | Quit
 Answer = Hello | Opened | Done | Sent | Received | Checked | Copied | Failed
 
 encode = msgspec.msgpack.Encoder().encode
@@ -294,8 +302,10 @@ class Rings(Struct, frozen=True):
 
 
 class Trial(Struct, frozen=True):
-    """One sequence's way from one side to the other, by rank."""
+    """One sequence's way from one side to the other, by rank. leads: how many of a rank's sends come first, and do not count."""
 
+    plan_no: int
+    leads: tuple[int, ...]
     sends: tuple[tuple[SendPiece, ...], ...]
     send_positions: tuple[tuple[int, ...], ...]
     binds: tuple[Bind, ...]
@@ -317,8 +327,12 @@ def plan_trial(
     src_pages: Sequence[int],
     dst_pages: Sequence[int],
     first_entry_id: int,
+    lead_tokens: int = 0,
 ) -> Trial:
     """src_pages, dst_pages: of the sequence, in order; the same on every rank of a side. number: of the trial.
+
+    lead_tokens: whole pages before the num_tokens, of a chunk that was computed before: payload_bytes, pieces and
+    largest_piece_bytes are without them.
 
     Raises SliceError if the TP sizes cannot hold the heads, ValueError if not one row fits into a piece.
     """
@@ -326,14 +340,25 @@ def plan_trial(
     group = shape.on_rank(1)
     slices = head_slices(pair.src_tp, pair.dst_tp, shape.kv_heads)
     widest = max(part.heads for part in slices)
-    whole = Piece(0, 0, shape.layers, 0, num_tokens)
+    assert lead_tokens % page_tokens == 0
+    plan_no = 2 * number + 1
+    chunks = ((plan_no - 1, 0, lead_tokens), (plan_no, lead_tokens, lead_tokens + num_tokens))
+    pieces = [
+        (computed_by, piece)
+        for computed_by, start, stop in chunks
+        if start < stop
+        for piece in split_group_piece(
+            Piece(0, 0, shape.layers, start, stop), widest, group, piece_bytes + TRAILER_BYTES, page_tokens
+        )
+    ]
     allocators = [RingAllocator(rings.capacity_bytes, rings.segment_bytes) for _ in range(pair.dst_tp)]
     sends: list[list[SendPiece]] = [[] for _ in range(pair.src_tp)]
     expects: list[list[ExpectPiece]] = [[] for _ in range(pair.dst_tp)]
     send_positions: list[list[int]] = [[] for _ in range(pair.src_tp)]
     expect_positions: list[list[int]] = [[] for _ in range(pair.dst_tp)]
     entry_id, payload, largest = first_entry_id, 0, 0
-    for piece in split_group_piece(whole, widest, group, piece_bytes + TRAILER_BYTES, page_tokens):
+    leads = [0] * pair.src_tp
+    for computed_by, piece in pieces:
         first, stop = piece.token_start // page_tokens, -(-piece.token_stop // page_tokens)
         for part in slices:
             nbytes = group_piece_bytes(piece, part.heads, group)
@@ -354,7 +379,7 @@ def plan_trial(
                     heads=part.heads,
                     arena_offset=offset,
                     nbytes=nbytes,
-                    after_plan=number,
+                    after_plan=computed_by,
                 )
             )
             expects[part.dst_rank].append(
@@ -375,19 +400,24 @@ def plan_trial(
             )
             send_positions[part.src_rank].append(position)
             expect_positions[part.dst_rank].append(position)
-            of_rows = group_payload_bytes(piece, part.heads, group)
-            payload += of_rows
-            largest = max(largest, of_rows)
             entry_id += 1
+            if computed_by == plan_no:
+                of_rows = group_payload_bytes(piece, part.heads, group)
+                payload += of_rows
+                largest = max(largest, of_rows)
+            else:
+                leads[part.src_rank] += 1
     bind = Bind(key, (GroupPages(0, tuple(dst_pages)),))
     return Trial(
+        plan_no=plan_no,
+        leads=tuple(leads),
         sends=tuple(map(tuple, sends)),
         send_positions=tuple(map(tuple, send_positions)),
         binds=(bind,) * pair.dst_tp,
         expects=tuple(map(tuple, expects)),
         expect_positions=tuple(map(tuple, expect_positions)),
         payload_bytes=payload,
-        pieces=entry_id - first_entry_id,
+        pieces=entry_id - first_entry_id - sum(leads),
         largest_piece_bytes=largest,
     )
 

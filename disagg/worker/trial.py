@@ -104,7 +104,7 @@ class Rank:
             case trial.Check():
                 return trial.Checked(self._wrong_pages(command))
             case trial.CopyAlong():
-                return trial.Copied(_copy_along(command.routes, command.repeats))
+                return trial.Copied(_copy_along(command.routes, command.repeats, command.pause_s))
             case _:
                 raise ValueError(f"{type(command).__name__} is no command for a rank")
 
@@ -234,7 +234,6 @@ class Rank:
             views.setdefault(piece.dst_rank, RingWriterView(command.capacity_bytes))
             queues.setdefault(piece.dst_rank, deque()).append((index, position))
         intervals: list[trial.Interval] = []
-        left = len(command.pieces)
 
         def hand_over() -> None:
             for rank, queue in queues.items():
@@ -243,22 +242,40 @@ class Rank:
                 while queue and view.may_write(RingEntry(queue[0][1], command.pieces[queue[0][0]].nbytes)):
                     driver.handle(command.pieces[queue.popleft()[0]])
 
+        def send_all(left: int) -> None:
+            while left:
+                hand_over()
+                for sent in _take(driver, PieceSent, command.deadline_s):
+                    done_s = time.monotonic()
+                    posted_s = done_s - sent.wire_s
+                    intervals.append(trial.Interval("gather", posted_s - sent.gather_s, posted_s))
+                    intervals.append(trial.Interval("wire", posted_s, done_s))
+                    left -= 1
+
         hand_over()
-        while time.monotonic() < command.start_s - EARLY_S:
+        driver.plan_computed(command.plan_no - 1)
+        send_all(command.lead)
+        intervals.clear()
+        self._answer(trial.Done())
+        start_s = self._hear_start(command.deadline_s)
+        while time.monotonic() < start_s - EARLY_S:
             driver.turn()
-        driver.plan_computed(
-            command.plan_no
-        )  # as a worker says of the last layer, when it has launched it and not when it ends
-        _sleep_until(command.start_s)
-        while left:
-            hand_over()
-            for sent in _take(driver, PieceSent, command.deadline_s):
-                done_s = time.monotonic()
-                posted_s = done_s - sent.wire_s
-                intervals.append(trial.Interval("gather", posted_s - sent.gather_s, posted_s))
-                intervals.append(trial.Interval("wire", posted_s, done_s))
-                left -= 1
+        # As a worker says of the last layer, when it has launched it and not when it ends.
+        driver.plan_computed(command.plan_no)
+        _sleep_until(start_s)
+        send_all(len(command.pieces) - command.lead)
         return trial.Sent(tuple(intervals))
+
+    def _hear_start(self, deadline_s: float) -> float:
+        """Polls the driver meanwhile. Raises TimeoutError."""
+        assert self._driver is not None
+        while not self._connection.poll(0):
+            self._driver.turn()
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("nobody said in time when to start")
+        start = trial.decode_command(self._connection.recv_bytes())
+        assert isinstance(start, trial.Start), f"{type(start).__name__} came instead of Start"
+        return start.start_s
 
 
 def _take(driver: TransferDriver, kind: type[Report], deadline_s: float) -> list[Report]:
@@ -287,8 +304,8 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _copy_along(along: tuple[tuple[str, str, int], ...], repeats: int) -> tuple[float, ...]:
-    """Seconds of each of `repeats` rounds, in which every route copies once, all at the same time."""
+def _copy_along(along: tuple[tuple[str, str, int], ...], repeats: int, pause_s: float) -> tuple[float, ...]:
+    """Seconds of each of `repeats` rounds, in which every route copies once, all at the same time, each after a pause."""
     buffers = []
     for src, dst, nbytes in along:
         source = torch.empty(nbytes, dtype=torch.uint8, device=src).random_()
@@ -302,6 +319,7 @@ def _copy_along(along: tuple[tuple[str, str, int], ...], repeats: int) -> tuple[
     for _ in range(COPY_WARM_UPS + repeats):
         for device in devices:
             _settle(device)
+        _sleep_until(time.monotonic() + pause_s)
         started = time.perf_counter()
         for (source, target), stream in zip(buffers, streams, strict=True):
             if stream is None:

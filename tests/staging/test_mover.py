@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -38,6 +39,7 @@ class Queue:
     def __init__(self, reached: int) -> None:
         """reached: how many marks are reached from the beginning."""
         self.marks = 0
+        self.made = 0  # pieces of memory on the host
         self.reached = reached
 
     @property
@@ -52,6 +54,7 @@ class Queue:
         """Marks have numbers; none is used twice."""
 
     def host(self, values: Sequence[int]) -> torch.Tensor:
+        self.made += 1
         return torch.tensor(values, dtype=torch.int64)
 
 
@@ -194,6 +197,32 @@ def test_page_tables_stay_as_they_are_when_others_are_made(monkeypatch: pytest.M
     wanted = [[7], [1, 2, 3], [], [4, 5, 6], [8, 9], list(range(9)), [3]]
     tables = [mover.pages(page_ids) for page_ids in wanted]
     assert [table.tolist() for table in tables] == wanted
+
+
+def test_memory_of_page_tables_is_used_again_only_when_nobody_holds_a_table_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_mover, "TABLE_IDS", 4)
+    monkeypatch.setattr(triton_mover, "FIRST_BLOCKS", 2)
+    queue = Queue(reached=0)
+    mover = TritonMover(CPU, queue)
+    made = queue.made
+    rng = random.Random(3)
+    held: list[tuple[list[int], torch.Tensor]] = []
+    for step in range(400):
+        wanted = [rng.randrange(1000) for _ in range(rng.randint(1, 4))]
+        held.append((wanted, mover.pages(wanted)))
+        assert all(table.tolist() == ids for ids, table in held), f"a table changed in step {step}"
+        while len(held) > 3:
+            del held[rng.randrange(len(held))]
+    assert queue.made - made <= 4, "five blocks hold four tables and one that is being filled"
+
+
+def test_pieces_with_the_same_pages_share_a_table() -> None:
+    mover = TritonMover(CPU, Queue(reached=0))
+    first, again, other = mover.pages((1, 2)), mover.pages([1, 2]), mover.pages((1, 3))
+    assert first is again and other is not first
+    assert (first.tolist(), other.tolist()) == ([1, 2], [1, 3])
 
 
 def test_on_cpu_torch_is_chosen() -> None:

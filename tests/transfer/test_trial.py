@@ -20,22 +20,27 @@ PAGE_TOKENS = 4
     src_tp=st.sampled_from([1, 2, 4]),
     dst_tp=st.sampled_from([1, 2, 4]),
     num_tokens=st.integers(1, 60),
+    lead_pages=st.integers(0, 3),
     piece_bytes=st.integers(512, 8192),
 )
 @settings(derandomize=True, deadline=None, max_examples=200)
 def test_every_row_of_every_decode_rank_is_written_once_into_an_entry_of_its_own(
-    layers: int, kv_heads: int, src_tp: int, dst_tp: int, num_tokens: int, piece_bytes: int
+    layers: int, kv_heads: int, src_tp: int, dst_tp: int, num_tokens: int, lead_pages: int, piece_bytes: int
 ) -> None:
     shape, pair = Shape(layers, kv_heads, 8, "float32"), Pair(src_tp, dst_tp)
     rings = Rings.of(4 * (piece_bytes + trial.SEGMENT_ALIGN), piece_bytes)
-    pages = tuple(range(100, 100 + -(-num_tokens // PAGE_TOKENS)))
+    lead = lead_pages * PAGE_TOKENS
+    pages = tuple(range(100, 100 + lead_pages + -(-num_tokens // PAGE_TOKENS)))
     try:
-        planned = plan_trial(shape, pair, num_tokens, PAGE_TOKENS, piece_bytes, rings, 1, pages, pages[::-1], 50)
+        planned = plan_trial(shape, pair, num_tokens, PAGE_TOKENS, piece_bytes, rings, 1, pages, pages[::-1], 50, lead)
     except SliceError:
         assume(False)
         return
     sends = {send.entry_id: send for of_rank in planned.sends for send in of_rank}
-    assert len(sends) == planned.pieces and min(sends) == 50
+    assert len(sends) == planned.pieces + sum(planned.leads) and min(sends) == 50
+    for of_rank, count in zip(planned.sends, planned.leads, strict=True):
+        assert all(send.piece.token_stop <= lead and send.after_plan < planned.plan_no for send in of_rank[:count])
+        assert all(send.piece.token_start >= lead and send.after_plan == planned.plan_no for send in of_rank[count:])
     for rank, expects in enumerate(planned.expects):
         heads = shape.on_rank(dst_tp).kv_heads
         rows: dict[tuple[int, int, int], int] = {}
@@ -58,7 +63,7 @@ def test_every_row_of_every_decode_rank_is_written_once_into_an_entry_of_its_own
                 for token in range(piece.token_start, piece.token_stop):
                     for head in range(expect.dst_head_start, expect.dst_head_start + expect.heads):
                         rows[layer, token, head] = rows.get((layer, token, head), 0) + 1
-        assert len(rows) == layers * num_tokens * heads and set(rows.values()) == {1}
+        assert len(rows) == layers * (lead + num_tokens) * heads and set(rows.values()) == {1}
     assert planned.payload_bytes == sum(
         len(of_rank) and layers * num_tokens * 2 * shape.on_rank(dst_tp).kv_heads * 8 * 4 for of_rank in planned.expects
     )
