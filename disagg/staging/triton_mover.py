@@ -25,6 +25,7 @@ from disagg.staging.rows import PagedRows, PageShape
 
 UNDECIDED = 0
 TABLE_IDS = 1 << 16  # of page tables that lie side by side
+RECENT_TABLES = 8  # are looked up before another like them is made
 FIRST_BLOCKS = 4  # of memory for them: to make one takes the host milliseconds
 VERDICTS = 256  # are made at a time; there are as many as scatters were ever under way at once
 
@@ -97,7 +98,7 @@ class _PageTables:
     """Page tables, copied from the host to the device one by one, into memory that is used again once none in it is held.
 
     A table that nobody holds any more is read by nothing: a move is held until it is done. Pieces that are cut by layers
-    come with the same pages one after another, and share a table.
+    have the same pages soon after one another, and share a table.
     """
 
     def __init__(self, queue: Queue, device: torch.device) -> None:
@@ -106,14 +107,19 @@ class _PageTables:
         self._free = [_Block(TABLE_IDS, queue, device) for _ in range(FIRST_BLOCKS)]
         self._block = self._free.pop()
         self._held: dict[weakref.ref[torch.Tensor], _Block] = {}
-        self._last: tuple[tuple[int, ...], torch.Tensor] | None = None
+        self._recent: dict[tuple[int, ...], torch.Tensor] = {}  # oldest first
 
     def add(self, page_ids: Sequence[int]) -> torch.Tensor:
         """[n] int64 on the device, in place before what is asked of the queue from now on."""
         page_ids = tuple(page_ids)
-        if self._last is not None and self._last[0] == page_ids:
-            return self._last[1]
-        self._last = None
+        table = self._recent.get(page_ids)
+        if table is None:
+            if len(self._recent) == RECENT_TABLES:
+                del self._recent[next(iter(self._recent))]
+            table = self._recent[page_ids] = self._make(page_ids)
+        return table
+
+    def _make(self, page_ids: tuple[int, ...]) -> torch.Tensor:
         if self._block.left() < len(page_ids):
             self._next_block(len(page_ids))
         block = self._block
@@ -123,7 +129,6 @@ class _PageTables:
         table = block.there[where].copy_(block.here[where], non_blocking=True)
         block.live += 1
         self._held[weakref.ref(table, self._let_go)] = block
-        self._last = (page_ids, table)
         return table
 
     def _next_block(self, count: int) -> None:

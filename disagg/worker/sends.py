@@ -63,6 +63,7 @@ class _Gathering:
     planned: _Planned
     buffer: int
     move: Move
+    write: Callable[[], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +312,18 @@ class Sends:
         buffer = self._buffers.take(where, now_s)
         move = planned.gather(self._memory[buffer])
         assert move.nbytes == request.nbytes, f"a piece takes {move.nbytes} bytes; its entry has {request.nbytes}"
-        self._gathering.append(_Gathering(request, planned, buffer, move))
+        known = self._peers[where]
+        assert self._region is not None
+        write = self._backend.plan_write(
+            known.peer,
+            self._region,
+            buffer * self._stride,
+            known.arena,
+            request.arena_offset,
+            request.nbytes,
+            notification_of(request.entry_id),
+        )
+        self._gathering.append(_Gathering(request, planned, buffer, move, write))
         return True
 
     def _post(self) -> bool:
@@ -327,16 +339,7 @@ class Sends:
                 self._failed(request, "its peer was removed")
             self._report_dropped()
             return True
-        assert self._region is not None
-        handle = self._backend.write(
-            known.peer,
-            self._region,
-            buffer * self._stride,
-            known.arena,
-            request.arena_offset,
-            request.nbytes,
-            notification_of(request.entry_id),
-        )
+        handle = gathered.write()
         self._writing[handle] = _Writing(request, buffer, gathered.move, time.perf_counter())
         return True
 

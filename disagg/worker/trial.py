@@ -34,7 +34,7 @@ Report = TypeVar("Report", bound=LaneReport)
 POLL_IDLE_S = 0.0002
 COPY_WARM_UPS = 3
 POISON = 0xA5
-EARLY_S = 0.001  # before a trial starts its plan is said to be computed, and nothing looks until it starts
+EARLY_S = 0.00005  # before a trial starts its plan is said to be computed, and nothing looks until it starts
 
 
 class Rank:

@@ -204,6 +204,7 @@ def test_memory_of_page_tables_is_used_again_only_when_nobody_holds_a_table_in_i
 ) -> None:
     monkeypatch.setattr(triton_mover, "TABLE_IDS", 4)
     monkeypatch.setattr(triton_mover, "FIRST_BLOCKS", 2)
+    monkeypatch.setattr(triton_mover, "RECENT_TABLES", 1)
     queue = Queue(reached=0)
     mover = TritonMover(CPU, queue)
     made = queue.made

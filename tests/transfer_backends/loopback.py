@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 from disagg.transfer.backends.base import (
     MAX_UNHEARD,
@@ -129,6 +131,20 @@ class LoopbackBackend:
         handle = self._number()
         self._writes[handle] = _Write(peer, local.address + local_offset, remote, remote_offset, nbytes, notification)
         return handle
+
+    def plan_write(
+        self,
+        peer: Peer,
+        local: Region,
+        local_offset: int,
+        remote: Region,
+        remote_offset: int,
+        nbytes: int,
+        notification: bytes,
+    ) -> Callable[[], int]:
+        check_range(local, local_offset, nbytes)
+        check_range(remote, remote_offset, nbytes)
+        return partial(self.write, peer, local, local_offset, remote, remote_offset, nbytes, notification)
 
     def notify(self, peer: Peer, notification: bytes) -> bool:
         with self._hub.lock:

@@ -205,6 +205,39 @@ def test_a_write_lands_bit_exact_and_nowhere_else(cluster: Cluster, left: Both, 
     assert cluster.until_kept(remote, 1) == [("me", b"landed")]
 
 
+def test_a_write_that_was_planned_begins_when_it_is_called_and_its_source_may_change_until_then(
+    cluster: Cluster, left: Both
+) -> None:
+    remote, peer = left
+    remote.ask("fill", 0, bytes(8192))
+    planned = [
+        cluster.me.plan_write(peer, cluster.region, 0, remote.region, place, 4096, b"%d" % place) for place in (0, 4096)
+    ]
+    assert planned[0] is not None and cluster.me.outstanding == 0, "nothing is under way yet"
+    cluster.fill(0, pattern(4096, 5))
+    handle = planned[0]()
+    cluster.until(lambda: handle in cluster.completed)
+    assert cluster.until_kept(remote, 1) == [("me", b"0")]
+    del planned  # the second never begins
+    assert remote.ask("read", 0, 8192) == pattern(4096, 5) + bytes(4096)
+    with pytest.raises(ValueError, match="no range of a region"):
+        cluster.me.plan_write(peer, cluster.region, 0, remote.region, REGION_BYTES, 1, b"")
+
+
+def test_a_write_that_was_planned_for_a_peer_that_is_removed_fails_when_it_begins(cluster: Cluster) -> None:
+    remote = cluster.spawn("planned")
+    peer = cluster.join(remote)
+    before = cluster.me.plan_write(peer, cluster.region, 0, remote.region, 0, 64, b"stale")
+    cluster.me.remove_peer(peer)
+    after = cluster.me.plan_write(peer, cluster.region, 0, remote.region, 0, 64, b"stale")
+    again = cluster.join(remote)
+    stale = [before(), after()]
+    fresh = cluster.me.write(again, cluster.region, 0, remote.region, 0, 64, b"fresh")
+    cluster.until(lambda: set(stale) <= set(cluster.failed) and fresh in cluster.completed)
+    assert cluster.until_kept(remote, 1) == [("me", b"fresh")]
+    remote.kill()
+
+
 def test_the_notification_follows_the_data(cluster: Cluster, left: Both) -> None:
     remote, peer = left
     for value in range(1, 41):

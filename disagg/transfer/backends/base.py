@@ -15,6 +15,7 @@ Every backend passes tests/transfer_backends. Knows bytes and peers; nothing of 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -139,6 +140,22 @@ class TransferBackend(Protocol):
 
         Returns a handle that a later `poll` reports. A peer that is removed or gone makes the write fail, there too;
         only a range outside of a region raises (ValueError).
+        """
+        ...
+
+    def plan_write(
+        self,
+        peer: Peer,
+        local: Region,
+        local_offset: int,
+        remote: Region,
+        remote_offset: int,
+        nbytes: int,
+        notification: bytes,
+    ) -> Callable[[], int]:
+        """A `write` but for its beginning, which is to call what is returned, once, or never.
+
+        Half of what a write costs the host is done before its source is ready.
         """
         ...
 

@@ -19,6 +19,7 @@ import importlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -174,7 +175,8 @@ class NixlBackend:
             self._agent.send_notif(peer.name, _WIRE_UP)
             if local is not None and remote is not None:
                 check_range(remote, remote_offset, WARM_UP_BYTES)
-                transfer = self._start(peer, local, 0, remote, remote_offset, WARM_UP_BYTES, _WIRE_UP)
+                transfer = self._prepare(peer, local, 0, remote, remote_offset, WARM_UP_BYTES, _WIRE_UP)
+                self._agent.transfer(transfer)
                 self._next_wire_up -= 1
                 self._writes[self._next_wire_up] = (peer, transfer)
         except self._errors as error:
@@ -198,21 +200,45 @@ class NixlBackend:
         nbytes: int,
         notification: bytes,
     ) -> int:
+        return self.plan_write(peer, local, local_offset, remote, remote_offset, nbytes, notification)()
+
+    def plan_write(
+        self,
+        peer: Peer,
+        local: Region,
+        local_offset: int,
+        remote: Region,
+        remote_offset: int,
+        nbytes: int,
+        notification: bytes,
+    ) -> Callable[[], int]:
         check_range(local, local_offset, nbytes)
         check_range(remote, remote_offset, nbytes)
-        handle = self._next_handle
-        self._next_handle += 1
-        if not self._usable(peer):
-            self._failed.append(FailedWrite(handle, f"peer {peer.name} is gone or was removed"))
-            return handle
+
+        def prepare() -> Any:
+            return self._prepare(peer, local, local_offset, remote, remote_offset, nbytes, _CALLER + notification)
+
         try:
-            message = _CALLER + notification
-            transfer = self._start(peer, local, local_offset, remote, remote_offset, nbytes, message)
-        except self._errors as error:
-            self._failed.append(FailedWrite(handle, self._reason(peer, error)))
-        else:
-            self._writes[handle] = (peer, transfer)
-        return handle
+            prepared = prepare() if self._usable(peer) else None
+        except self._errors:
+            prepared = None  # and again when it is begun, which can report it
+
+        def begin() -> int:
+            handle = self._next_handle
+            self._next_handle += 1
+            if not self._usable(peer):
+                self._failed.append(FailedWrite(handle, f"peer {peer.name} is gone or was removed"))
+                return handle
+            try:
+                transfer = prepared or prepare()
+                self._agent.transfer(transfer)
+            except self._errors as error:
+                self._failed.append(FailedWrite(handle, self._reason(peer, error)))
+            else:
+                self._writes[handle] = (peer, transfer)
+            return handle
+
+        return begin
 
     def notify(self, peer: Peer, notification: bytes) -> bool:
         unheard = self._unheard.get(peer, 0)
@@ -300,7 +326,7 @@ class NixlBackend:
             return f"peer {peer.name} was removed"
         return f"write to {peer.name} failed: {error}"
 
-    def _start(
+    def _prepare(
         self,
         peer: Peer,
         local: Region,
@@ -311,9 +337,7 @@ class NixlBackend:
         message: bytes,
     ) -> Any:
         source, target = self._range(local, local_offset, nbytes), self._range(remote, remote_offset, nbytes)
-        transfer = self._agent.initialize_xfer("WRITE", source, target, peer.name, message)
-        self._agent.transfer(transfer)
-        return transfer
+        return self._agent.initialize_xfer("WRITE", source, target, peer.name, message)
 
     def _range(self, region: Region, offset: int, nbytes: int) -> Any:
         return self._agent.get_xfer_descs([(region.address + offset, nbytes, max(region.device, 0))], _kind(region))

@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from disagg.messages.lane import Landing, LaneReport
@@ -117,6 +118,10 @@ class FaultyBackend:
             case Fault.NONE:
                 self._ours[whole()] = handle
         return handle
+
+    def plan_write(self, *arguments: Any) -> Callable[[], int]:
+        """What befalls a write befalls it when it begins."""
+        return partial(self.write, *arguments)
 
     def _stop_half_way(self, handle: int, part: Callable[[int, int, bytes], int], nbytes: int, told: bytes) -> None:
         """Half of the bytes are in place when this process stops itself; the others follow when somebody continues it."""
