@@ -61,7 +61,8 @@ class Mover(Protocol):
     """
 
     def pages(self, page_ids: Sequence[int]) -> torch.Tensor:
-        """A page table for the calls below. [n] int64."""
+        """A page table for the calls below, which stays as it is for as long as it is held itself (not a view of it), and until
+        what was begun by then is done. [n] int64."""
 
     def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
         """Do now what the first moves between these would otherwise wait for (compiling). Moves nothing."""

@@ -81,7 +81,7 @@ class CudaQueue:
 class _Block:
     """Memory of page tables that lie side by side, on the host and on the device."""
 
-    __slots__ = ("here", "live", "numbers", "there", "used")
+    __slots__ = ("here", "live", "numbers", "there", "unread", "used")
 
     def __init__(self, count: int, queue: Queue, device: torch.device) -> None:
         self.here = queue.host([0] * count)
@@ -89,16 +89,18 @@ class _Block:
         self.there = torch.empty(count, dtype=torch.int64, device=device)
         self.used = 0
         self.live = 0  # tables that somebody holds
+        self.unread: Mark | None = None  # where the queue is through with what it was asked while tables here were held
 
     def left(self) -> int:
         return len(self.numbers) - self.used
 
 
 class _PageTables:
-    """Page tables, copied from the host to the device one by one, into memory that is used again once none in it is held.
+    """Page tables, copied from the host to the device one by one, into memory that is used again.
 
-    A table that nobody holds any more is read by nothing: a move is held until it is done. Pieces that are cut by layers
-    have the same pages soon after one another, and share a table.
+    A table is held until the last move that reads it was asked of the queue. When no table of a block is held any more, and
+    the queue is through with all that it had been asked by then, the block is free. Pieces that are cut by layers have the
+    same pages soon after one another, and share a table.
     """
 
     def __init__(self, queue: Queue, device: torch.device) -> None:
@@ -134,12 +136,19 @@ class _PageTables:
     def _next_block(self, count: int) -> None:
         if not self._block.live:
             self._give_back(self._block)
-        fitting = next((block for block in self._free if block.left() >= count), None)
-        if fitting is None:
-            fitting = _Block(max(TABLE_IDS, count), self._queue, self._device)
+        for block in self._free:
+            if block.left() >= count and self._is_unread(block):
+                self._free.remove(block)
+                break
         else:
-            self._free.remove(fitting)
-        self._block = fitting
+            block = _Block(max(TABLE_IDS, count), self._queue, self._device)
+        self._block = block
+
+    def _is_unread(self, block: _Block) -> bool:
+        if block.unread is not None and block.unread.query():
+            self._queue.reuse(block.unread)
+            block.unread = None
+        return block.unread is None
 
     def _let_go(self, table: weakref.ref[torch.Tensor]) -> None:
         block = self._held.pop(table)
@@ -149,6 +158,7 @@ class _PageTables:
 
     def _give_back(self, block: _Block) -> None:
         block.used = 0
+        block.unread = self._queue.mark()
         self._free.append(block)
 
 

@@ -205,7 +205,7 @@ def test_memory_of_page_tables_is_used_again_only_when_nobody_holds_a_table_in_i
     monkeypatch.setattr(triton_mover, "TABLE_IDS", 4)
     monkeypatch.setattr(triton_mover, "FIRST_BLOCKS", 2)
     monkeypatch.setattr(triton_mover, "RECENT_TABLES", 1)
-    queue = Queue(reached=0)
+    queue = Queue(reached=1 << 30)
     mover = TritonMover(CPU, queue)
     made = queue.made
     rng = random.Random(3)
@@ -217,6 +217,25 @@ def test_memory_of_page_tables_is_used_again_only_when_nobody_holds_a_table_in_i
         while len(held) > 3:
             del held[rng.randrange(len(held))]
     assert queue.made - made <= 4, "five blocks hold four tables and one that is being filled"
+
+
+def test_memory_of_page_tables_is_not_used_again_while_what_read_them_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_mover, "TABLE_IDS", 4)
+    monkeypatch.setattr(triton_mover, "FIRST_BLOCKS", 1)
+    monkeypatch.setattr(triton_mover, "RECENT_TABLES", 1)
+    queue = Queue(reached=0)
+    mover = TritonMover(CPU, queue)
+    made = queue.made
+
+    def four_tables() -> None:
+        for number in range(4):
+            mover.pages([number, 1, 2, 3])  # and nobody holds it
+
+    four_tables()
+    assert queue.made - made == 3, "the queue may still read each"
+    queue.reached = queue.marks
+    four_tables()
+    assert queue.made - made <= 4, "it is through with them; the last is held as a recent one"
 
 
 def test_pieces_with_the_same_pages_share_a_table() -> None:
