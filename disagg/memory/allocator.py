@@ -254,9 +254,11 @@ class PageAllocator:
             pages[g] = self._take(g, count, owner)
         return pages
 
-    def can_allocate(self, needs: Sequence[int]) -> bool:
-        """`allocate_all` would not refuse an owner who has no pages yet."""
-        return self._can_take([(g, count) for g, count in enumerate(needs) if count], NOBODY - 1)
+    def can_allocate(self, needs: Sequence[int], after: Sequence[int] = ()) -> bool:
+        """`allocate_all` would not refuse an owner who has no pages yet, not even after it gave somebody the pages of `after`,
+        which are of other groups."""
+        wanted = [(g, count) for each in (after, needs) for g, count in enumerate(each) if count]
+        return self._can_take(wanted, NOBODY - 1)
 
     def _can_take(self, wanted: Sequence[tuple[int, int]], owner: int) -> bool:
         """Whether the five steps give `count` pages of each (group, count), one after the other. Exact.

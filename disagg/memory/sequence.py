@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from operator import add
 from random import Random
 
 from disagg.memory.allocator import PageAllocator, adjacent_runs, passed
@@ -155,10 +154,11 @@ class KvMemory:
         self.count_hit(num_tokens, pages.hit_tokens)
         return pages
 
-    def can_go_on(self, beside: Sequence[int] = ()) -> bool:
-        """The pages that are set aside for nobody can be had; `beside`: and so many of each group beside them."""
+    def can_go_on(self, after: Sequence[int] = ()) -> bool:
+        """The pages that are set aside for nobody can be had; `after`: even when a sequence has taken so many of each group
+        without windows, for which it may use up large pages."""
         late = [*map(min, self.common_late_pages, self.beyond_quotas)]
-        return not any(late) or self.allocator.can_allocate([*map(add, late, beside)] if beside else late)
+        return not any(late) or self.allocator.can_allocate(late, after)
 
     def count_hit(self, num_tokens: int, hit_tokens: int) -> None:
         """So many tokens were asked for, and so many of them were there."""
@@ -471,7 +471,7 @@ class SequencePages:
         if self._states:
             must = self._frozen or start == 0
             wanted = [int(g in self._states) for g in range(len(needs))]
-            may = self._memory.caching and start % checkpoint_tokens == 0 and self._memory.can_go_on(beside=wanted)
+            may = self._memory.caching and start % checkpoint_tokens == 0 and self._memory.can_go_on(wanted)
             if must or may:
                 for g in self._states:
                     needs[g] = 1

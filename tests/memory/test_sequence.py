@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
 
 import hypothesis.strategies as st
 import pytest
@@ -183,50 +186,75 @@ def test_a_state_that_was_passed_goes_before_the_last_one() -> None:
     assert (ask(kv, [*old[:16], 1], 3), ask(kv, [*new[:64], 1], 4)) == (16, 64)
 
 
-def two_prompts(num_large: int) -> tuple[int, bool]:
-    """Two prompts of 40 tokens in steps of 8, two of which are under way. How many began at once, and whether none ever
-    lacked a page. Each takes 10 pages for full attention, and 4 for its window; 4 more are enough for both.
-    """
-    layout = plan_layout((FULL, window(8)), 4, 8)
-    kv = KvMemory(layout, num_large, common_late_tokens=16)
-    waiting, running, plans = [0, 1], [], deque[tuple[int, int]]()
-    most, lacked = 0, False
+def run_prompts(kv: KvMemory, prompts: Iterable[Sequence[int]]) -> tuple[int, bool]:
+    """Prompts in steps of 8 tokens, two of which are under way. How many ran at once, and whether one ever lacked a page."""
+    waiting, plans, step, most = deque(prompts), deque[tuple[_Running, int]](), 0, 0
+    running: list[_Running] = []
     while waiting or running:
         while waiting:
             hashes: list[bytes] = []
-            kv.extend_hashes(hashes, ROOT, range(100 * waiting[0], 100 * waiting[0] + 40))
-            pages = kv.open(hashes, 40, 40, 8, 0)
+            kv.extend_hashes(hashes, ROOT, waiting[0])
+            pages = kv.open(hashes, len(waiting[0]), len(waiting[0]), 8, step)
             if pages is None:
                 break
-            running.append([waiting.pop(0), pages, hashes, 0])
+            running.append(_Running(pages, hashes, len(waiting.popleft()), pages.computed))
         most = max(most, len(running))
-        held = [pages for _, pages, _, _ in running]
         for each in running:
-            if len(plans) == 2 or each[3] == 40:
+            if len(plans) == 2 or each.planned == each.tokens:
                 continue
-            if each[1].grow(each[3], each[3] + 8) is None:
+            stop = min((each.planned // 8 + 1) * 8, each.tokens)
+            if each.pages.grow(each.planned, stop) is None:
                 return most, True
-            each[3] += 8
-            plans.append((each[0], each[3]))
-            kv.check_integrity(held)
-        number, stop = plans.popleft()
-        each = next(each for each in running if each[0] == number)
-        each[1].advance(stop, each[2], 1)
-        if stop == 40:
-            each[1].end_prefill(each[2], 1, goes_on=False)
-            each[1].close(1)
+            each.planned = stop
+            plans.append((each, stop))
+            kv.check_integrity([other.pages for other in running])
+        step += 1
+        each, stop = plans.popleft()
+        each.pages.advance(stop, each.hashes, step)
+        kv.check_integrity([other.pages for other in running])
+        if stop == each.tokens:
+            each.pages.end_prefill(each.hashes, step, goes_on=False)
+            each.pages.close(step)
             running.remove(each)
     assert kv.allocator.used_large == 0
-    return most, lacked
+    return most, False
+
+
+@dataclass(eq=False)
+class _Running:
+    pages: SequencePages
+    hashes: list[bytes]
+    tokens: int
+    planned: int
+
+
+def two_prompts(num_large: int) -> tuple[int, bool]:
+    """See `run_prompts`. Each takes 10 pages for full attention, and 4 for its window; 4 more are enough for both."""
+    kv = KvMemory(plan_layout((FULL, window(8)), 4, 8), num_large, common_late_tokens=16)
+    return run_prompts(kv, [range(100 * number, 100 * number + 40) for number in range(2)])
 
 
 def test_prompts_of_a_prefill_server_share_the_pages_for_runs_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert two_prompts(18) == (1, False)
     assert two_prompts(31) == (1, False)
     assert two_prompts(32) == (2, False)
-    monkeypatch.setattr(KvMemory, "can_go_on", lambda self, beside=(): True)
+    monkeypatch.setattr(KvMemory, "can_go_on", lambda self, after=(): True)
     monkeypatch.setattr(KvMemory, "check_integrity", lambda self, holders: None)
     assert two_prompts(28) == (2, True), "without asking for them, they are not there"
+
+
+@pytest.mark.parametrize("num_large", range(14, 60, 3))
+def test_a_checkpoint_takes_no_large_page_that_runs_under_way_may_come_to_need(num_large: int) -> None:
+    groups = (
+        GroupSpec("full", GroupKind.FULL, 16),
+        GroupSpec("window", GroupKind.WINDOW, 24, window_tokens=8),
+        GroupSpec("state", GroupKind.STATE, 8),
+    )
+    kv = KvMemory(plan_layout(groups, 4, 8), num_large, common_late_tokens=16)
+    rng = Random(num_large)
+    lengths = [rng.choice((16, 24, 40, 64)) for _ in range(12)]
+    _, lacked = run_prompts(kv, [range(100 * i, 100 * i + length) for i, length in enumerate(lengths)])
+    assert not lacked
 
 
 def test_without_room_for_another_state_one_goes_on_in_place_and_makes_no_checkpoint() -> None:
