@@ -3,6 +3,9 @@
     host     begin() ──> Move                 done()? no     done()? yes: ok()
     stream            [ kernel ... │verdict][mark]
 
+Moves that are begun one right after the other overlap (staging/kernels): one begins while the last programs of the one before
+it are at work. Behind a page table or a zeroing a move is ordered: it waits for all that was asked for before it.
+
 A verdict is a number in pinned memory, which the last program of a scatter writes: to read it takes no copy, only the
 mark behind it. What the host does for a move counts, for it can take as long as the move: so marks, verdicts and the memory
 of page tables are used again, and nothing is timed on the device. Knows streams, marks and verdicts; nothing of how bytes
@@ -24,6 +27,7 @@ from disagg.staging.rows import PagedRows, PageShape
 
 UNDECIDED = 0
 TABLE_IDS = 1 << 16  # of page tables that lie side by side
+LINE_IDS = 16  # of a line of the device's caches, of 128 bytes
 VERDICTS = 256  # are made at a time; there are as many as scatters were ever under way at once
 
 
@@ -78,7 +82,8 @@ class CudaQueue:
 class _PageTables:
     """Page tables, side by side in memory that is copied from the host to the device part by part.
 
-    A table keeps the memory that it lies in, however many others that holds.
+    A table keeps the memory that it lies in, however many others that holds. Each begins with a line of the caches: kernels
+    that read the one before it have not loaded any of it before it was there.
     """
 
     def __init__(self, queue: Queue, device: torch.device) -> None:
@@ -92,7 +97,7 @@ class _PageTables:
         if self._used + len(page_ids) > len(self._numbers):
             self._make(max(TABLE_IDS, len(page_ids)))
         where = slice(self._used, self._used + len(page_ids))
-        self._used = where.stop
+        self._used = -(-where.stop // LINE_IDS) * LINE_IDS
         self._numbers[where] = page_ids
         return self._there[where].copy_(self._here[where], non_blocking=True)
 
@@ -186,8 +191,10 @@ class TritonMover:
         self._tables = _PageTables(queue, device)
         self._verdicts = _Verdicts(queue)
         self._sums = torch.zeros(SUMS, dtype=torch.int64, device=device)
+        self._ordered = True  # whether the next launch is: something else was asked for since the last one
 
     def pages(self, page_ids: Sequence[int]) -> torch.Tensor:
+        self._ordered = True
         return self._tables.add(page_ids)
 
     def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
@@ -201,7 +208,7 @@ class TritonMover:
 
         def begin(into: torch.Tensor) -> Move:
             assert (into.data_ptr() - address) % PLANNED_ALIGN == 0, "planned for memory aligned otherwise"
-            launch(into, self._sums)
+            launch(into, self._sums, self._takes_order())
             return _QueuedMove(nbytes, self._queue, self._verdicts, None)
 
         return begin
@@ -212,11 +219,17 @@ class TritonMover:
 
         def begin() -> Move:
             verdict = self._verdicts.take()
-            launch(staging, verdict.where)
+            launch(staging, verdict.where, self._takes_order())
             return _QueuedMove(nbytes, self._queue, self._verdicts, verdict)
 
         return begin
 
     def zero(self, pool: torch.Tensor, page_ids: torch.Tensor) -> Move:
+        self._ordered = True
         pool.index_fill_(0, page_ids, 0)
         return _QueuedMove(0, self._queue, self._verdicts, None)
+
+    def _takes_order(self) -> bool:
+        """Whether the launch that begins now is ordered; those behind it need not be."""
+        ordered, self._ordered = self._ordered, False
+        return ordered
