@@ -71,6 +71,7 @@ _WORD_PROGRAMS = 1024
 _NUM_WARPS = 4
 _LEAST_RUN_BLOCK = 64  # words: shorter loads are not worth having no idle lanes
 _MOST_PROGRAMS = (1 << 20) - 1  # that `_settle` can count
+_MOST_GRID_ROWS = (1 << 16) - 1  # CUDA's limit of a grid's second dimension
 _MOST_STRIP_BYTES = 1 << 32  # places in a strip are 32-bit numbers of words
 _MOST_PAGE_BYTES = (1 << 31) - 1  # like all numbers that kernels are given
 _TENSORS = ("pool", "staging", "page_ids", "sums", "verdict")  # first arguments of either kernel
@@ -201,7 +202,6 @@ def _end(
 _ANYWHERE = ("page_ids", "sums", "verdict")
 _RUN_NUMBERS = (
     "ordered",
-    "parts",
     "heads",
     "kv_heads",
     "first_strip",
@@ -226,7 +226,6 @@ def _move_runs(
     sums,
     verdict,
     ordered,  # whether to wait first for all that is before it on the stream
-    parts,  # of a strip, each moved by a program
     heads,  # of the piece
     kv_heads,  # of a page
     first_strip,  # of the piece, counted in a page
@@ -249,19 +248,16 @@ def _move_runs(
     RUN_TILES: tl.constexpr,
     SUM_BLOCK: tl.constexpr,
 ):
-    """Grid: [parts of a strip * strips]. pool, staging: int64.
+    """Grid: [parts of a strip, strips] of a gather, [strips, parts] of a scatter. pool, staging: int64.
 
     Lanes are LANE_WORDS words: products with it tell the compiler how everything is aligned. Programs are in the order of
     what they write: a gather's take strip after strip, a scatter's all strips of some pages before those of the next.
     """
     _begin(ordered, OVERLAP)
-    programs = tl.num_programs(0)
-    program = tl.program_id(0)
-    strips = programs // parts
-    if GATHER:
-        strip, part = program // parts, program % parts
-    else:
-        strip, part = program % strips, program // strips
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    strips = tl.num_programs(1 if GATHER else 0)
+    strip = tl.program_id(1 if GATHER else 0)
+    part = tl.program_id(0 if GATHER else 1)
     plane, head = strip // heads, strip % heads  # planes of all layers in turn
     strip = strip.to(tl.int64)
     strip_words = strip_lanes * LANE_WORDS
@@ -481,7 +477,7 @@ def plan_launch(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verd
     planes, page_bytes = piece.layers * shape.planes, rows.pool.stride(0)
     strips = planes * heads
     assert sums.dtype is torch.int64
-    assert strips <= _MOST_PROGRAMS, f"{piece} has too many strips of {shape}"
+    assert strips <= _MOST_GRID_ROWS, f"{piece} has too many strips of {shape}"
     assert piece.tokens * shape.row_bytes <= _MOST_STRIP_BYTES, f"{piece} is too long for {shape}"
     assert page_bytes <= _MOST_PAGE_BYTES, f"pages are {page_bytes} bytes apart"
 
@@ -512,10 +508,9 @@ def plan_launch(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verd
         run_tiles = -(-run_words // run_block)
         pages = rows.stop - rows.first
         strip_tiles = -(-pages // page_block) * run_tiles
-        program_tiles = max(_PROGRAM_TILES, -(-strip_tiles // (_MOST_PROGRAMS // strips)))
+        program_tiles = max(_PROGRAM_TILES, -(-strip_tiles // min(_MOST_PROGRAMS // strips, _MOST_GRID_ROWS)))
         parts = -(-strip_tiles // program_tiles)
         numbers |= {
-            "parts": parts,
             "heads": heads,
             "strip_lanes": piece.tokens * row_lanes,
             "run_lanes": shape.page_tokens * row_lanes,
@@ -532,7 +527,8 @@ def plan_launch(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verd
             "RUN_TILES": run_tiles,
             "SUM_BLOCK": min(_SUM_BLOCK, page_block * run_block),
         }
-        return Launch(_move_runs, (parts * strips, 1, 1), tl.int64, tensors, numbers, constants)
+        grid = (parts, strips, 1) if verdict is None else (strips, parts, 1)
+        return Launch(_move_runs, grid, tl.int64, tensors, numbers, constants)
     unit_bytes = next(n for n in _UNITS if aligned % n == 0)
     numbers |= {
         "heads": heads,
