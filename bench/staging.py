@@ -2,12 +2,14 @@
 
 KV of Llama-3.1-8B (32 layers, 8 KV heads of 128 dims, bfloat16) in random pages; for each pair of TP sizes the slice that
 one prefill rank sends to one decode rank, gathered from the one's pages and scattered into the other's. The copy moves as
-many contiguous bytes from one buffer to another (`Tensor.copy_`, a device-to-device memcpy).
+many contiguous bytes from one buffer to another (`Tensor.copy_`, a device-to-device memcpy). Copies and moves are launched
+back to back on one stream, with an event behind each, as the mover does it: so moves overlap where the device lets them.
 
 Rates count bytes read and bytes written. Every launch of a round works on other bytes than the last, until at least
 FOOTPRINT_BYTES were touched, so that neither side finds its input in the level-2 cache; the device is kept busy while a
 round is being launched, so that it never waits for Python; rounds of copy, gather and scatter alternate, and medians are
-compared. What scatter brings back is compared with what gather took.
+compared. Before that, what scatters bring back is compared with what gathers took, and damage must be found out, both with
+launches back to back.
 
 Goals, on one H200: at least 95% of the copy's rate from 32 MiB up; the checksum costs at most 3%.
 """
@@ -25,7 +27,7 @@ import torch
 from msgspec import Struct
 
 from disagg.messages.lane import Piece
-from disagg.staging.kernels import SUMS, VERDICT_OK, Launch, plan_launch
+from disagg.staging.kernels import SUMS, VERDICT_OK, VERDICT_WRONG, Launch, Launcher, plan_launch
 from disagg.staging.mover import PLANNED_ALIGN
 from disagg.staging.pieces import framed_bytes
 from disagg.staging.rows import PagedRows, PageShape
@@ -87,8 +89,9 @@ class Rates(Struct, frozen=True):
 class Memory:
     """Everything that the launches of one case touch, `copies` times over."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, launcher: Launcher) -> None:
         self.case = case
+        self._launcher = launcher
         self.copies = max(2, min(MOST_LAUNCHES, -(-FOOTPRINT_BYTES // case.payload)))
         framed = framed_bytes(case.payload)
         self.entry_bytes = -(-framed // PLANNED_ALIGN) * PLANNED_ALIGN
@@ -98,7 +101,7 @@ class Memory:
         self.plain = self.staging[:, : case.payload]
         self.target = torch.empty(self.copies, case.payload, dtype=torch.uint8, device="cuda")
         self.sums = torch.zeros(SUMS, dtype=torch.int64, device="cuda")
-        self.verdict = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self.verdicts = torch.zeros(self.copies, dtype=torch.int64, pin_memory=True)
 
     def _pool(self, shape: PageShape) -> tuple[torch.Tensor, torch.Tensor]:
         """(random pages [num_pages, page bytes] uint8, a page table for each copy [copies, pages] int64)."""
@@ -108,9 +111,10 @@ class Memory:
         tables = torch.randperm(pages, device="cuda").view(self.copies, -1)
         return words.view(torch.uint8).view(pages, -1), tables
 
-    def gather(self, copy: int, checksum: bool = True) -> Launch:
-        launch = plan_launch(self.sent(copy, self.src_pages[copy]), self.staging[copy], self.sums, None)
-        return launch if checksum else _without_checksum(launch)
+    def gather(self, copy: int, checksum: bool = True) -> Callable[[], object]:
+        return self._bound(
+            plan_launch(self.sent(copy, self.src_pages[copy]), self.staging[copy], self.sums, None), checksum
+        )
 
     def sent(self, copy: int, pages: torch.Tensor) -> PagedRows:
         """pages: as in src_pages."""
@@ -118,29 +122,55 @@ class Memory:
         shape = case.shape(case.src_tp)
         return PagedRows(self.src, pages, shape, case.piece, where.src_head_start, where.heads, SEED + copy)
 
-    def scatter(self, copy: int, checksum: bool = True) -> Launch:
+    def scatter(self, copy: int, checksum: bool = True) -> Callable[[], object]:
         case, where = self.case, self.case.slice
         shape, pages = case.shape(case.dst_tp), self.dst_pages[copy]
         rows = PagedRows(self.dst, pages, shape, case.piece, where.dst_head_start, where.heads, SEED + copy)
-        launch = plan_launch(rows, self.staging[copy], self.sums, self.verdict)
-        return launch if checksum else _without_checksum(launch)
+        return self._bound(plan_launch(rows, self.staging[copy], self.sums, self.verdicts[copy : copy + 1]), checksum)
+
+    def _bound(self, launch: Launch, checksum: bool) -> Callable[[], object]:
+        """As the mover begins a move behind another."""
+        if not checksum:
+            launch = msgspec.structs.replace(launch, constants=launch.constants | {"CHECKSUM": False})
+        begin, tensors = self._launcher.bind(launch), launch.tensors
+        return lambda: begin(tensors["staging"], tensors["verdict"], False)
 
     def copy(self, copy: int) -> Callable[[], object]:
         return lambda: self.target[copy].copy_(self.plain[copy])
 
     def check(self) -> None:
-        """Every piece that was gathered is scattered and found again, bit for bit. Raises AssertionError."""
+        """Every piece that was gathered is scattered and found again, bit for bit, and no other. Raises AssertionError."""
         case, where = self.case, self.case.slice
+        torch.cuda.synchronize()  # what launches move is in place before the first of them
+        gathers, scatters = ([plan(copy) for copy in range(self.copies)] for plan in (self.gather, self.scatter))
+        for begin in gathers:
+            begin()
+        damaged = range(0, self.copies, 3)
+        for copy in damaged:  # anywhere, the trailer included
+            self._flip_bit(copy)
+        self._check_verdicts(scatters, dict.fromkeys(damaged, VERDICT_WRONG))
+        for copy in damaged:
+            self._flip_bit(copy)
+        self._check_verdicts(scatters, {})
         for copy in range(self.copies):
-            self.gather(copy)()
-            self.verdict.zero_()
-            self.scatter(copy)()
-            torch.cuda.synchronize()
-            assert int(self.verdict) == VERDICT_OK, f"{case}: the checksum of copy {copy} is wrong"
             for layer in range(0, LAYERS, 7):
                 sent = self._rows(self.src, self.src_pages[copy], case.src_tp, layer, where.src_head_start)
                 landed = self._rows(self.dst, self.dst_pages[copy], case.dst_tp, layer, where.dst_head_start)
                 assert torch.equal(sent, landed), f"{case}: layer {layer} of copy {copy} differs"
+
+    def _check_verdicts(self, scatters: Sequence[Callable[[], object]], other: dict[int, int]) -> None:
+        """other: than VERDICT_OK, by copy."""
+        torch.cuda.synchronize()
+        self.verdicts.zero_()
+        for begin in scatters:
+            begin()
+        torch.cuda.synchronize()
+        wanted = [other.get(copy, VERDICT_OK) for copy in range(self.copies)]
+        assert self.verdicts.tolist() == wanted, f"{self.case}: verdicts {self.verdicts.tolist()}, not {wanted}"
+
+    def _flip_bit(self, copy: int) -> None:
+        bit = (copy + 1) * 0x9E3779B1 % (8 * framed_bytes(self.case.payload))
+        self.staging[copy, bit // 8] ^= 1 << bit % 8
 
     def _rows(self, pool: torch.Tensor, pages: torch.Tensor, tp: int, layer: int, head: int) -> torch.Tensor:
         """[whole pages, planes, heads, page_tokens, words of a row] of one layer."""
@@ -150,12 +180,8 @@ class Memory:
         return view[:, layer, :, head : head + self.case.slice.heads].index_select(0, whole)
 
 
-def _without_checksum(launch: Launch) -> Launch:
-    return msgspec.structs.replace(launch, constants=launch.constants | {"CHECKSUM": False})
-
-
-def measure(case: Case, rounds: int, mover: TritonMover) -> Rates:
-    memory = Memory(case)
+def measure(case: Case, rounds: int, mover: TritonMover, launcher: Launcher) -> Rates:
+    memory = Memory(case, launcher)
     memory.check()
     indexes = range(memory.copies)
     works: dict[str, Sequence[Callable[[], object]]] = {
@@ -179,12 +205,14 @@ def measure(case: Case, rounds: int, mover: TritonMover) -> Rates:
 def _round(work: Sequence[Callable[[], object]]) -> float:
     """Seconds per launch on the device."""
     busy_cycles = BUSY_CYCLES + BUSY_CYCLES_PER_LAUNCH * len(work)
+    marks = [torch.cuda.Event() for _ in work]
     while True:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(busy_cycles)
         begin.record()
-        for each in work:
+        for each, mark in zip(work, marks, strict=True):
             each()
+            mark.record()
         in_time = not begin.query()
         end.record()
         end.synchronize()
@@ -209,6 +237,24 @@ def _host_seconds(memory: Memory, mover: TritonMover) -> tuple[float, float]:
     return (times[1] - times[0]) / memory.copies, (times[2] - times[1]) / memory.copies
 
 
+def _print_ranges(measured: dict[tuple[int, int], list[Rates]]) -> None:
+    """measured: of all TP pairs, by payload and tokens of a page."""
+    print("\n| MiB | page tokens | copy GB/s | gather | without sum | scatter | without sum |")
+    print("|---:|---:|---:|---:|---:|---:|---:|")
+    for (payload, page_tokens), rates in sorted(measured.items()):
+        copied = statistics.median(2 * payload / r.copy / 1e9 for r in rates)
+        spans = [
+            _span([r.copy / seconds for r, seconds in zip(rates, each, strict=True)])
+            for each in zip(*((r.gather, r.gather_plain, r.scatter, r.scatter_plain) for r in rates), strict=True)
+        ]
+        print(f"| {payload // MIB} | {page_tokens} | {copied:.0f} | {' | '.join(spans)} |")
+
+
+def _span(shares: Sequence[float]) -> str:
+    low, high = (f"{share:.2f}" for share in (min(shares), max(shares)))
+    return low if low == high else f"{low} to {high}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="medians of so many")
@@ -220,19 +266,21 @@ def main() -> int:
         return 2
     torch.manual_seed(0)
     device = torch.device("cuda")
-    mover = TritonMover(device, CudaQueue(device))
+    queue = CudaQueue(device)  # from here on, all is done on its stream
+    mover, launcher = TritonMover(device, queue), Launcher(queue.handle)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; rates are shares of the copy's\n")
     print(
         "| TP | page | tokens | MiB | copy GB/s | gather | without sum | scatter | without sum | plan us | begin us |"
     )
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    measured: dict[tuple[int, int], list[Rates]] = {}
     costs: list[float] = []
     shares: list[float] = []
     for src_tp, dst_tp in TP_PAIRS:
         for page_tokens in arguments.page_tokens:
             for tokens in arguments.tokens:
                 case = Case(tokens, page_tokens, src_tp, dst_tp)
-                r = measure(case, arguments.rounds, mover)
+                r = measure(case, arguments.rounds, mover, launcher)
                 print(
                     f"| {src_tp}:{dst_tp} | {page_tokens} | {tokens} | {case.payload / MIB:.0f} "
                     f"| {2 * case.payload / r.copy / 1e9:.0f} | {r.copy / r.gather:.3f} | {r.copy / r.gather_plain:.3f} "
@@ -240,9 +288,11 @@ def main() -> int:
                     flush=True,
                 )
                 if case.payload >= 32 * MIB:
+                    measured.setdefault((case.payload, page_tokens), []).append(r)
                     shares += [r.copy / r.gather, r.copy / r.scatter]
                     costs += [1 - r.gather_plain / r.gather, 1 - r.scatter_plain / r.scatter]
     if shares:
+        _print_ranges(measured)
         print(
             f"\nfrom 32 MiB up: at least {min(shares):.3f} of the copy's rate (goal 0.95), median "
             f"{statistics.median(shares):.3f}; the checksum costs at most {max(costs):.1%} (goal 3%), median "

@@ -19,13 +19,30 @@ the trailer and leaves the verdict (scatter), and sets them back to zero for the
 partial sums and a second stage that adds them up, would also have to find out which program is the last, and then read
 them. A scatter has written its rows when it knows its verdict: see staging/mover.
 
+Where the device can (`_overlaps`), a launch begins while the one before it on the stream ends: its programs take the places
+that are left empty as soon as all programs of that one have begun (programmatic dependent launch).
+
+    launch n      [program][program]...[program][sums meet]
+    launch n + 1                   [program][program]...   until n is complete   [sums meet]
+
+Until n is complete, n + 1 reads its page table and the trailer that it is to find, and moves rows; each of its programs waits
+for that before it touches the sums, and so before the launch writes a trailer or a verdict. Hence launches take turns at the
+sums, none is complete before those launched before it are, and an event behind one stands behind all of them. What n + 1
+moves must not depend on what launches before it move: that is the mover's rule (staging/mover). Anything else that was asked
+of the stream just before a launch must be over when it begins, so such a launch is *ordered*: its programs first wait for all
+that is before it, and let the next launch begin only then.
+
+Rows and trailers are loaded past the first-level cache (".cg"), which would keep nothing that is read again, and so never
+finds in it what lay in the same place of staging before. Page ids are read again by every strip, and do go through it; no
+two tables share a line of it (staging/triton_mover).
+
 What was tried and what it brought is in docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -46,12 +63,15 @@ VERDICT_WRONG = 2
 _LANE_BYTES = (16, 8)  # of one load of `_move_runs`, widest first
 _UNITS = {4: tl.int32, 2: tl.int16, 1: tl.uint8}  # of one load of `_move_words`, by their bytes, widest first
 _TILE_WORDS = 2048
+_MOST_RUN_BLOCK = 512  # words: of several pages a tile is moved faster than of one
+_SUM_BLOCK = 256  # terms that a program adds up side by side: two of each thread
 _PROGRAM_TILES = 2  # one after another: more make the last wave of programs longer, fewer cost more atomic additions
 _WORD_BLOCK = 256  # words of staging that a program of `_move_words` takes at a time
 _WORD_PROGRAMS = 1024
 _NUM_WARPS = 4
 _LEAST_RUN_BLOCK = 64  # words: shorter loads are not worth having no idle lanes
-_MOST_PROGRAMS = (1 << 15) - 1  # that `_settle` can count
+_MOST_PROGRAMS = (1 << 20) - 1  # that `_settle` can count
+_MOST_GRID_ROWS = (1 << 16) - 1  # CUDA's limit of a grid's second dimension
 _MOST_STRIP_BYTES = 1 << 32  # places in a strip are 32-bit numbers of words
 _MOST_PAGE_BYTES = (1 << 31) - 1  # like all numbers that kernels are given
 _TENSORS = ("pool", "staging", "page_ids", "sums", "verdict")  # first arguments of either kernel
@@ -62,10 +82,15 @@ _MIX_1 = tl.constexpr(MIX_1)
 _MIX_2 = tl.constexpr(MIX_2)
 _OK = tl.constexpr(VERDICT_OK)
 _WRONG = tl.constexpr(VERDICT_WRONG)
-_COUNT_BIT = tl.constexpr(47)
-_ONE = tl.constexpr(1 << 47)
-_SETTLED = tl.constexpr(1 << 62)
-_MISMATCH = tl.constexpr(-(1 << 63))
+_LOW_BITS = tl.constexpr(24)  # how the two sums are laid out: see `_settle`
+_LOW = tl.constexpr((1 << 24) - 1)
+_LOW_BYTES = tl.constexpr(3)
+_CARRY = tl.constexpr((1 << 44) - (1 << 24))
+_LOW_COUNT_BIT = tl.constexpr(44)
+_LOW_ONE = tl.constexpr(1 << 44)
+_HIGH_COUNT = tl.constexpr((1 << 20) - 1)
+_SETTLED = tl.constexpr(1 << 20)
+_WRONG_LOW = tl.constexpr(1 << 21)
 
 
 @triton.jit
@@ -92,44 +117,92 @@ def _settle(total, sums, trailer, expected, verdict, programs, GATHER: tl.conste
 
     trailer: int64, behind the last word. expected: what is there when a scatter begins.
 
-        bit        63        62       47                        0
-        sums[0]           │ programs │ sum of their low halves  │
-        sums[1]    wrong│settled│ programs │ sum of their high halves, and the carry │
+        bit       63        44                24                       0
+        sums[0]   │ programs │ carry            sum of their lowest 24 bits │
+        sums[1]   │ sum of their other 40 bits │   │wrong│settled│ programs │
+                                               23  21    20      19       0
 
-    Whoever completes the low halves knows the lower half of the trailer, and settles it: writes or compares it, and adds
-    the carry to sums[1]. Whoever finds sums[1] complete and settled does the rest. Usually that is the same program, so
-    there is one round trip to memory at the end, and never a fence: all that a program needs to know of others comes with
-    the count that tells it so.
+    Whoever completes sums[0] knows the lowest bits of the trailer, and settles them: writes or compares them, and adds the
+    carry to sums[1]. Whoever finds sums[1] complete and settled does the rest. Usually that is the same program, so there is
+    one round trip to memory at the end, and never a fence: all that a program needs to know of others comes with the count
+    that tells it so.
     """
-    low = (total & 0xFFFFFFFF).to(tl.int64) + _ONE
-    high = (total >> 32).to(tl.int64) + _ONE
-    lows = tl.atomic_add(sums, low, sem="relaxed") + low
-    highs = tl.atomic_add(sums + 1, high, sem="relaxed") + high
-    halves = trailer.to(tl.pointer_type(tl.int32), bitcast=True)
-    if (lows >> _COUNT_BIT) == programs:
+    which = tl.arange(0, 2)
+    low, high = total & _LOW, total - (total & _LOW)
+    part = tl.where(which == 0, low + _LOW_ONE, high + 1)
+    # Both in one instruction, so that a program waits for memory once.
+    now = _add(sums + which, part) + part
+    lows, highs = tl.sum(tl.where(which == 0, now, 0), 0), tl.sum(tl.where(which == 1, now, 0), 0)
+    wanted = expected.to(tl.uint64, bitcast=True)
+    if (lows >> _LOW_COUNT_BIT) == programs:
         tl.store(sums, 0)
-        more = ((lows & (_ONE - 1)) >> 32) + _SETTLED
+        more = (lows & _CARRY) + _SETTLED
         if GATHER:
-            tl.store(halves, lows.to(tl.int32))
-        else:
-            more += tl.where(lows.to(tl.int32) == expected.to(tl.int32), 0, _MISMATCH)
-        if ((highs >> _COUNT_BIT) & 0x7FFF) == programs:
+            _store_bytes(trailer, lows, 0, _LOW_BYTES)
+        elif (lows & _LOW) != (wanted & _LOW):
+            more += _WRONG_LOW
+        if (highs & _HIGH_COUNT) == programs:
             highs += more  # nobody else adds to it any more
         else:
-            highs = tl.atomic_add(sums + 1, more, sem="relaxed") + more
-    if ((highs >> _COUNT_BIT) & 0xFFFF) == programs + 0x8000:
+            highs = _add(sums + 1, more) + more
+    if (highs & (_HIGH_COUNT | _SETTLED)) == (programs | _SETTLED):
         tl.store(sums + 1, 0)
         if GATHER:
-            tl.store(halves + 1, highs.to(tl.int32))
+            _store_bytes(trailer, highs, _LOW_BYTES, 8)
         else:
-            right = (highs >= 0) & (highs.to(tl.int32) == (expected >> 32).to(tl.int32))
+            right = ((highs & _WRONG_LOW) == 0) & ((highs >> _LOW_BITS) == (wanted >> _LOW_BITS))
             tl.store(verdict, tl.where(right, _OK, _WRONG))
+
+
+@triton.jit
+def _add(sums, parts):
+    """What was there, as uint64. sums: int64; parts: uint64."""
+    return tl.atomic_add(sums, parts.to(tl.int64, bitcast=True), sem="relaxed").to(tl.uint64, bitcast=True)
+
+
+@triton.jit
+def _store_bytes(where, value, START: tl.constexpr, STOP: tl.constexpr):
+    """Bytes [START, STOP) of a uint64. where: int64."""
+    place = tl.arange(0, 8)
+    byte = (value >> (place * 8).to(tl.uint64)).to(tl.uint8)
+    tl.store(where.to(tl.pointer_type(tl.uint8), bitcast=True) + place, byte, mask=(place >= START) & (place < STOP))
+
+
+@triton.jit
+def _begin(ordered, OVERLAP: tl.constexpr):
+    """To be called before anything is read or written."""
+    if OVERLAP:
+        if ordered != 0:
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _end(
+    total,
+    sums,
+    trailer,
+    expected,
+    verdict,
+    programs,
+    GATHER: tl.constexpr,
+    CHECKSUM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """To be called by every program when it has moved its rows. total: uint64, sums of its terms, side by side."""
+    whole = tl.sum(total, 0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    if CHECKSUM:
+        _settle(whole, sums, trailer, expected, verdict, programs.to(tl.uint64), GATHER)
 
 
 # No value of an argument may make Triton compile again while pieces are waiting: neither a number, nor where a page table
 # or a verdict happens to begin.
 _ANYWHERE = ("page_ids", "sums", "verdict")
 _RUN_NUMBERS = (
+    "ordered",
+    "heads",
     "kv_heads",
     "first_strip",
     "strip_lanes",
@@ -152,6 +225,8 @@ def _move_runs(
     page_ids,
     sums,
     verdict,
+    ordered,  # whether to wait first for all that is before it on the stream
+    heads,  # of the piece
     kv_heads,  # of a page
     first_strip,  # of the piece, counted in a page
     strip_lanes,
@@ -166,24 +241,27 @@ def _move_runs(
     key_high,
     GATHER: tl.constexpr,
     CHECKSUM: tl.constexpr,
+    OVERLAP: tl.constexpr,
     LANE_WORDS: tl.constexpr,
     PAGE_BLOCK: tl.constexpr,
     RUN_BLOCK: tl.constexpr,
     RUN_TILES: tl.constexpr,
+    SUM_BLOCK: tl.constexpr,
 ):
-    """Grid: [programs of a strip, heads, layers * planes] of the piece. pool, staging: int64.
+    """Grid: [parts of a strip, strips] of a gather, [strips, parts] of a scatter. pool, staging: int64.
 
-    Lanes are LANE_WORDS words: products with it tell the compiler how everything is aligned.
+    Lanes are LANE_WORDS words: products with it tell the compiler how everything is aligned. Programs are in the order of
+    what they write: a gather's take strip after strip, a scatter's all strips of some pages before those of the next.
     """
-    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    _begin(ordered, OVERLAP)
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    strips = tl.num_programs(1 if GATHER else 0)
+    strip = tl.program_id(1 if GATHER else 0)
+    part = tl.program_id(0 if GATHER else 1)
+    plane, head = strip // heads, strip % heads  # planes of all layers in turn
+    strip = strip.to(tl.int64)
     strip_words = strip_lanes * LANE_WORDS
     run_words = run_lanes * LANE_WORDS
-    part = tl.program_id(0)  # of the strip
-    head = tl.program_id(1)
-    heads = tl.num_programs(1)
-    plane = tl.program_id(2)  # planes of all layers in turn
-    strips = heads * tl.num_programs(2)
-    strip = (plane * heads + head).to(tl.int64)
     paged_strip = (first_strip + plane * kv_heads + head).to(tl.int64)
     pool += paged_strip * run_words
     staging_strip = staging + strip * strip_words
@@ -195,8 +273,8 @@ def _move_runs(
     trailer = staging + strips.to(tl.int64) * strip_words
     expected = tl.zeros([], dtype=tl.int64)
     if CHECKSUM and not GATHER:
-        expected = tl.load(trailer)
-    total = tl.zeros([RUN_BLOCK], dtype=tl.uint64)
+        expected = tl.load(trailer, cache_modifier=".cg")
+    total = tl.zeros([SUM_BLOCK], dtype=tl.uint64)
     tile = part * program_tiles
     end = tl.minimum(tile + program_tiles, strip_tiles)
     while tile < end:
@@ -211,21 +289,22 @@ def _move_runs(
         in_staging = staging_strip + place
         mask = (column < run_words)[None, :] & (place >= 0) & (place < strip_words)
         if GATHER:
-            words = tl.load(in_pool, mask=mask, other=0)
+            words = tl.load(in_pool, mask=mask, other=0, cache_modifier=".cg")
             tl.store(in_staging, words, mask=mask)
         else:
-            words = tl.load(in_staging, mask=mask, other=0)
+            words = tl.load(in_staging, mask=mask, other=0, cache_modifier=".cg")
             tl.store(in_pool, words, mask=mask)
         if CHECKSUM:
             row_key = first_key + (run + tile % RUN_TILES * RUN_BLOCK).to(tl.int64).to(tl.uint64) * _GOLDEN
-            # Adding up a tile's rows at once leaves registers for another program on the multiprocessor.
-            total += tl.sum(_nh(words.to(tl.uint64, bitcast=True), row_key[:, None] + golden[None, :], mask), 0)
+            terms = _nh(words.to(tl.uint64, bitcast=True), row_key[:, None] + golden[None, :], mask)
+            # Adding up a tile at once leaves registers for other programs on the multiprocessor.
+            total += tl.sum(tl.reshape(terms, (PAGE_BLOCK * RUN_BLOCK // SUM_BLOCK, SUM_BLOCK)), 0)
         tile += 1
-    if CHECKSUM:
-        _settle(tl.sum(total, 0), sums, trailer, expected, verdict, programs, GATHER)
+    _end(total, sums, trailer, expected, verdict, programs, GATHER, CHECKSUM, OVERLAP)
 
 
 _WORD_NUMBERS = (
+    "ordered",
     "strips",
     "heads",
     "kv_heads",
@@ -248,6 +327,7 @@ def _move_words(
     page_ids,
     sums,
     verdict,
+    ordered,  # whether to wait first for all that is before it on the stream
     strips,  # of the piece
     heads,  # of the piece
     kv_heads,  # of a page
@@ -262,10 +342,12 @@ def _move_words(
     key_high,
     GATHER: tl.constexpr,
     CHECKSUM: tl.constexpr,
+    OVERLAP: tl.constexpr,
     UNIT_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """pool, staging: integers of UNIT_BYTES."""
+    _begin(ordered, OVERLAP)
     PER_WORD: tl.constexpr = 8 // UNIT_BYTES
     strip_units = tokens.to(tl.int64) * row_units
     units = strips * strip_units
@@ -275,7 +357,7 @@ def _move_words(
     trailer = (staging + words * PER_WORD).to(tl.pointer_type(tl.int64), bitcast=True)
     expected = tl.zeros([], dtype=tl.int64)
     if CHECKSUM and not GATHER:
-        expected = tl.load(trailer)
+        expected = tl.load(trailer, cache_modifier=".cg")
     total = tl.zeros([BLOCK], dtype=tl.uint64)
     block = tl.program_id(0)
     while block * BLOCK < words:
@@ -290,10 +372,10 @@ def _move_words(
         in_pool = pool + ids * page_units + in_page
         staged = (word < words)[:, None]
         if GATHER:
-            read = tl.load(in_pool, mask=valid, other=0)
+            read = tl.load(in_pool, mask=valid, other=0, cache_modifier=".cg")
             tl.store(staging + unit, read, mask=staged)
         else:
-            read = tl.load(staging + unit, mask=staged, other=0)
+            read = tl.load(staging + unit, mask=staged, other=0, cache_modifier=".cg")
             tl.store(in_pool, read, mask=valid)
         if CHECKSUM:
             bits = read.to(tl.uint64) & ((1 << (8 * UNIT_BYTES)) - 1)  # without the sign
@@ -301,8 +383,7 @@ def _move_words(
             keys = start + word.to(tl.uint64) * _GOLDEN
             total += _nh(whole, keys, word < words)
         block += tl.num_programs(0)
-    if CHECKSUM:
-        _settle(tl.sum(total, 0), sums, trailer, expected, verdict, tl.num_programs(0), GATHER)
+    _end(total, sums, trailer, expected, verdict, tl.num_programs(0), GATHER, CHECKSUM, OVERLAP)
 
 
 class Launch(Struct, frozen=True, eq=False):
@@ -319,12 +400,15 @@ class Launch(Struct, frozen=True, eq=False):
     constants: dict[str, int]
 
     def __call__(self) -> None:
-        """On the current stream; returns before the device is done."""
-        self.kernel[self.grid](**self._arguments(), num_warps=_NUM_WARPS)
+        """On the current stream, ordered; returns before the device is done."""
+        self.kernel[self.grid](**self._arguments(), **self._options())
 
     def compile(self) -> Any:
         """The kernel for arguments like these, compiled if need be; nothing in Triton's interpreter. Launches nothing."""
-        return self.kernel.warmup(**self._arguments(), grid=self.grid, num_warps=_NUM_WARPS)
+        return self.kernel.warmup(**self._arguments(), grid=self.grid, **self._options())
+
+    def _options(self) -> dict[str, int | bool]:
+        return {"num_warps": _NUM_WARPS} | ({"launch_pdl": True} if self.constants["OVERLAP"] else {})
 
     def _arguments(self) -> dict[str, Any]:
         as_units = {name: triton.reinterpret(self.tensors[name], self.unit) for name in ("pool", "staging")}
@@ -352,31 +436,31 @@ class Launcher:
             self._compiled[alike] = launch.compile()
         return self._compiled[alike]
 
-    def bind(self, launch: Launch) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """The same launch, but for its staging and its verdict, with which to call what is returned.
+    def bind(self, launch: Launch) -> Callable[[torch.Tensor, torch.Tensor, bool], None]:
+        """The same launch, but for its staging, its verdict and whether it is ordered, with which to call what is returned.
 
-        Both are aligned as the launch's own, and staging is as long.
+        The tensors are aligned as the launch's own, and staging is as long.
         """
         compiled = self.compiled(launch)
         if not isinstance(compiled, CompiledKernel):  # Triton's interpreter
 
-            def interpret(staging: torch.Tensor, verdict: torch.Tensor) -> None:
+            def interpret(staging: torch.Tensor, verdict: torch.Tensor, ordered: bool) -> None:
                 msgspec.structs.replace(launch, tensors=launch.tensors | {"staging": staging, "verdict": verdict})()
 
             return interpret
         names = launch.kernel.arg_names
-        assert names[: len(_TENSORS)] == list(_TENSORS)
+        assert names[: len(_TENSORS) + 1] == [*_TENSORS, "ordered"]
         pool, page_ids, sums = (launch.tensors[name] for name in ("pool", "page_ids", "sums"))
         values = launch.numbers | launch.constants
-        rest = [values[name] for name in names[len(_TENSORS) :]]
+        rest = [values[name] for name in names[len(_TENSORS) + 1 :]]
         # The last three are Triton's hooks around a launch, and what they are told of it.
         run = partial(
             compiled.run, *launch.grid, self._stream, compiled.function, compiled.packed_metadata, *[None] * 3
         )
 
-        def begin(staging: torch.Tensor, verdict: torch.Tensor) -> None:
+        def begin(staging: torch.Tensor, verdict: torch.Tensor, ordered: bool) -> None:
             tensors = (pool, staging, page_ids, sums, verdict)
-            run(*[tensor.data_ptr() for tensor in tensors], *rest)
+            run(*[tensor.data_ptr() for tensor in tensors], int(ordered), *rest)
 
         return begin
 
@@ -393,7 +477,7 @@ def plan_launch(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verd
     planes, page_bytes = piece.layers * shape.planes, rows.pool.stride(0)
     strips = planes * heads
     assert sums.dtype is torch.int64
-    assert strips <= _MOST_PROGRAMS, f"{piece} has too many strips of {shape}"
+    assert strips <= _MOST_GRID_ROWS, f"{piece} has too many strips of {shape}"
     assert piece.tokens * shape.row_bytes <= _MOST_STRIP_BYTES, f"{piece} is too long for {shape}"
     assert page_bytes <= _MOST_PAGE_BYTES, f"pages are {page_bytes} bytes apart"
 
@@ -406,13 +490,14 @@ def plan_launch(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verd
         "verdict": sums if verdict is None else verdict,
     }
     numbers = {
+        "ordered": 1,
         "kv_heads": shape.kv_heads,
         "first_strip": piece.layer_start * shape.planes * shape.kv_heads + rows.head_start,
         "first_entry": rows.first - rows.first_page,
         "key_low": _as_int32(key),
         "key_high": _as_int32(key >> 32),
     }
-    constants = {"GATHER": verdict is None, "CHECKSUM": True}
+    constants = {"GATHER": verdict is None, "CHECKSUM": True, "OVERLAP": _overlaps(rows.pool.device)}
     aligned = shape.row_bytes | page_bytes | rows.pool.data_ptr()  # to every power of two that divides all of them
     lane_bytes = next((n for n in _LANE_BYTES if (aligned | staging.data_ptr()) % n == 0), 0)
     if lane_bytes:
@@ -423,8 +508,10 @@ def plan_launch(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verd
         run_tiles = -(-run_words // run_block)
         pages = rows.stop - rows.first
         strip_tiles = -(-pages // page_block) * run_tiles
-        program_tiles = max(_PROGRAM_TILES, -(-strip_tiles // (_MOST_PROGRAMS // strips)))
+        program_tiles = max(_PROGRAM_TILES, -(-strip_tiles // min(_MOST_PROGRAMS // strips, _MOST_GRID_ROWS)))
+        parts = -(-strip_tiles // program_tiles)
         numbers |= {
+            "heads": heads,
             "strip_lanes": piece.tokens * row_lanes,
             "run_lanes": shape.page_tokens * row_lanes,
             "page_lanes": page_bytes // lane_bytes,
@@ -438,8 +525,9 @@ def plan_launch(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verd
             "PAGE_BLOCK": page_block,
             "RUN_BLOCK": run_block,
             "RUN_TILES": run_tiles,
+            "SUM_BLOCK": min(_SUM_BLOCK, page_block * run_block),
         }
-        grid = (-(-strip_tiles // program_tiles), heads, planes)
+        grid = (parts, strips, 1) if verdict is None else (strips, parts, 1)
         return Launch(_move_runs, grid, tl.int64, tensors, numbers, constants)
     unit_bytes = next(n for n in _UNITS if aligned % n == 0)
     numbers |= {
@@ -456,11 +544,19 @@ def plan_launch(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verd
     return Launch(_move_words, (programs, 1, 1), _UNITS[unit_bytes], tensors, numbers, constants)
 
 
+@cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether launches may overlap there: on NVIDIA GPUs from Hopper on."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def run_block_words(run_words: int) -> int:
     """How many words of a run a tile has: a power of two. All of it, or a part that divides it where that is long enough."""
     divisor = run_words & -run_words
     block = divisor if divisor >= _LEAST_RUN_BLOCK else triton.next_power_of_2(run_words)
-    return min(block, _TILE_WORDS)
+    return min(block, _MOST_RUN_BLOCK, _TILE_WORDS)
 
 
 def _as_int32(bits: int) -> int:

@@ -6,10 +6,12 @@
     ...
     if move.done(): landed(move.ok())
 
-One thread makes a mover and uses it. Moves of one mover happen in the order in which they were asked for. `TorchMover`
-has done its work when a call returns; `TritonMover` has a stream of its own, on which nothing ever waits for the host,
-and which waits for no other stream: whoever asks for a gather knows that the KV is final, whoever asks for a scatter that
-nobody reads the pages yet.
+One thread makes a mover and uses it. Moves of one mover are done in the order in which they were asked for, but a gather
+or scatter may begin before the one before it is done: whoever asks for a move of what another reads or writes has seen that
+one done. Zeroing keeps its place among them: it finds all moves before it done, and is done when one behind it begins.
+`TorchMover` has done its work when a call returns; `TritonMover` has a stream of its own, on which nothing ever waits for
+the host, and which waits for no other stream: whoever asks for a gather knows that the KV is final, whoever asks for a
+scatter that nobody reads the pages yet.
 
 Of a piece that does not verify TorchMover writes nothing, while TritonMover, which reads, sums and writes in one pass, has
 written every row by then. That does no harm: the pages belong to a sequence that has not begun, and that waits for the

@@ -3,6 +3,9 @@
     host     begin() ──> Move                 done()? no     done()? yes: ok()
     stream            [ kernel ... │verdict][mark]
 
+Moves that are begun one right after the other overlap (staging/kernels): one begins while the last programs of the one before
+it are at work. Behind a page table or a zeroing a move is ordered: it waits for all that was asked for before it.
+
 A verdict is a number in pinned memory, which the last program of a scatter writes: to read it takes no copy, only the
 mark behind it. What the host does for a move counts, for it can take as long as the move: so marks, verdicts and the memory
 of page tables are used again, and nothing is timed on the device. Knows streams, marks and verdicts; nothing of how bytes
@@ -25,6 +28,7 @@ from disagg.staging.rows import PagedRows, PageShape
 
 UNDECIDED = 0
 TABLE_IDS = 1 << 16  # of page tables that lie side by side
+LINE_IDS = 16  # of a line of the device's caches, of 128 bytes
 RECENT_TABLES = 8  # are looked up before another like them is made
 FIRST_BLOCKS = 4  # of memory for them: to make one takes the host milliseconds
 VERDICTS = 256  # are made at a time; there are as many as scatters were ever under way at once
@@ -101,6 +105,8 @@ class _PageTables:
     A table is held until the last move that reads it was asked of the queue. When no table of a block is held any more, and
     the queue is through with all that it had been asked by then, the block is free. Pieces that are cut by layers have the
     same pages soon after one another, and share a table.
+
+    Each begins with a line of the caches: kernels that read the one before it have not loaded any of it before it was there.
     """
 
     def __init__(self, queue: Queue, device: torch.device) -> None:
@@ -111,26 +117,24 @@ class _PageTables:
         self._held: dict[weakref.ref[torch.Tensor], _Block] = {}
         self._recent: dict[tuple[int, ...], torch.Tensor] = {}  # oldest first
 
-    def add(self, page_ids: Sequence[int]) -> torch.Tensor:
-        """[n] int64 on the device, in place before what is asked of the queue from now on."""
-        page_ids = tuple(page_ids)
-        table = self._recent.get(page_ids)
-        if table is None:
-            if len(self._recent) == RECENT_TABLES:
-                del self._recent[next(iter(self._recent))]
-            table = self._recent[page_ids] = self._make(page_ids)
-        return table
+    def find(self, page_ids: tuple[int, ...]) -> torch.Tensor | None:
+        """[n] int64 on the device, if such a table was made lately."""
+        return self._recent.get(page_ids)
 
-    def _make(self, page_ids: tuple[int, ...]) -> torch.Tensor:
+    def make(self, page_ids: tuple[int, ...]) -> torch.Tensor:
+        """[n] int64 on the device, in place before what is asked of the queue from now on."""
+        if len(self._recent) == RECENT_TABLES:
+            del self._recent[next(iter(self._recent))]
         if self._block.left() < len(page_ids):
             self._next_block(len(page_ids))
         block = self._block
         where = slice(block.used, block.used + len(page_ids))
-        block.used = where.stop
+        block.used = -(-where.stop // LINE_IDS) * LINE_IDS
         block.numbers[where] = page_ids
         table = block.there[where].copy_(block.here[where], non_blocking=True)
         block.live += 1
         self._held[weakref.ref(table, self._let_go)] = block
+        self._recent[page_ids] = table
         return table
 
     def _next_block(self, count: int) -> None:
@@ -245,9 +249,15 @@ class TritonMover:
         self._tables = _PageTables(queue, device)
         self._verdicts = _Verdicts(queue)
         self._sums = torch.zeros(SUMS, dtype=torch.int64, device=device)
+        self._ordered = True  # whether the next launch is: something else was asked for since the last one
 
     def pages(self, page_ids: Sequence[int]) -> torch.Tensor:
-        return self._tables.add(page_ids)
+        ids = tuple(page_ids)
+        table = self._tables.find(ids)
+        if table is None:
+            table = self._tables.make(ids)
+            self._ordered = True
+        return table
 
     def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
         rows = PagedRows(pool, self.pages([0]), shape, Piece(0, 0, 1, 0, 1), head_start=0, heads=1, seed=0)
@@ -260,7 +270,7 @@ class TritonMover:
 
         def begin(into: torch.Tensor) -> Move:
             assert (into.data_ptr() - address) % PLANNED_ALIGN == 0, "planned for memory aligned otherwise"
-            launch(into, self._sums)
+            launch(into, self._sums, self._takes_order())
             return _QueuedMove(nbytes, self._queue, self._verdicts, None)
 
         return begin
@@ -271,11 +281,17 @@ class TritonMover:
 
         def begin() -> Move:
             verdict = self._verdicts.take()
-            launch(staging, verdict.where)
+            launch(staging, verdict.where, self._takes_order())
             return _QueuedMove(nbytes, self._queue, self._verdicts, verdict)
 
         return begin
 
     def zero(self, pool: torch.Tensor, page_ids: torch.Tensor) -> Move:
+        self._ordered = True
         pool.index_fill_(0, page_ids, 0)
         return _QueuedMove(0, self._queue, self._verdicts, None)
+
+    def _takes_order(self) -> bool:
+        """Whether the launch that begins now is ordered; those behind it need not be."""
+        ordered, self._ordered = self._ordered, False
+        return ordered

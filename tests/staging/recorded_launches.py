@@ -1,12 +1,17 @@
 """Launches kernels through Triton with a driver that only notes what it is told: `python -m tests.staging.recorded_launches`.
 
-Prints, as JSON, what a call of each kernel and what the same launch, bound, gave the driver. Kernels are compiled for a GPU
-that need not be there, so this must run where TRITON_INTERPRET is not 1.
+Prints, as JSON, for kernels whose launches overlap and for those whose launches do not:
+
+    pairs   what a call of a kernel and what the same launch, bound, gave the driver
+    steps   in what order each kernel waits for other launches, lets the next one begin, and goes to memory
+
+Kernels are compiled for a GPU that need not be there, so this must run where TRITON_INTERPRET is not 1.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import torch
@@ -14,10 +19,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from disagg.messages.lane import Piece
+from disagg.staging import kernels
 from disagg.staging.kernels import SUMS, Launcher, plan_launch
 from disagg.staging.rows import PagedRows, PageShape
 
 STREAM = 7
+STEPS = re.compile(r"griddepcontrol\.(wait|launch_dependents)|\b(ld|st|atom)\.(?:relaxed\.\w+\.)?global")
 
 told: list[list[Any]] = []
 
@@ -27,11 +34,12 @@ class NotingLauncher:
 
     def __init__(self, src: Any, metadata: Any) -> None:
         self._name = metadata.name
+        self._overlaps = metadata.launch_pdl
 
     def __call__(self, *arguments: Any) -> None:
         grid, stream, function, values = arguments[:3], arguments[3], arguments[4], arguments[9:]
         addresses = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in values]
-        told.append([self._name, *grid, stream, function, *addresses])
+        told.append([self._name, self._overlaps, *grid, stream, function, *addresses])
 
 
 class Utils:
@@ -57,11 +65,12 @@ class Driver:
         return STREAM
 
 
-def main() -> None:
-    driver.set_active(Driver())
+def launches(overlap: bool) -> dict[str, Any]:
+    """Pairs and steps."""
+    kernels._overlaps = lambda device: overlap  # type: ignore[assignment]
     sums, verdict = torch.zeros(SUMS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     launcher = Launcher(STREAM)
-    pairs = []
+    pairs, steps = [], []
     for row_bytes in (16, 12):  # of one kernel's rows, and of the other's
         shape = PageShape(3, 2, 4, row_bytes, 1)
         pool = torch.zeros((5, shape.nbytes), dtype=torch.uint8)
@@ -74,11 +83,17 @@ def main() -> None:
             staging = torch.zeros(rows.staged_bytes, dtype=torch.uint8)
             launch = plan_launch(rows, staging, sums, of_scatter)
             launch()
-            launcher.bind(plan_launch(rows, torch.zeros_like(staging), sums, of_scatter))(
-                staging, launch.tensors["verdict"]
-            )
+            bound = launcher.bind(plan_launch(rows, torch.zeros_like(staging), sums, of_scatter))
+            bound(staging, launch.tensors["verdict"], True)
             pairs.append(told[-2:])
-    print(json.dumps(pairs))
+            ptx = launcher.compiled(launch).asm["ptx"]
+            steps.append([found[1] or found[2] for found in STEPS.finditer(ptx)])
+    return {"pairs": pairs, "steps": steps}
+
+
+def main() -> None:
+    driver.set_active(Driver())
+    print(json.dumps({"overlapping": launches(True), "apart": launches(False)}))
 
 
 if __name__ == "__main__":

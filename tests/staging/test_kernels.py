@@ -21,7 +21,7 @@ from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 from disagg.staging import copy
 from disagg.staging import kernels as kernels_module
 from disagg.staging.identity import identity_seed
-from disagg.staging.kernels import SUMS, VERDICT_OK, VERDICT_WRONG, plan_launch, run_block_words
+from disagg.staging.kernels import SUMS, VERDICT_OK, VERDICT_WRONG, Launcher, plan_launch, run_block_words
 from disagg.staging.pieces import TRAILER_BYTES, framed_bytes
 from disagg.staging.rows import PagedRows, PageShape
 from disagg.staging.slices import head_slices, heads_per_rank
@@ -365,9 +365,48 @@ def test_launches_follow_each_other_whatever_their_verdicts() -> None:
 
 
 @pytest.mark.parametrize("row_bytes", [16, 3])
+def test_pieces_begun_back_to_back_move_as_one_by_one(row_bytes: int) -> None:
+    """Of many sizes, in pages of their own, none waiting for another; those with a wrong trailer are found out."""
+    count = 8 if DEVICE == "cpu" else 200
+    rng, shape = random.Random(row_bytes), PageShape(2, 3, 4, row_bytes, 1)
+    kernels = Kernels()
+    launcher = Launcher(0 if DEVICE == "cpu" else torch.cuda.current_stream().cuda_stream)
+    pieces = [Piece(0, 0, 2, start, rng.randint(start + 1, 60)) for start in rng.choices(range(60), k=count)]
+    pools = [(Pool(shape, 60, seed=number), Pool(shape, 60, seed=number + count)) for number in range(count)]
+    staged = [expected(src, piece, 1, 2)[:-SPARE] for (src, _), piece in zip(pools, pieces, strict=True)]
+    entries = [torch.zeros_like(each, device=DEVICE) for each in staged]
+    verdicts = [torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(count)]
+
+    def bound(of: Pool, number: int, head: int, verdict: torch.Tensor | None) -> Callable[..., None]:
+        ids = of.page_ids.to(DEVICE)
+        rows = PagedRows(of.bytes_there, ids, shape, pieces[number], head, 2, SEED)
+        return launcher.bind(plan_launch(rows, entries[number], kernels.sums, verdict))
+
+    gathers = [bound(src, number, 1, None) for number, (src, _) in enumerate(pools)]
+    scatters = [bound(dst, number, 0, verdicts[number]) for number, (_, dst) in enumerate(pools)]
+    for number, begin in enumerate(gathers):
+        begin(entries[number], kernels.sums, number == 0)
+    for entry, wanted in zip(entries, staged, strict=True):
+        assert torch.equal(entry.cpu(), wanted)
+    wrong = set(rng.sample(range(count), count // 4))
+    for number in wrong:
+        entries[number][-1 - rng.randrange(TRAILER_BYTES)] ^= 1 << rng.randrange(8)
+    for number, begin in enumerate(scatters):
+        begin(entries[number], verdicts[number], number == 0)
+    assert [int(verdict) for verdict in verdicts] == [
+        VERDICT_WRONG if number in wrong else VERDICT_OK for number in range(count)
+    ]
+    for (_, dst), piece, wanted in zip(pools, pieces, staged, strict=True):
+        assert copy.scatter(dst.rows(piece, 0, 2), wanted)
+        assert dst.same()
+    assert kernels.sums.tolist() == [0] * SUMS
+
+
+@pytest.mark.parametrize("row_bytes", [16, 3])
 def test_programs_that_take_many_tiles_add_up_to_the_same(monkeypatch: pytest.MonkeyPatch, row_bytes: int) -> None:
     """As in a launch of more tiles than programs can be counted."""
     monkeypatch.setattr(kernels_module, "_MOST_PROGRAMS", 4)
+    monkeypatch.setattr(kernels_module, "_PROGRAM_TILES", 1)
     monkeypatch.setattr(kernels_module, "_TILE_WORDS", 8)
     monkeypatch.setattr(kernels_module, "_WORD_PROGRAMS", 3)
     monkeypatch.setattr(kernels_module, "_WORD_BLOCK", 8)
@@ -382,53 +421,67 @@ class Settling:
     In the interpreter one program ends before the next begins, so what they can see of each other is tried out here.
     """
 
-    ONE, SETTLED, MASK = 1 << 47, 1 << 62, 2**64 - 1
+    LOW, COUNT, SETTLED, MASK = (1 << 24) - 1, (1 << 20) - 1, 1 << 20, 2**64 - 1
 
-    def __init__(self, totals: Sequence[int]) -> None:
+    def __init__(self, totals: Sequence[int], order: tuple[int, int]) -> None:
+        """order: in which a program's two additions reach memory."""
+        self.order = order
         self.sums = [0, 0]
         self.trailer: dict[str, int] = {}
         self.programs = [self._program(total, len(totals)) for total in totals]
 
     def _program(self, total: int, programs: int) -> Iterator[None]:
         """Stops before each atomic addition."""
-        low, high = (total & 0xFFFFFFFF) + self.ONE, (total >> 32) + self.ONE
-        yield
-        lows = self._add(0, low)
-        yield
-        highs = self._add(1, high)
-        if lows >> 47 == programs:
+        low, high = (total & self.LOW) + (1 << 44), (total & ~self.LOW) + 1
+        added = {}
+        for index in self.order:
+            yield
+            added[index] = self._add(index, (low, high)[index])
+        lows, highs = added[0], added[1]
+        if lows >> 44 == programs:
             self.sums[0] = 0
-            more = ((lows & (self.ONE - 1)) >> 32) + self.SETTLED
-            self._write("low", lows)
-            if (highs >> 47) & 0x7FFF == programs:
+            more = (lows & ((1 << 44) - 1) & ~self.LOW) + self.SETTLED
+            self._write("low", lows & self.LOW)
+            if highs & self.COUNT == programs:
                 highs += more
             else:
                 yield
                 highs = self._add(1, more)
-        if (highs >> 47) & 0xFFFF == programs + 0x8000:
+        if highs & (self.COUNT | self.SETTLED) == programs | self.SETTLED:
             self.sums[1] = 0
-            self._write("high", highs)
+            self._write("high", highs >> 24)
 
     def _add(self, index: int, value: int) -> int:
         self.sums[index] = (self.sums[index] + value) & self.MASK
         return self.sums[index]
 
-    def _write(self, half: str, value: int) -> None:
-        assert half not in self.trailer, f"two programs wrote the {half} half"
-        self.trailer[half] = value & 0xFFFFFFFF
+    def _write(self, part: str, value: int) -> None:
+        assert part not in self.trailer, f"two programs wrote the {part} bits"
+        self.trailer[part] = value & (self.MASK >> 24)
 
 
-def test_whatever_order_programs_end_in_exactly_one_settles_each_half() -> None:
-    totals = (0xFFFF_FFFF_FFFF_FFFF, 0x0000_0001_FFFF_FFFF, 0x8000_0000_8000_0001)
+@pytest.mark.parametrize("additions", [(0, 1), (1, 0)])
+def test_whatever_order_programs_end_in_exactly_one_settles_each_part(additions: tuple[int, int]) -> None:
+    totals = (0xFFFF_FFFF_FFFF_FFFF, 0x0000_0001_FFFF_FFFF, 0x8000_0000_8080_0001)
     for order in itertools.product(range(3), repeat=8):
-        settling = Settling(totals)
+        settling = Settling(totals, additions)
         for number in order:
             next(settling.programs[number], None)
         for program in settling.programs:  # what the order left undone
             for _ in program:
                 pass
-        assert settling.trailer == {"low": sum(totals) & 0xFFFFFFFF, "high": (sum(totals) >> 32) & 0xFFFFFFFF}
+        assert settling.trailer == {"low": sum(totals) & Settling.LOW, "high": (sum(totals) & Settling.MASK) >> 24}
         assert settling.sums == [0, 0]
+
+
+def test_as_many_programs_as_may_be_counted_settle_their_sum() -> None:
+    count, total = kernels_module._MOST_PROGRAMS, (1 << 64) - 1
+    settling = Settling((total,) * count, (0, 1))
+    for program in settling.programs:
+        for _ in program:
+            pass
+    assert settling.trailer == {"low": count * total & Settling.LOW, "high": (count * total & Settling.MASK) >> 24}
+    assert settling.sums == [0, 0]
 
 
 # ---- what is refused
@@ -458,7 +511,7 @@ def test_too_little_staging_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("run_words", "block"),
-    [(512, 512), (2048, 2048), (1 << 20, 2048), (384, 128), (24, 32), (320, 64), (2, 2), (300, 512)],
+    [(512, 512), (2048, 512), (1 << 20, 512), (384, 128), (24, 32), (320, 64), (2, 2), (300, 512)],
 )
 def test_a_run_is_cut_where_few_lanes_are_idle(run_words: int, block: int) -> None:
     assert run_block_words(run_words) == block

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from disagg.messages.lane import Piece
 from disagg.staging import triton_mover
+from disagg.staging.kernels import Launch
 from disagg.staging.mover import PLANNED_ALIGN, Move, Mover, TorchMover, create_mover
 from disagg.staging.pieces import framed_bytes
 from disagg.staging.rows import PagedRows, PageShape
@@ -191,12 +192,43 @@ def test_moves_under_way_together_keep_their_own_verdicts(monkeypatch: pytest.Mo
         assert [move.ok() for move in moves] == [True, False, True, True, False]
 
 
+def test_a_move_is_ordered_behind_a_page_table_or_a_zeroing_and_not_behind_a_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ordered: list[bool] = []
+    bind = triton_mover.Launcher.bind
+
+    def noting(self: triton_mover.Launcher, launch: Launch) -> Callable[[torch.Tensor, torch.Tensor, bool], None]:
+        begin = bind(self, launch)
+
+        def noted(staging: torch.Tensor, verdict: torch.Tensor, is_ordered: bool) -> None:
+            ordered.append(is_ordered)
+            begin(staging, verdict, is_ordered)
+
+        return noted
+
+    monkeypatch.setattr(triton_mover.Launcher, "bind", noting)
+    mover = TritonMover(CPU, Queue(reached=1 << 30))
+    staged, target = staging(), pool(2)
+    send = mover.plan_gather(rows_of(mover, pool(1), 1), staged)
+    land = mover.plan_scatter(rows_of(mover, target, 0), staged)
+    send(staged), land(), send(staged)
+    assert ordered == [True, False, False]
+    pages = mover.pages([4])
+    land(), land()
+    assert ordered[3:] == [True, False]
+    mover.zero(target, pages)
+    send(staged), send(staged)
+    assert ordered[5:] == [True, False]
+
+
 def test_page_tables_stay_as_they_are_when_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_mover, "TABLE_IDS", 4)
+    monkeypatch.setattr(triton_mover, "TABLE_IDS", 64)
     mover = TritonMover(CPU, Queue(reached=0))
-    wanted = [[7], [1, 2, 3], [], [4, 5, 6], [8, 9], list(range(9)), [3]]
+    wanted = [[7], [1, 2, 3], [], list(range(16)), [4, 5, 6], [8, 9], list(range(90)), [3], list(range(64))]
     tables = [mover.pages(page_ids) for page_ids in wanted]
     assert [table.tolist() for table in tables] == wanted
+    assert all(table.storage_offset() % triton_mover.LINE_IDS == 0 for table in tables)
 
 
 def test_memory_of_page_tables_is_used_again_only_when_nobody_holds_a_table_in_it(
