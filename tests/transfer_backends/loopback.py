@@ -10,7 +10,6 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 from disagg.transfer.backends.base import (
     MAX_UNHEARD,
@@ -116,22 +115,6 @@ class LoopbackBackend:
             del self._peers[peer.name]
             self._gone.discard(peer)
 
-    def write(
-        self,
-        peer: Peer,
-        local: Region,
-        local_offset: int,
-        remote: Region,
-        remote_offset: int,
-        nbytes: int,
-        notification: bytes,
-    ) -> int:
-        check_range(local, local_offset, nbytes)
-        check_range(remote, remote_offset, nbytes)
-        handle = self._number()
-        self._writes[handle] = _Write(peer, local.address + local_offset, remote, remote_offset, nbytes, notification)
-        return handle
-
     def plan_write(
         self,
         peer: Peer,
@@ -144,7 +127,14 @@ class LoopbackBackend:
     ) -> Callable[[], int]:
         check_range(local, local_offset, nbytes)
         check_range(remote, remote_offset, nbytes)
-        return partial(self.write, peer, local, local_offset, remote, remote_offset, nbytes, notification)
+        write = _Write(peer, local.address + local_offset, remote, remote_offset, nbytes, notification)
+
+        def begin() -> int:
+            handle = self._number()
+            self._writes[handle] = write
+            return handle
+
+        return begin
 
     def notify(self, peer: Peer, notification: bytes) -> bool:
         with self._hub.lock:

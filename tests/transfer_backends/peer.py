@@ -57,9 +57,9 @@ def serve(connection: Connection, backend: TransferBackend, nbytes: int, spin: b
         "add": add,
         "fill": fill,
         "read": lambda offset, n: bytes(memory.view[offset : offset + n]),
-        "write": lambda to, offset, remote, remote_offset, n, message: backend.write(
+        "write": lambda to, offset, remote, remote_offset, n, message: backend.plan_write(
             peers[to], region, offset, remote, remote_offset, n, message
-        ),
+        )(),
         "notify": lambda to, message: backend.notify(peers[to], message),
         "notifications": lambda: drain(kept),
         "results": lambda: drain(results),

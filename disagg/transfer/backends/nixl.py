@@ -190,18 +190,6 @@ class NixlBackend:
             self._unheard.pop(peer, None)
             self._agent.remove_remote_agent(peer.name)
 
-    def write(
-        self,
-        peer: Peer,
-        local: Region,
-        local_offset: int,
-        remote: Region,
-        remote_offset: int,
-        nbytes: int,
-        notification: bytes,
-    ) -> int:
-        return self.plan_write(peer, local, local_offset, remote, remote_offset, nbytes, notification)()
-
     def plan_write(
         self,
         peer: Peer,

@@ -73,7 +73,7 @@ class FaultyBackend:
     def outstanding(self) -> int:
         return self._inner.outstanding + len(self._late_writes) + len(self._completed) + len(self._failed)
 
-    def write(
+    def _write(
         self,
         peer: Peer,
         local: Region,
@@ -86,9 +86,9 @@ class FaultyBackend:
         handle, self._next_handle = self._next_handle, self._next_handle + 1
 
         def part(start: int, stop: int, told: bytes) -> int:
-            return self._inner.write(
+            return self._inner.plan_write(
                 peer, local, local_offset + start, remote, remote_offset + start, stop - start, told
-            )
+            )()
 
         def whole() -> int:
             return part(0, nbytes, notification + _INTACT)
@@ -121,7 +121,7 @@ class FaultyBackend:
 
     def plan_write(self, *arguments: Any) -> Callable[[], int]:
         """What befalls a write befalls it when it begins."""
-        return partial(self.write, *arguments)
+        return partial(self._write, *arguments)
 
     def _stop_half_way(self, handle: int, part: Callable[[int, int, bytes], int], nbytes: int, told: bytes) -> None:
         """Half of the bytes are in place when this process stops itself; the others follow when somebody continues it."""
