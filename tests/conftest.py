@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cuda",
         help="where tests/cluster/test_gpu.py runs: on two GPUs, or it is skipped; cpu tries it out without any",
     )
+    parser.addoption("--soak-minutes", type=float, default=30.0, help="how long tests/cluster/test_soak.py goes on")
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "memory": ("-m", "slow", "tests/memory"),
     "bad-wire": ("-m", "slow", "tests/cluster/test_wire_faults.py", "-k", "ten_thousand or write"),
     "bad-wire-smollm2": ("-m", "slow", "tests/cluster/test_wire_faults.py", "-k", "smollm2"),
+    "soak": ("-m", "slow", "tests/cluster/test_soak.py"),
     "partition": ("tests/cluster/test_partition.py",),
     "properties": (
         "-m",
