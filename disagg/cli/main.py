@@ -359,9 +359,10 @@ def bench_transfer(**options: Any) -> None:
     transfer.gather_bytes and transfer.gather_buffers in the configuration. The exit status is 1 if a single page that
     landed is not what was sent.
     """
-    from disagg.cli.bench import TransferOptions, run_transfer_bench
+    from disagg.bench.transfer.measure import TransferOptions, run_transfer_bench
+    from disagg.cli.terminal import note
 
-    sys.exit(run_transfer_bench(TransferOptions(**options)))
+    sys.exit(run_transfer_bench(TransferOptions(**options), note))
 
 
 @cli.group()

@@ -17,6 +17,8 @@ from typing import Any
 from msgspec import Struct
 from rich.text import Text
 
+from disagg.config.sizes import show_bytes
+
 STATES = (("used", "█", "cyan"), ("evictable", "▒", "yellow"), ("empty", "░", "bright_black"))
 LEAST_CELLS, MOST_CELLS = 8, 48
 LEAST_NAME = 8
@@ -99,18 +101,6 @@ def bar_cells(parts: Sequence[int], total: int, cells: int) -> tuple[int, ...]:
             if sum(taken) < cells:
                 taken[index] = 1
     return tuple(taken)
-
-
-def show_bytes(num_bytes: int) -> str:
-    """For people: "0 B", "250 KiB", "1.25 GiB"."""
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1023.5:
-            break
-        size, unit = size / 1024, larger
-    digits = 0 if unit == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
-    number = f"{size:.{digits}f}"
-    return f"{number.rstrip('0').rstrip('.') if digits else number} {unit}"
 
 
 def show_share(part: int, whole: int) -> str:

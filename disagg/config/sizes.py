@@ -56,6 +56,18 @@ def format_size(num_bytes: int) -> int | str:
     return num_bytes
 
 
+def show_bytes(num_bytes: int) -> str:
+    """For people: "0 B", "250 KiB", "1.25 GiB"."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1023.5:
+            break
+        size, unit = size / 1024, larger
+    digits = 0 if unit == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
+    number = f"{size:.{digits}f}"
+    return f"{number.rstrip('0').rstrip('.') if digits else number} {unit}"
+
+
 def parse_duration(value: object) -> float:
     """Seconds."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from disagg.cli.memory import bar_cells, memory_lines, show_bytes, show_share
+from disagg.cli.memory import bar_cells, memory_lines, show_share
 from disagg.cli.status import print_memory
+from disagg.config.sizes import show_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -11,12 +11,16 @@ from tests.repository.source import PACKAGE, name_of, source_files
 HEAVY = ("torch", "transformers", "triton", "nixl_cu13")
 STAGING_WITH_TORCH = ("checksum", "copy", "kernels", "mover", "rows", "triton_mover")
 WITH_TORCH = (
+    "disagg.bench.transfer.rank.",  # processes that `disagg bench` starts, as servers start workers
+    "disagg.bench.transfer.unstaged.",
     "disagg.models.",
     "disagg.worker.",
     *(f"disagg.staging.{name}." for name in STAGING_WITH_TORCH),
     "disagg.transfer.backends.memory.",
 )
 MUST_BE_THERE = {
+    "disagg.bench.transfer.measure",
+    "disagg.bench.transfer.trial",
     "disagg.api.app",
     "disagg.cli.main",
     "disagg.config.load",
@@ -36,7 +40,6 @@ MUST_BE_THERE = {
     "disagg.transfer.buffers",
     "disagg.transfer.landed",
     "disagg.transfer.session",
-    "disagg.transfer.trial",
     "disagg.wire.services",
 }
 PROGRAM = """

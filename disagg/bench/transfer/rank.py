@@ -1,4 +1,4 @@
-"""`python -m disagg.worker.trial`: one rank of a measured transfer (transfer/trial). Started by `disagg bench transfer`.
+"""`python -m disagg.bench.transfer.rank`: one rank of a measured transfer (`trial`). Started by `disagg bench transfer`.
 
 Has what a worker has for transfers: a pool, a transfer driver, a thread that polls it. It computes no model, so the thread
 polls without naps. Talks over an inherited socket; how far each decode rank's ring is free stands in shared memory, where
@@ -19,15 +19,15 @@ from typing import TypeVar
 
 import torch
 
+from disagg.bench.transfer import trial
+from disagg.bench.transfer.unstaged import UnstagedAgent
 from disagg.messages.lane import Bound, Landing, LaneReport, PeerAdded, PieceFailed, PieceSent, Unbind, Unbound
 from disagg.models.pool import Pool
 from disagg.staging.ring import RingAllocator, RingEntry, RingWriterView
 from disagg.telemetry.process import die_with_parent
-from disagg.transfer import trial
 from disagg.transfer.backends.memory import allocate
 from disagg.types.errors import DisaggError
 from disagg.worker.transfer_driver import TransferDriver
-from disagg.worker.unstaged import UnstagedAgent
 
 Report = TypeVar("Report", bound=LaneReport)
 
@@ -334,7 +334,7 @@ def _copy_along(along: tuple[tuple[str, str, int], ...], repeats: int, pause_s: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m disagg.worker.trial", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m disagg.bench.transfer.rank", description=__doc__)
     parser.add_argument("--socket-fd", type=int, required=True)
     parser.add_argument("--shared-fd", type=int, required=True, help="watermarks, int64 by decode rank")
     parser.add_argument("--parent", type=int, required=True, help="pid of the coordinator")

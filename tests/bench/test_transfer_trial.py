@@ -6,10 +6,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given, settings
 
+from disagg.bench.transfer import trial
+from disagg.bench.transfer.trial import Interval, Pair, Placement, Rings, Shape, place, plan_trial
 from disagg.staging.ring import RingEntry
 from disagg.staging.slices import SliceError
-from disagg.transfer import trial
-from disagg.transfer.trial import Interval, Pair, Placement, Rings, Shape, place, plan_trial
 
 PAGE_TOKENS = 4
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from disagg.bench.transfer.trial import HeadRange, SendUnstaged, UnstagedPeer
 from disagg.messages.layout import LayerGroup
 from disagg.models.pool import Pool
 from disagg.transfer.backends.nixl import load_nixl, ucx_settings
-from disagg.transfer.trial import HeadRange, SendUnstaged, UnstagedPeer
 
 _MESSAGE = b"unstaged"
 

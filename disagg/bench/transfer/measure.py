@@ -6,49 +6,32 @@ what landed, and draws a table. Knows processes and tables; nothing of tensors.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 import random
-import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from disagg.cli.memory import show_bytes
-from disagg.cli.terminal import note
+from disagg.bench.transfer import trial
+from disagg.bench.transfer.processes import STEP_TIMEOUT_S, RankProcesses
+from disagg.bench.transfer.report import curve_of, heading, legend, table_of
+from disagg.bench.transfer.rows import FIRST_CONTACT, IDLE_S, STAGED, UNSTAGED, Plan, Row
 from disagg.messages.control import OpenTransfer
 from disagg.messages.lane import AddPeer
 from disagg.staging.pieces import TRAILER_BYTES
 from disagg.staging.slices import SliceError, heads_per_rank
-from disagg.transfer import trial
 from disagg.types.errors import ConfigError, DisaggError
 
 MIB = 1 << 20
-START_TIMEOUT_S = 120.0
-STEP_TIMEOUT_S = 120.0
 START_DELAY_S = 0.003  # from saying when a trial starts to its start; NVLink stays awake for as long
-IDLE_S = 0.05  # after which NVLink is asleep
-LEAD_PIECES = 2  # as many bytes go before what is measured: they take longer than NVLink takes to wake
 WARM_UPS = 2
 SPARE_PAGES = 5  # one page in so many is not part of the sequence: pages are picked at random
-FIRST_CONTACT = "first contact"
-STAGED, UNSTAGED = "staged", "unstaged"
-BAR_CELLS = 40
 FILE_COLUMNS = 120  # of what is written into a file
-
-Answer = TypeVar("Answer")
 
 
 class Defaults(Struct, frozen=True):
@@ -113,70 +96,11 @@ class TransferOptions(Struct, frozen=True, kw_only=True):
     json_file: Path | None
 
 
-class Plan(Struct, frozen=True):
-    """Options with everything decided."""
+def run_transfer_bench(options: TransferOptions, say: Callable[[str], None]) -> int:
+    """Measure, print, and keep; `say` is told how far it is.
 
-    device: str
-    num_gpus: int
-    shape: trial.Shape
-    tokens: tuple[int, ...]
-    page_tokens: int
-    piece_bytes: int
-    in_flight: int
-    arena_bytes: int
-    kernels: str
-    ucx_tls: str
-    ucx_net_devices: str
-    repeats: int
-    unstaged: bool
-    idle: bool
-    curve: tuple[int, ...]
-
-    @property
-    def largest_piece_bytes(self) -> int:
-        return max((self.piece_bytes, *self.curve))
-
-    @property
-    def most_tokens(self) -> int:
-        """Of one trial."""
-        return max(self.tokens) + self.lead_tokens
-
-    @property
-    def lead_tokens(self) -> int:
-        """Whole pages of a chunk that goes before the one that is measured, as in prefill that runs in chunks."""
-        if self.idle:
-            return 0
-        pages = -(-LEAD_PIECES * self.piece_bytes // (self.shape.bytes_per_token * self.page_tokens))
-        return pages * self.page_tokens
-
-
-class Row(Struct, frozen=True):
-    """One measurement. copy_s: a plain copy of the same bytes over the same routes; 0 where it says nothing."""
-
-    pair: str
-    what: str
-    tokens: int
-    payload_bytes: int
-    pieces: int
-    piece_bytes: int
-    seconds: float
-    copy_s: float
-    spent: trial.Spent | None = None
-    shared_gpus: bool = False
-    all_seconds: tuple[float, ...] = ()
-
-    @property
-    def gb_per_s(self) -> float:
-        return self.payload_bytes / self.seconds / 1e9
-
-    @property
-    def share(self) -> float:
-        """Of the plain copy's rate."""
-        return self.copy_s / self.seconds
-
-
-def run_transfer_bench(options: TransferOptions) -> int:
-    """Measure, print, and keep. Raises ConfigError for options that cannot be, DisaggError for a transfer that fails."""
+    Raises ConfigError for options that cannot be, DisaggError for a transfer that fails.
+    """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_COLUMNS)
     pairs = _pairs(options.pairs)
     plan: Plan | None = None
@@ -184,30 +108,30 @@ def run_transfer_bench(options: TransferOptions) -> int:
     rows: list[Row] = []
     curve: list[Row] = []
     for pair in pairs:
-        if plan is not None and _left_out(plan, pair):
+        if plan is not None and _left_out(plan, pair, say):
             continue
         with RankProcesses(pair) as ranks:
             if plan is None:
                 gpus = ranks.gpus
                 plan = _decide(options, len(gpus))
-                if _left_out(plan, pair):
+                if _left_out(plan, pair, say):
                     continue
             bench = PairBench(plan, pair, ranks)
-            note(f"TP {pair}: {', '.join(bench.placement.src)} to {', '.join(bench.placement.dst)}")
+            say(f"TP {pair}: {', '.join(bench.placement.src)} to {', '.join(bench.placement.dst)}")
             rows += bench.measure()
             if not curve and plan.curve:
                 curve = bench.measure_curve()
     if plan is None or not rows:
         raise ConfigError("no pair of TP sizes can hold these KV heads; --tp names others")
-    console.print(_heading(plan, gpus))
-    console.print(_table(rows))
-    console.print(_legend(rows))
+    console.print(heading(plan, gpus))
+    console.print(table_of(rows))
+    console.print(legend(rows))
     if curve:
-        console.print(_curve(curve))
+        console.print(curve_of(curve))
     if options.json_file is not None:
         kept = {"plan": plan, "gpus": gpus, "rows": rows, "curve": curve}
         options.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
-        note(f"figures kept in {options.json_file}")
+        say(f"figures kept in {options.json_file}")
     return 0
 
 
@@ -253,13 +177,13 @@ def _decide(options: TransferOptions, num_gpus: int) -> Plan:
     )
 
 
-def _left_out(plan: Plan, pair: trial.Pair) -> bool:
+def _left_out(plan: Plan, pair: trial.Pair, say: Callable[[str], None]) -> bool:
     """Says so if the ranks cannot hold the heads."""
     try:
         for tp in (pair.src_tp, pair.dst_tp):
             heads_per_rank(tp, plan.shape.kv_heads)
     except SliceError as error:
-        note(f"TP {pair} is left out: {error}")
+        say(f"TP {pair} is left out: {error}")
         return True
     return False
 
@@ -519,173 +443,3 @@ class _Run(Struct, frozen=True):
     planned: trial.Trial
     landed_s: float
     spent: trial.Spent
-
-
-# ---- processes
-
-
-class RankProcess:
-    """One rank's process, and the socket to it."""
-
-    def __init__(self, name: str, shared_fd: int) -> None:
-        self._name = name
-        self._output = open(os.memfd_create(name), "r+b")  # noqa: SIM115  # closed by `end`
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "disagg.worker.trial", "--socket-fd", str(theirs.fileno())]
-        command += ["--shared-fd", str(shared_fd), "--parent", str(os.getpid())]
-        self.process = subprocess.Popen(
-            command,
-            pass_fds=(theirs.fileno(), shared_fd),
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._output,
-        )
-        theirs.close()
-        self._connection = Connection(ours.detach())
-
-    def tell(self, command: trial.Command) -> None:
-        with self._explained():
-            self._connection.send_bytes(trial.encode(command))
-
-    def hear(self, kind: type[Answer], timeout_s: float = STEP_TIMEOUT_S) -> Answer:
-        """The next answer. Raises DisaggError if it is a failure, or does not come."""
-        with self._explained():
-            if not self._connection.poll(timeout_s):
-                raise DisaggError(f"{self._name} did not answer within {timeout_s:g} s{self._last_words()}")
-            answer = trial.decode_answer(self._connection.recv_bytes())
-        if isinstance(answer, trial.Failed):
-            raise DisaggError(f"{self._name}: {answer.reason}")
-        assert isinstance(answer, kind), f"{self._name} answered {type(answer).__name__}"
-        return answer
-
-    def quit(self) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.send_bytes(trial.encode(trial.Quit()))
-
-    def end(self) -> None:
-        """Wait for it, not for long, and kill it."""
-        try:
-            self.process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self._connection.close()
-        self._output.close()
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (EOFError, OSError) as error:
-            raise DisaggError(f"{self._name} has ended{self._last_words()}") from error
-
-    def _last_words(self) -> str:
-        self._output.seek(0)
-        lines = self._output.read().decode(errors="replace").strip().splitlines()
-        return ": " + " | ".join(lines[-3:]) if lines else ""
-
-
-class RankProcesses:
-    """The processes of one pair of TP sizes, and the memory in which the decode ranks say how far their rings are free."""
-
-    def __init__(self, pair: trial.Pair) -> None:
-        self._shared_fd = os.memfd_create("watermarks")
-        os.ftruncate(self._shared_fd, max(mmap.PAGESIZE, 8 * pair.dst_tp))
-        names = [f"prefill rank {rank}" for rank in range(pair.src_tp)]
-        names += [f"decode rank {rank}" for rank in range(pair.dst_tp)]
-        self.all = [RankProcess(name, self._shared_fd) for name in names]
-        self.src, self.dst = self.all[: pair.src_tp], self.all[pair.src_tp :]
-
-    def __enter__(self) -> RankProcesses:
-        try:
-            hellos = [process.hear(trial.Hello, START_TIMEOUT_S) for process in self.all]
-            self.gpus = hellos[0].gpus
-        except BaseException:
-            self._end()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        for process in self.all:
-            process.quit()
-        for process in self.all:
-            process.end()
-        os.close(self._shared_fd)
-
-
-# ---- what is shown
-
-
-def _heading(plan: Plan, gpus: Sequence[str]) -> Text:
-    shape = plan.shape
-    where = f"{plan.num_gpus} x {gpus[0]}" if plan.num_gpus else "CPU"
-    after = f"each after {1e3 * IDLE_S:.0f} ms without traffic" if plan.idle else "each soon after a chunk before it"
-    return Text(
-        f"\nKV of {shape.layers} layers x {shape.kv_heads} heads x {shape.head_dim} in {shape.dtype} "
-        f"({show_bytes(shape.bytes_per_token)} a token), pages of {plan.page_tokens} tokens at random places, on {where}.\n"
-        f"Pieces of {show_bytes(plan.piece_bytes)}, {plan.in_flight} gather buffers, an arena of "
-        f"{show_bytes(plan.arena_bytes)}, kernels {plan.kernels}, UCX_TLS {plan.ucx_tls or 'left to UCX'}; "
-        f"medians of {plan.repeats}, {after}. What landed was compared."
-    )
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("TP", no_wrap=True)
-    table.add_column("transfer")
-    for name in ("tokens", "bytes", "writes", "ms", "GB/s", "of a copy", "gather", "wire", "scatter", "waiting"):
-        table.add_column(name, justify="right", no_wrap=True)
-    before = ""
-    for row in rows:
-        if before not in ("", row.pair):
-            table.add_section()
-        before = row.pair
-        stages = [""] * 4
-        if row.spent is not None:
-            spent = row.spent
-            stages = [
-                f"{1e3 * seconds:.2f}"
-                for seconds in (spent.gather_s, spent.wire_s, spent.scatter_s, max(0.0, spent.waiting_s))
-            ]
-        table.add_row(
-            row.pair + ("*" if row.shared_gpus else ""),
-            row.what,
-            str(row.tokens),
-            show_bytes(row.payload_bytes),
-            str(row.pieces),
-            f"{1e3 * row.seconds:.2f}",
-            f"{row.gb_per_s:.1f}" if row.copy_s else "",
-            f"{100 * row.share:.0f}%" if row.copy_s else "",
-            *stages,
-        )
-    return table
-
-
-def _legend(rows: Sequence[Row]) -> Text:
-    lines = [
-        "gather, wire, scatter: ms in which at least one piece was there; they overlap. waiting: ms in which none was.",
-        "of a copy: its rate divided by that of a plain copy of the same bytes along the same routes, in this run.",
-        "first contact: from introducing ranks that never met to one page in place.",
-    ]
-    if any(row.what == UNSTAGED for row in rows):
-        lines.append("unstaged: one descriptor per page, layer and plane, pool to pool, prepared once per peer.")
-    if any(row.shared_gpus for row in rows):
-        lines.append("*: there are fewer GPUs than ranks, so ranks share GPUs and the links between them.")
-    return Text("\n".join(lines), style="dim")
-
-
-def _curve(rows: Sequence[Row]) -> Text:
-    """GB/s by size of pieces, as bars on the scale of the plain copy."""
-    first = rows[0]
-    copy_rate = first.payload_bytes / first.copy_s / 1e9
-    out = Text(f"\nGB/s by size of pieces: TP {first.pair}, {first.tokens} tokens; a plain copy: {copy_rate:.1f}\n")
-    for row in rows:
-        cells = min(BAR_CELLS, round(BAR_CELLS * row.share))
-        out.append(f"{show_bytes(row.piece_bytes):>9} ")
-        out.append("█" * cells, style="cyan")
-        out.append("░" * (BAR_CELLS - cells), style="bright_black")
-        out.append(f" {row.gb_per_s:6.1f}  {100 * row.share:3.0f}%\n")
-    return out
