@@ -1,11 +1,13 @@
 """Device tables of the sampler that only some slots need: tokens seen (penalties), and lists of tokens to edit.
 
-Both hand out rows, reuse freed ones and grow in chunks, so that a server whose clients use no penalties pays nothing.
-Nothing here waits for the device. Knows rows and tokens; nothing of requests.
+Both hand out rows, the lowest first, grow in chunks, and give memory back, down to one chunk, when less than half of it is
+in use: a server whose clients use no penalties pays nothing, and one whose clients used many for a while little. Nothing
+here waits for the device. Knows rows and tokens; nothing of requests.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import torch
@@ -21,21 +23,57 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
+class Rows:
+    """Which rows of a table are in use, and how many the table should have."""
+
+    def __init__(self) -> None:
+        self.count = 0  # rows that the table has
+        self._free: list[int] = []  # a heap
+        self._used: set[int] = set()
+
+    def take(self) -> int:
+        """The lowest free row. The caller makes the table `count` rows high."""
+        if not self._free:
+            self._free = list(range(self.count, self.count + _CHUNK_ROWS))
+            self.count += _CHUNK_ROWS
+        row = heapq.heappop(self._free)
+        self._used.add(row)
+        return row
+
+    def free(self, row: int) -> bool:
+        """True if `count` is less now: rows above it are to be given back.
+
+        That happens when the highest row in use is in the lower half, so a row is copied once for each that was freed.
+        """
+        self._used.remove(row)
+        heapq.heappush(self._free, row)
+        needed = (max(self._used, default=0) // _CHUNK_ROWS + 1) * _CHUNK_ROWS
+        if needed > self.count // 2:
+            return False
+        self.count = needed
+        self._free = [row for row in self._free if row < needed]
+        heapq.heapify(self._free)
+        return True
+
+
 class SeenTokens:
     """Per row and token: 2 x (times in the output) + (1 if in the prompt), so that one gather serves all penalties."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._seen = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self._free: list[int] = []
+        self._rows = Rows()
+
+    @property
+    def nbytes(self) -> int:
+        return self._seen.nbytes
 
     def put(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> int:
-        if not self._free:
-            rows, vocab_size = self._seen.shape
-            more = torch.zeros(_CHUNK_ROWS, vocab_size, dtype=torch.int32, device=self._device)
+        row = self._rows.take()
+        rows, vocab_size = self._seen.shape
+        if rows < self._rows.count:
+            more = torch.zeros(self._rows.count - rows, vocab_size, dtype=torch.int32, device=self._device)
             self._seen = torch.cat([self._seen, more])
-            self._free = list(range(rows + _CHUNK_ROWS - 1, rows - 1, -1))
-        row = self._free.pop()
         seen = self._seen[row].zero_()
         if prompt_ids:
             seen.index_fill_(0, upload(torch.tensor(prompt_ids, dtype=torch.int64), self._device), 1)
@@ -45,7 +83,8 @@ class SeenTokens:
         return row
 
     def free(self, row: int) -> None:
-        self._free.append(row)
+        if self._rows.free(row):
+            self._seen = self._seen[: self._rows.count].clone()
 
     def count(self, rows: Tensor, token_ids: Tensor) -> None:
         """One more output token for each row. rows, token_ids: [P] int64; no row twice."""
@@ -77,7 +116,12 @@ class TokenLists:
         self._device = device
         self._ids = torch.zeros(0, 1, dtype=torch.int64, device=device)
         self._values = torch.zeros(0, 1, dtype=torch.float32, device=device)
-        self._free: list[int] = []
+        self._rows = Rows()
+        self._lengths: dict[int, int] = {}  # of the lists, by row
+
+    @property
+    def nbytes(self) -> int:
+        return self._ids.nbytes + self._values.nbytes
 
     def put(self, entries: Sequence[tuple[int, float]]) -> int:
         assert entries
@@ -87,18 +131,28 @@ class TokenLists:
             self._ids = torch.cat([self._ids, self._ids[:, :1].expand(-1, more)], dim=1)
             self._values = torch.cat([self._values, self._values[:, :1].expand(-1, more)], dim=1)
             width = len(entries)
-        if not self._free:
-            self._ids = torch.cat([self._ids, self._ids.new_zeros(_CHUNK_ROWS, width)])
-            self._values = torch.cat([self._values, self._values.new_zeros(_CHUNK_ROWS, width)])
-            self._free = list(range(rows + _CHUNK_ROWS - 1, rows - 1, -1))
-        row = self._free.pop()
+        row = self._rows.take()
+        self._lengths[row] = len(entries)
+        if rows < self._rows.count:
+            more = self._rows.count - rows
+            self._ids = torch.cat([self._ids, self._ids.new_zeros(more, width)])
+            self._values = torch.cat([self._values, self._values.new_zeros(more, width)])
         padded = [*entries, *[entries[0]] * (width - len(entries))]
         self._ids[row] = upload(torch.tensor([i for i, _ in padded], dtype=torch.int64), self._device)
         self._values[row] = upload(torch.tensor([v for _, v in padded], dtype=torch.float32), self._device)
         return row
 
     def free(self, row: int) -> None:
-        self._free.append(row)
+        del self._lengths[row]
+        rows, width = self._ids.shape
+        if self._rows.free(row):
+            rows = self._rows.count
+        longest = max(self._lengths.values(), default=1)
+        if longest <= width // 2:  # the first entries of a list are all of it: what follows repeats its first one
+            width = longest
+        if (rows, width) != self._ids.shape:
+            self._ids = self._ids[:rows, :width].clone()
+            self._values = self._values[:rows, :width].clone()
 
     def add_to(self, x: Tensor, positions: Tensor, rows: Tensor) -> None:
         """Adds the values of list `rows[i]` to x[positions[i]], in place. x: [R, V] float32; no position twice."""
