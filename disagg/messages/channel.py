@@ -14,6 +14,9 @@ from msgspec import Struct
 
 T = TypeVar("T")
 
+FRAME_MESSAGES = 1024  # that are put into one frame; more make several
+MAX_FRAME_MESSAGES = 8192  # that are read from one
+
 
 class Frame(Struct, Generic[T], frozen=True):
     """number: from 1, without gaps; 0: carries only an acknowledgement. ack: highest number taken from the other side."""

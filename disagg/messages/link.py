@@ -43,7 +43,7 @@ class RankInfo(Struct, frozen=True):
 class LinkHello(Struct, frozen=True):
     """First message each way. generation: drawn by the decode side, new for every link. host_id: equal on one host.
 
-    ranks: 0 to tp - 1, in order.
+    ranks: 0 to tp - 1, in order. server_id: new for every server process; empty from one that is too old to say.
     """
 
     name: str
@@ -53,6 +53,7 @@ class LinkHello(Struct, frozen=True):
     tp: int
     host_id: str
     ranks: tuple[RankInfo, ...]
+    server_id: str = ""
 
 
 class Announce(Struct, frozen=True):

@@ -87,7 +87,10 @@ class StopFound(Struct, frozen=True):
 
 
 class VerdictTimeout(Struct, frozen=True):
+    """trunk: of the leg whose timer it was."""
+
     attempt: int
+    trunk: int = 0
 
 
 class LingerTimeout(Struct, frozen=True):
@@ -156,8 +159,11 @@ class Emit(Struct, frozen=True):
 
 
 class ArmVerdictTimer(Struct, frozen=True):
+    """Each leg that prefill has failed has one: decode's verdict on it is owed for so long from its own failure on."""
+
     attempt: int
     delay_s: float
+    trunk: int = 0
 
 
 class ArmLingerTimer(Struct, frozen=True):
@@ -179,7 +185,7 @@ Instruction = NeedPair | Attempted | Send | Emit | ArmVerdictTimer | ArmLingerTi
 class _Leg:
     """One trunk of the current attempt. An outcome is None while the server owes it; LOST when it will never say it."""
 
-    __slots__ = ("choices", "decode_ended", "decode_spoke", "key", "prefill_ended", "prefill_failed")
+    __slots__ = ("choices", "decode_ended", "decode_spoke", "key", "prefill_ended", "prefill_failed", "verdict_armed")
 
     def __init__(self, key: LegKey, choices: tuple[int, ...]) -> None:
         self.key = key
@@ -188,6 +194,7 @@ class _Leg:
         self.prefill_failed = False
         self.decode_ended = False
         self.decode_spoke = False
+        self.verdict_armed = False
 
 
 _STAY_ON_DECODE = frozenset({Outcome.PEER_LOST, Outcome.BAD_TRANSFER})
@@ -238,7 +245,6 @@ class RequestMachine:
         self._cause = "first"
         self._waiting_for = NoPairReason.LOADING.value
         self._given_back = False
-        self._verdict_armed = False
 
     # ---- what others may ask
 
@@ -277,7 +283,7 @@ class RequestMachine:
         self.attempt += 1
         self.attempts_counted += 1
         self.pair = pair
-        self._given_back = self._verdict_armed = False
+        self._given_back = False
         if self.params.max_tokens == 0:
             room = min(pair.max_total_tokens, self._max_total_tokens) - len(self.prompt_token_ids)
             self.params = replace(self.params, max_tokens=room, min_tokens=min(self.params.min_tokens, room))
@@ -363,7 +369,7 @@ class RequestMachine:
             if end.outcome is Outcome.GIVEN_BACK:  # decode was never told of it, and has what it had
                 return self._replay(end.outcome.value, f"{event.server}: {end.reason}", landed_at=self._landed_at)
             leg.prefill_failed = True
-            return self._await_verdict()
+            return self._await_verdicts()
         if all(self.table.finished(choice) is not None for choice in leg.choices):
             return []
         if end.outcome is Outcome.REFUSED:
@@ -377,24 +383,25 @@ class RequestMachine:
         prefill_hit, decode_hit = self._note_loss(event)
         if decode_hit:
             return self._replay("decode_lost", f"{event.server}: {event.reason}")
-        return self._await_verdict() if prefill_hit else []
+        return self._await_verdicts() if prefill_hit else []
 
-    def _await_verdict(self) -> list[Instruction]:
-        if self._verdict_armed or not self._verdict_owed():
-            return []
-        self._verdict_armed = True
-        return [ArmVerdictTimer(self.attempt, self._verdict_s)]
+    def _await_verdicts(self) -> list[Instruction]:
+        """A timer for each leg that needs one and has none."""
+        owing = [leg for leg in self._legs.values() if self._verdict_owed(leg) and not leg.verdict_armed]
+        for leg in owing:
+            leg.verdict_armed = True
+        return [ArmVerdictTimer(self.attempt, self._verdict_s, leg.key.trunk) for leg in owing]
 
-    def _verdict_owed(self) -> bool:
-        return any(
+    def _verdict_owed(self, leg: _Leg) -> bool:
+        return (
             leg.prefill_failed
             and not (leg.decode_spoke or leg.decode_ended)
             and any(self.table.finished(choice) is None for choice in leg.choices)
-            for leg in self._legs.values()
         )
 
     def _verdict_timeout(self, event: VerdictTimeout) -> list[Instruction]:
-        if event.attempt != self.attempt or not self._verdict_owed():
+        leg = self._legs.get(LegKey(self.request_id, event.attempt, event.trunk))
+        if leg is None or not self._verdict_owed(leg):
             return []
         assert self.pair is not None
         reason = f"{self.pair.prefill.name} failed and {self.pair.decode.name} gave no verdict in {self._verdict_s:g} s"

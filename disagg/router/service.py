@@ -29,6 +29,7 @@ from disagg.router.choice_text import ChoiceText
 from disagg.router.dial import dial_server
 from disagg.router.mailbox import Mailbox
 from disagg.router.metrics import RouterMetrics
+from disagg.router.names import drawn_name
 from disagg.router.policies import POLICIES, pick_pair
 from disagg.router.request import (
     ArmLingerTimer,
@@ -70,7 +71,7 @@ from disagg.types.errors import (
     Unavailable,
     UnknownModel,
 )
-from disagg.types.sampling import SamplingParams
+from disagg.types.sampling import MAX_CACHE_SALT_CHARS, SamplingParams
 from disagg.wire.inference import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -139,12 +140,13 @@ class Router:
         self._clock = clock
         self._linger_s = linger_s
         self._metrics = RouterMetrics(registry)
+        self._name = self._config.name or drawn_name()
         incarnation = secrets.token_hex(8)
         self._streams = {
             ref.name: ServerStream(
                 ref,
                 model=model_name,
-                router_name=self._config.name,
+                router_name=self._name,
                 router_incarnation=incarnation,
                 heartbeat_s=self._config.heartbeat_s,
                 lease_s=self._config.lease_s,
@@ -254,10 +256,11 @@ class Router:
             "servers": [_server_status(server, view) for server in view.servers],
             "routers": [
                 {
-                    "name": self._config.name,
+                    "name": self._name,
                     "pid": os.getpid(),
                     "inflight": self._inflight,
                     "queued": len(self._waiting),
+                    "error": next((stream.error for stream in self._streams.values() if stream.name_taken), ""),
                 }
             ],
         }
@@ -306,6 +309,11 @@ class Router:
             raise Unavailable("the router is shutting down")
         arrived_s, arrived_unix_s = self._clock(), time.time()
         self._check_model(request.model)
+        if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
+            raise InvalidRequest(
+                f"cache_salt has {len(request.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed",
+                "cache_salt",
+            )
         prompt = await self._prompt_ids(request)
         if self._closing:
             raise Unavailable("the router is shutting down")
@@ -450,7 +458,7 @@ class Router:
                     live.dispatched = True
                     self._inflight += 1
                     self._metrics.queue_s.observe(self._clock() - live.arrived_s)
-                    live.timeline.append(TimelineEvent("queued", live.arrived_unix_s, time.time(), self._config.name))
+                    live.timeline.append(TimelineEvent("queued", live.arrived_unix_s, time.time(), self._name))
                 self._drive(live, PairPicked(found, self._clock()))
 
     def _pick(self, live: _Live) -> Pair | NoPair:
@@ -522,8 +530,8 @@ class Router:
                 self._attempted(live, instruction)
             case NeedPair():
                 self._need_pair(live, instruction)
-            case ArmVerdictTimer(attempt, delay_s):
-                self._after(live, delay_s, VerdictTimeout(attempt))
+            case ArmVerdictTimer(attempt, delay_s, trunk):
+                self._after(live, delay_s, VerdictTimeout(attempt, trunk))
             case ArmLingerTimer(attempt, delay_s):
                 self._after(live, delay_s, LingerTimeout(attempt))
             case Finish():

@@ -18,6 +18,7 @@ MAX_CHOICES = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_CACHE_SALT_CHARS = 1024  # beside the parameters; it goes to servers with every leg
 MAX_INT = 2**31 - 1  # what the wire carries
 
 

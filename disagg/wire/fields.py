@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from google.protobuf.message import Message
+from msgspec import Struct
 
-from disagg.messages.channel import Frame
+from disagg.messages.channel import MAX_FRAME_MESSAGES, Frame
 from disagg.messages.legs import TimelineEvent
 from disagg.messages.plan import TokenLogprobs
 from disagg.types.errors import ProtocolError
@@ -22,6 +23,7 @@ from disagg.wire import pb
 T = TypeVar("T")
 
 MAX_REQUEST_ID_CHARS = 256  # an id is kept for as long as its leg, and for a while after
+MAX_NAME_CHARS = 256  # of names and drawn ids of processes, which are kept and logged
 
 FINISH_TO_PROTO: dict[FinishReason | None, pb.inference.FinishReason] = {
     None: pb.inference.FINISH_REASON_UNSPECIFIED,
@@ -30,6 +32,18 @@ FINISH_TO_PROTO: dict[FinishReason | None, pb.inference.FinishReason] = {
     FinishReason.ABORT: pb.inference.FINISH_REASON_ABORT,
 }
 FINISH_FROM_PROTO: dict[int, FinishReason | None] = {int(v): k for k, v in FINISH_TO_PROTO.items()}
+
+
+class Undecodable(Struct, frozen=True):
+    """What a stream gives in place of a message that cannot be read, so that its reader ends it with a reason."""
+
+    reason: str
+
+
+def refuse_undecodable(message: object) -> None:
+    """Raises ProtocolError."""
+    if isinstance(message, Undecodable):
+        raise ProtocolError(message.reason)
 
 
 def refuse(message: Message, field: str, why: str) -> NoReturn:
@@ -41,6 +55,13 @@ def require(message: Message, field: str) -> None:
     """The sub-message `field` must be there."""
     if not message.HasField(field):
         refuse(message, field, "is missing")
+
+
+def refuse_long(message: Message, *fields: str) -> None:
+    """Each of these texts has at most MAX_NAME_CHARS characters."""
+    for field in fields:
+        if len(getattr(message, field)) > MAX_NAME_CHARS:
+            refuse(message, field, f"has {len(getattr(message, field))} characters; at most {MAX_NAME_CHARS} may be")
 
 
 def read_enum(message: Message, field: str, known: Mapping[int, T]) -> T:
@@ -145,7 +166,12 @@ def fill_frame(out: Any, frame: Frame[Any], kinds: Mapping[type, tuple[str, Fill
 
 
 def read_frame(frame: Any, kinds: Mapping[str, Read[T]]) -> Frame[T]:
-    """Inverse of fill_frame. A kind out of a newer version is an error: skipping it would lose a message silently."""
+    """Inverse of fill_frame. A kind out of a newer version is an error: skipping it would lose a message silently.
+
+    Its messages are counted before any of them is read; to read one costs some ten microseconds and what it holds.
+    """
+    if len(frame.messages) > MAX_FRAME_MESSAGES:
+        refuse(frame, "messages", f"are {len(frame.messages)}; at most {MAX_FRAME_MESSAGES} may be in one frame")
     messages: list[T] = []
     for message in frame.messages:
         kind = message.WhichOneof("kind")

@@ -47,9 +47,12 @@ from disagg.wire.fields import (
     read_key,
     read_logprobs,
     refuse,
+    refuse_long,
+    refuse_undecodable,
 )
 
 MAX_RANKS = 256  # of one server; each costs its peers a transfer agent and a process to watch
+MAX_METADATA_BYTES = 1 << 20  # of one rank's transfer agent; some hundred are usual
 MAX_ADDRESS = 1 << 62  # an offset in the arena can be added to it within 64 bits
 
 
@@ -85,6 +88,7 @@ def link_greeting_to_proto(greeting: LinkGreeting) -> pb.peer.LinkFrame:
         )
     out.hello.last_received = greeting.last_received
     out.hello.expected_incarnation = greeting.expected_incarnation
+    out.hello.server_id = hello.server_id
     return out
 
 
@@ -96,16 +100,22 @@ def link_frame_to_proto(frame: Frame[LinkMessage]) -> pb.peer.LinkFrame:
 
 def link_frame_from_proto(message: pb.peer.LinkFrame) -> LinkGreeting | Frame[LinkMessage]:
     """Raises ProtocolError. Which side may say what is the session's business, not ours."""
+    refuse_undecodable(message)
     if not message.HasField("hello"):
         return read_frame(message, _READ)
     hello = message.hello
     for field in ("name", "generation", "incarnation"):
         if not getattr(hello, field):
             refuse(hello, field, "is empty")
+    refuse_long(
+        hello, "name", "generation", "incarnation", "fingerprint", "host_id", "server_id", "expected_incarnation"
+    )
     if not 0 < hello.tp <= MAX_RANKS or [rank.rank for rank in hello.ranks] != list(range(hello.tp)):
         refuse(hello, "ranks", f"are not ranks 0 to {hello.tp - 1} of tp {hello.tp}, which may be 1 to {MAX_RANKS}")
     if any(rank.arena_address > MAX_ADDRESS for rank in hello.ranks):
         refuse(hello, "ranks.arena_address", f"is beyond {MAX_ADDRESS:#x}")
+    if any(len(rank.metadata) > MAX_METADATA_BYTES for rank in hello.ranks):
+        refuse(hello, "ranks.metadata", f"has more than {MAX_METADATA_BYTES} bytes")
     if message.number or message.messages:
         refuse(message, "hello", "comes with a frame; it must come alone")
     return LinkGreeting(
@@ -128,6 +138,7 @@ def link_frame_from_proto(message: pb.peer.LinkFrame) -> LinkGreeting | Frame[Li
                 )
                 for rank in hello.ranks
             ),
+            server_id=hello.server_id,
         ),
         last_received=hello.last_received,
         expected_incarnation=hello.expected_incarnation,

@@ -25,6 +25,7 @@ from disagg.messages.legs import (
     StartLeg,
 )
 from disagg.types.ids import Role
+from disagg.types.sampling import MAX_CACHE_SALT_CHARS, MAX_CHOICES
 from disagg.wire import pb
 from disagg.wire.fields import (
     FINISH_TO_PROTO,
@@ -42,9 +43,13 @@ from disagg.wire.fields import (
     read_seconds,
     read_timeline,
     refuse,
+    refuse_long,
+    refuse_undecodable,
     require,
 )
 from disagg.wire.inference import fill_sampling, read_sampling
+
+MAX_LEG_TOKENS = 1 << 22  # of one trunk; longer than any model's context. Read, they are 150 MB at most
 
 OUTCOME_TO_PROTO = {
     Outcome.DONE: pb.server.OUTCOME_DONE,
@@ -135,12 +140,14 @@ def router_frame_to_proto(frame: Frame[RouterMessage]) -> pb.server.RouterFrame:
 
 def router_frame_from_proto(message: pb.server.RouterFrame) -> RouterHello | Frame[RouterMessage]:
     """Raises ProtocolError."""
+    refuse_undecodable(message)
     if not message.HasField("hello"):
         return read_frame(message, _ROUTER_READ)
     hello = message.hello
     for field in ("router_name", "router_incarnation", "stream_id"):
         if not getattr(hello, field):
             refuse(hello, field, "is empty")
+    refuse_long(hello, "router_name", "router_incarnation", "stream_id", "expected_server_incarnation")
     if message.number or message.messages:
         refuse(message, "hello", "comes with a frame; it must come alone")
     return RouterHello(
@@ -172,6 +179,12 @@ def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
     require(message, "peer")
     if not message.params.HasField("max_tokens"):
         refuse(message, "params.max_tokens", "is missing; a router sets it")
+    if len(message.token_ids) > MAX_LEG_TOKENS:
+        refuse(message, "token_ids", f"are {len(message.token_ids)}; at most {MAX_LEG_TOKENS} may be")
+    for what, most in (("choices", MAX_CHOICES), ("cache_salt", MAX_CACHE_SALT_CHARS)):
+        if len(getattr(message, what)) > most:
+            refuse(message, what, f"has {len(getattr(message, what))} entries; at most {most} may be")
+    refuse_long(message.peer, "name", "address", "incarnation")
     if message.num_prompt > len(message.token_ids):
         refuse(message, "num_prompt", f"is {message.num_prompt}, but there are {len(message.token_ids)} tokens")
     return StartLeg(
@@ -224,6 +237,7 @@ def server_says_to_proto(says: ServerSays) -> pb.server.ServerFrame:
 
 def server_says_from_proto(message: pb.server.ServerFrame) -> ServerSays:
     """Raises ProtocolError."""
+    refuse_undecodable(message)
     attached = None
     if message.HasField("attached"):
         require(message, "hello")

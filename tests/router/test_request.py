@@ -226,6 +226,33 @@ def test_a_failed_prefill_leg_waits_for_decodes_verdict_too() -> None:
     assert m.handle(r.VerdictTimeout(1)) == []  # of the attempt before
 
 
+def test_every_leg_that_prefill_fails_gets_its_own_time_for_decodes_verdict() -> None:
+    m = parted()  # two trunks in the second attempt
+    first, second = (LegEnd(LegKey("r", 2, trunk), Outcome.WORKER_LOST, "") for trunk in (0, 1))
+    assert m.handle(r.LegEnded("p0", first)) == [r.ArmVerdictTimer(2, 10.0, 0)]
+    m.handle(r.TokensCame("d0", LegTokens(LegKey("r", 2, 0), 0, 1, (11,))))  # the first trunk's verdict: all is well
+    assert m.handle(r.LegEnded("p0", second)) == [r.ArmVerdictTimer(2, 10.0, 1)]
+    assert m.handle(r.VerdictTimeout(2, 0)) == [], "the first one's time is over, not the second one's"
+    again = m.handle(r.VerdictTimeout(2, 1))
+    assert need(again).cause == "no_verdict"
+
+
+def test_a_lost_prefill_server_starts_the_time_of_each_leg_once() -> None:
+    m = parted()
+    assert lost(m, "p0") == [r.ArmVerdictTimer(2, 10.0, 0), r.ArmVerdictTimer(2, 10.0, 1)]
+    assert m.handle(r.LegEnded("p0", LegEnd(LegKey("r", 2, 1), Outcome.WORKER_LOST, ""))) == []
+
+
+def parted() -> r.RequestMachine:
+    """A request whose two choices said different tokens before their server was lost, and run again."""
+    m = running(n=2)
+    tokens(m, "d0", 0, 0, 10)
+    tokens(m, "d0", 1, 0, 20)
+    lost(m, "d0")
+    m.handle(r.PairPicked(pair(), 0.0))
+    return m
+
+
 def test_what_prefill_gives_back_is_tried_again_free_of_charge_after_a_pause() -> None:
     m = running(max_attempts=1)
     again = need(ended(m, "p0", Outcome.GIVEN_BACK))  # at once: decode was never told of it
