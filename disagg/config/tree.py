@@ -109,7 +109,7 @@ class ServerRef(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The router: its faces, its queue and its static list of servers."""
 
-    name: str = "router-0"
+    name: str = ""  # unique among the routers of these servers; empty: drawn at start
     host: str = "127.0.0.1"
     http_port: Port = 8000
     grpc_port: Port = 50051
@@ -129,6 +129,12 @@ class LogConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     format: Literal["json", "text"] = "json"
 
 
+class DebugConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What people ask of a process that misbehaves."""
+
+    remote: bool = False  # whether /debug/* answers clients on other machines, too
+
+
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Everything, for every role. A process uses the parts of its role."""
 
@@ -139,3 +145,4 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     server: ServerConfig = field(default_factory=ServerConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)

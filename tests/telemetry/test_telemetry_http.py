@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -20,6 +22,7 @@ class Probed:
     def __init__(self) -> None:
         self.health = (200, "ready")
         self.dump_takes_s = 0.0
+        self.text = "everything"
         self.registry = CollectorRegistry()
         self.metrics = EngineMetrics(self.registry)
         self.server = TelemetryServer(self.registry, lambda: self.health, self.dump)
@@ -27,7 +30,7 @@ class Probed:
 
     async def dump(self) -> str:
         await asyncio.sleep(self.dump_takes_s)
-        return "everything"
+        return self.text
 
     async def get(self, path: str, method: str = "GET") -> httpx.Response:
         async with httpx.AsyncClient() as client:
@@ -98,3 +101,107 @@ async def test_a_silent_client_is_dropped(probed: Probed, monkeypatch: pytest.Mo
 async def test_closing_twice_is_closing_once(probed: Probed) -> None:
     await probed.server.close()
     await probed.server.close()
+
+
+# ---- clients that do not keep up
+
+
+def stalled(port: int, request: bytes) -> socket.socket:
+    """A client that asks and does not read, with as little room for the answer as can be."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    client.connect(("127.0.0.1", port))
+    client.sendall(request)
+    return client
+
+
+async def until_no_one_is_connected(probed: Probed) -> None:
+    async with asyncio.timeout(30):
+        while probed.server.connections:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_does_not_read_its_answer_is_dropped(
+    probed: Probed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry_http, "REQUEST_TIMEOUT_S", 0.2)
+    probed.text = "x" * (64 << 20)  # more than any buffer of the system's
+    before = asyncio.all_tasks()
+    clients = [stalled(probed.port, b"GET /debug/dump HTTP/1.1\r\n\r\n") for _ in range(3)]
+    async with asyncio.timeout(30):
+        while probed.server.connections < 3:
+            await asyncio.sleep(0.01)
+    await until_no_one_is_connected(probed)
+    async with asyncio.timeout(30):
+        while asyncio.all_tasks() - before:
+            await asyncio.sleep(0.01)
+    for client in clients:
+        client.close()
+
+
+async def test_closing_waits_for_no_client(probed: Probed) -> None:
+    probed.text = "x" * (64 << 20)
+    client = stalled(probed.port, b"GET /debug/dump HTTP/1.1\r\n\r\n")
+    async with asyncio.timeout(30):
+        while not probed.server.connections:
+            await asyncio.sleep(0.01)
+        await probed.server.close()
+    await until_no_one_is_connected(probed)
+    client.close()
+
+
+async def test_connections_are_few_and_those_that_are_too_many_are_told(
+    probed: Probed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry_http, "MAX_CONNECTIONS", 2)
+    idle = [await asyncio.open_connection("127.0.0.1", probed.port) for _ in range(2)]
+    async with asyncio.timeout(30):
+        while probed.server.connections < 2:
+            await asyncio.sleep(0.01)
+        reader, writer = await asyncio.open_connection("127.0.0.1", probed.port)
+        assert (await reader.read()).startswith(b"HTTP/1.1 503")
+    writer.close()
+    for _, each in idle:
+        each.close()
+    await until_no_one_is_connected(probed)
+    assert (await probed.get("/health")).status_code == 200
+
+
+# ---- who may look inside
+
+
+async def test_debug_answers_clients_on_this_host_only_unless_it_is_opened(
+    probed: Probed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await probed.get("/debug/dump")).status_code == 200
+    monkeypatch.setattr(telemetry_http, "_is_local", lambda writer: False)
+    for path in ("/debug/dump", "/debug/anything"):
+        answer = await probed.get(path)
+        assert answer.status_code == 403
+        assert "debug.remote" in answer.text
+    assert (await probed.get("/metrics")).status_code == 200
+    assert (await probed.get("/health")).status_code == 200
+    opened = TelemetryServer(probed.registry, lambda: probed.health, probed.dump, debug_remote=True)
+    probed.port = await opened.start("127.0.0.1", 0)
+    assert (await probed.get("/debug/dump")).text == "everything"
+    await opened.close()
+
+
+@pytest.mark.parametrize(
+    ("peer", "local"),
+    [
+        (("127.0.0.1", 1), True),
+        (("127.8.8.8", 1), True),
+        (("::1", 1, 0, 0), True),
+        (("::ffff:127.0.0.1", 1, 0, 0), True),
+        (("::ffff:10.0.0.1", 1, 0, 0), False),
+        (("10.0.0.1", 1), False),
+        (("fe80::1%eth0", 1, 0, 2), False),
+        (("", 0), False),
+        ((), False),
+        (None, False),
+    ],
+)
+def test_which_clients_are_on_this_host(peer: object, local: bool) -> None:
+    writer = SimpleNamespace(get_extra_info=lambda name: peer if name == "peername" else None)
+    assert telemetry_http._is_local(writer) is local
