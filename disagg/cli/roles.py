@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from disagg.config.check import warnings_of
+from msgspec.structs import replace
+
+from disagg.config.check import check_descriptors, warnings_of
 from disagg.config.load import load_config
 from disagg.config.tree import Config
+from disagg.router.names import drawn_name
 from disagg.telemetry.logs import configure_logging, log_uncaught_exceptions
-from disagg.telemetry.process import die_with_parent, heartbeat_to, no_heartbeat
+from disagg.telemetry.process import die_with_parent, heartbeat_to, no_heartbeat, raise_descriptor_limit
 from disagg.telemetry.stacks import dump_stacks_on_signal
 
 Role = Literal["router", "prefill", "decode"]
@@ -30,12 +33,15 @@ def run_role(
         die_with_parent(parent_pid)
     heartbeat = no_heartbeat if heartbeat_fd is None else heartbeat_to(heartbeat_fd)
     config = load_config(file, overrides)
+    if role == "router" and not config.router.name:
+        config = replace(config, router=replace(config.router, name=drawn_name()))
     name = config.router.name if role == "router" else config.server.name or role
     configure_logging(name, config.log.level, config.log.format)
     log_uncaught_exceptions()
     dump_stacks_on_signal()
-    for warning in warnings_of(config):
-        log.warning(warning)
+    for warning in (*warnings_of(config), check_descriptors(config, role, raise_descriptor_limit())):
+        if warning:
+            log.warning(warning)
     return _run(role, config, heartbeat)
 
 

@@ -41,6 +41,8 @@ def print_pools(console: Console, status: Mapping[str, Any]) -> None:
             f"router {router.get('name')} (pid {router.get('pid')}): {router.get('inflight')} in flight, "
             f"{router.get('queued')} queued{draining}"
         )
+        if router.get("error"):
+            console.print(str(router["error"]), style="red", markup=False)
 
 
 def print_memory(console: Console, status: Mapping[str, Any]) -> None:

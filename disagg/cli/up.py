@@ -25,7 +25,9 @@ from disagg.cli.terminal import StageProgress, note, problem
 from disagg.config.load import child_environ, dump_config, load_config
 from disagg.config.tree import Config, ServerRef
 from disagg.messages.heads import SliceError, check_heads
+from disagg.router.names import drawn_name
 from disagg.server.device import choose_device, count_gpus
+from disagg.telemetry.process import raise_descriptor_limit
 from disagg.types.errors import ConfigError
 
 DRAIN_MARGIN_S = 5.0  # a child bounds its own drain; this is for what comes after
@@ -57,6 +59,7 @@ class Plan(Struct, frozen=True):
 
 def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object]) -> int:
     """Runs the cluster until SIGTERM or Ctrl-C; returns the exit code. Raises ConfigError before anything was started."""
+    raise_descriptor_limit()  # children inherit it
     base = load_config(file, overrides)
     router = base.router
     require_free(router.host, router.http_port, "router.http_port")
@@ -101,7 +104,8 @@ def plan_cluster(base: Config, options: UpOptions) -> tuple[Plan, ...]:
         ServerRef(name=plan.name, role="prefill" if plan.role == "prefill" else "decode", address=_address(plan))
         for plan in servers
     )
-    router = replace(base.router, http_port=http_port, grpc_port=grpc_port, servers=refs)
+    name = base.router.name or drawn_name()  # its own for as long as `up` runs: a router that is started again keeps it
+    router = replace(base.router, name=name, http_port=http_port, grpc_port=grpc_port, servers=refs)
     return Plan("router", "router", replace(base, router=router)), *servers
 
 

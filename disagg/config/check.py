@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
+from typing import Literal
 
 from disagg.config.sizes import format_size
 from disagg.config.staging import PAGE_BYTES, Device, size_staging
@@ -14,6 +15,12 @@ from disagg.config.tree import Config, TransferConfig
 from disagg.types.errors import ConfigError
 
 LEAST_KV_BYTES = 1 << 14
+MAX_NAME_CHARS = 128
+# Open files, by what was counted in running processes, twice over.
+BASE_DESCRIPTORS = 96  # sockets to listen at, gRPC's and ZeroMQ's own, event loops, libraries
+DESCRIPTORS_PER_SERVER = 4  # a stream, and for a moment a trial of its address or a question for its dump
+DESCRIPTORS_PER_RANK = 16  # its process, its sockets
+PEERS = 64  # of a server: how many there will be it does not know
 LINKS_PER_ARENA = 4  # no link gets more than its share, a quarter: as the arena itself deals them out
 
 
@@ -48,6 +55,29 @@ def warnings_of(config: Config) -> tuple[str, ...]:
                 "keep it inside a trusted network"
             )
     return tuple(found)
+
+
+def descriptors_needed(config: Config, role: Literal["router", "prefill", "decode"]) -> tuple[int, int]:
+    """(with fewer open files the process cannot work at all, with fewer it may refuse what its other limits allow)."""
+    if role == "router":
+        router = config.router
+        least = BASE_DESCRIPTORS + DESCRIPTORS_PER_SERVER * len(router.servers)
+        # Whoever waits for an answer has a connection; prompts of one request share it, which nobody has to use.
+        return least, least + router.max_inflight + router.max_queued
+    least = BASE_DESCRIPTORS + DESCRIPTORS_PER_RANK * config.server.tp
+    return least, least + PEERS * (DESCRIPTORS_PER_SERVER + config.server.tp)
+
+
+def check_descriptors(config: Config, role: Literal["router", "prefill", "decode"], limit: int) -> str:
+    """limit: open files that this process may have. A warning, or nothing. Raises ConfigError if it cannot work so."""
+    least, wanted = descriptors_needed(config, role)
+    said = f"this process may have {limit} files open (the hard limit, `ulimit -Hn`)"
+    if limit < least:
+        raise ConfigError(f"{said}; to be a {role} with this configuration it needs {least} at least; raise the limit")
+    if limit >= wanted:
+        return ""
+    why = "router.max_inflight + router.max_queued clients" if role == "router" else f"{PEERS} peers and routers"
+    return f"{said}; with {why} it may need {wanted}; beyond its limit it refuses connections; raise the limit"
 
 
 def _check_engine(config: Config) -> None:
@@ -113,12 +143,12 @@ def _check_server(config: Config) -> None:
     server = config.server
     if server.port and server.port == server.metrics_port:
         raise ConfigError(f"server.port and server.metrics_port are both {server.port}; they must differ")
-    if "/" in server.name or any(each.isspace() for each in server.name):
-        raise ConfigError(f'server.name = "{server.name}": it must have no blanks and no slashes')
+    _check_name("server.name", server.name)
 
 
 def _check_router(config: Config) -> None:
     router = config.router
+    _check_name("router.name", router.name)
     if router.http_port and router.http_port == router.grpc_port:
         raise ConfigError(f"router.http_port and router.grpc_port are both {router.http_port}; they must differ")
     if router.heartbeat_s * 2 > router.lease_s:
@@ -134,6 +164,7 @@ def _check_router(config: Config) -> None:
             )
     for server in router.servers:
         host, colon, port = server.address.rpartition(":")
+        _check_name("router.servers", server.name)
         if not server.name:
             raise ConfigError(f'router.servers has a server at "{server.address}" without a name')
         if not (colon and host and port.isdecimal() and 1 <= int(port) <= 65535):
@@ -141,6 +172,14 @@ def _check_router(config: Config) -> None:
                 f'router.servers: "{server.name}" has the address "{server.address}"; it must be host:port with a port '
                 "from 1 to 65535"
             )
+
+
+def _check_name(path: str, name: str) -> None:
+    """Names go into messages, logs, labels and files."""
+    if "/" in name or not name.isprintable() or any(each.isspace() for each in name):
+        raise ConfigError(f'{path} = "{name}": it must have no blanks and no slashes')
+    if len(name) > MAX_NAME_CHARS:
+        raise ConfigError(f'{path} = "{name[:MAX_NAME_CHARS]}...": it must have at most {MAX_NAME_CHARS} characters')
 
 
 def _is_loopback(host: str) -> bool:

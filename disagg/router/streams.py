@@ -14,13 +14,13 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from disagg.config.tree import ServerRef
-from disagg.messages.channel import Frame, ReliableChannel
-from disagg.messages.legs import LoadReport, RouterMessage, ServerHello, ServerMessage
+from disagg.messages.channel import FRAME_MESSAGES, Frame, ReliableChannel
+from disagg.messages.legs import LoadReport, RouterMessage, ServerHello, ServerMessage, StartLeg
 from disagg.router.view import CachedPages, ServerView
 from disagg.types.errors import ProtocolError, Unavailable
 from disagg.types.ids import Role, ServerName
@@ -33,6 +33,7 @@ MAX_BACKOFF_S = 1.0
 REFUSED_TWICE_WITHIN_S = 0.5
 TICK_S = 0.1  # how soon frames are acknowledged and overdue ones are noticed
 FRESH_HEARTBEATS = 3.0
+FRAME_TOKENS = 1 << 20  # of prompts in one frame, unless a single one has more
 
 
 class Connection(Protocol):
@@ -49,10 +50,14 @@ class Refused(Unavailable):
     """Nobody listens at the address: the server's process is gone."""
 
 
+class NameTaken(Unavailable):
+    """Another router holds this router's name at the server, and lives."""
+
+
 class Dialer(Protocol):
     """Opens a stream to host:port and exchanges hellos; the server's has `hello` and `attached`.
 
-    Raises Refused, Unavailable or ProtocolError.
+    Raises Refused, NameTaken, Unavailable or ProtocolError.
     """
 
     async def __call__(self, address: str, hello: RouterHello, timeout_s: float) -> tuple[Connection, ServerSays]: ...
@@ -93,6 +98,7 @@ class ServerStream:
         self.connected = False
         self.lost = False
         self.error = ""
+        self.name_taken = False  # which is what `error` says, then
         self._model = model
         self._router_name = router_name
         self._router_incarnation = router_incarnation
@@ -174,8 +180,10 @@ class ServerStream:
                     self._attach.cancel()
                     await asyncio.wait({self._attach})
             self.connected = False
+            self.name_taken = isinstance(failure, NameTaken)
             if str(failure) != self.error:
-                logger.info("stream to %s at %s: %s", self.name, self.address, failure)
+                level = logging.ERROR if self.name_taken else logging.INFO
+                logger.log(level, "stream to %s at %s: %s", self.name, self.address, failure)
                 self.error = str(failure)
             self._note_refusal(isinstance(failure, Refused))
             self._owner.server_changed(self.name)
@@ -233,6 +241,7 @@ class ServerStream:
             channel = self._channel
             self._take(channel, first)
             self.connected, self.error, self._attached_s = True, "", now_s
+            self.name_taken = False
             self._wake.set()
             self._owner.server_changed(self.name)
             writer = asyncio.create_task(self._write(connection, channel), name=f"write {self.name}")
@@ -268,7 +277,8 @@ class ServerStream:
                 await connection.write(self._repeats.popleft())
                 self._wrote_s = self._clock()
             if self._outbox and channel is self._channel:
-                messages, self._outbox = tuple(self._outbox), []
+                count = frame_length(self._outbox)
+                messages, self._outbox = tuple(self._outbox[:count]), self._outbox[count:]
                 await connection.write(channel.push(messages, now_s))
                 self._wrote_s = self._clock()
             if channel.ack_owed or self._clock() - self._wrote_s >= self._heartbeat_s:
@@ -344,6 +354,16 @@ class ServerStream:
         self._channel: ReliableChannel[Any] = ReliableChannel()  # one type each way
         self._outbox = []
         self._repeats.clear()
+
+
+def frame_length(outbox: Sequence[RouterMessage]) -> int:
+    """How many of these messages go into the next frame: at least one, and no more than a server reads at once."""
+    tokens = 0
+    for count, message in enumerate(outbox[:FRAME_MESSAGES]):
+        tokens += len(message.token_ids) if isinstance(message, StartLeg) else 0
+        if tokens > FRAME_TOKENS and count:
+            return count
+    return min(len(outbox), FRAME_MESSAGES)
 
 
 def _log_death(task: asyncio.Task[None]) -> None:

@@ -2,7 +2,8 @@
 
 A link is one generation between two incarnations. It is up from the first greeting until it is lost: nothing heard for
 `lease_s`, too much that the peer has not acknowledged, the peer refuses to resume it, or its workers are known to have
-exited. Knows streams, greetings and frames; nothing of what link messages mean.
+exited. Two servers of one name are told apart by the id of their processes: what is proven of one is not said of the
+other. Knows streams, greetings and frames; nothing of what link messages mean.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 
 import grpc
 
-from disagg.messages.channel import Frame, ReliableChannel
+from disagg.messages.channel import FRAME_MESSAGES, Frame, ReliableChannel
 from disagg.messages.legs import PeerRef
 from disagg.messages.link import LinkHello, LinkMessage
+from disagg.server.door import Door, Rivals
 from disagg.server.pids import ProcessWatch, host_id
 from disagg.types.errors import ProtocolError
 from disagg.wire import pb
@@ -36,27 +38,45 @@ GONE_POLL_S = 0.05
 MAX_ENDED = 4096  # generations of lost links that are remembered
 # Messages kept for a peer that does not acknowledge them; what a lease's length brings is usual.
 MAX_UNACKED_MESSAGES = 1 << 16
+MAX_LINKS = 256  # that are up; each has a transfer agent of every rank of its peer in every worker
 
 
 class Link:
-    """One link, of either side."""
+    """One link, of either side. address: where the peer was dialled; empty if it dialled."""
 
-    def __init__(self, number: int, peer: LinkHello) -> None:
+    def __init__(self, number: int, peer: LinkHello, address: str = "") -> None:
         self.number = number
         self.peer = peer
+        self.address = address
         self.channel: ReliableChannel[Any] = ReliableChannel()
         self.heard_s = time.monotonic()
         self.pending: list[LinkMessage] = []
         self.wake = asyncio.Event()
         self.stream = 0  # number of the stream that serves this link now; older ones end
+        self.served = False  # that stream is not known to be broken
+        self.rivals = Rivals()
+        self.fault = ""  # what the peer said and must not
         self.up = True
-        on_this_host = peer.host_id == host_id()
+        on_this_host = bool(peer.host_id) and peer.host_id == host_id()
         self.watches = [ProcessWatch(rank.pid, rank.pid_started) for rank in peer.ranks] if on_this_host else []
 
     @property
     def gone(self) -> bool:
         """The peer's workers are known to have exited."""
         return bool(self.watches) and all(watch.gone for watch in self.watches)
+
+    def ended_by(self, newer: LinkHello, address: str) -> bool:
+        """Whether a server that says so, at this address, proves that the peer's workers have exited.
+
+        A server starts workers only after its old ones have exited. Of another process of that name only its address
+        tells that it came in place of the old one, and only where the processes themselves cannot be watched.
+        """
+        old = self.peer
+        if old.name != newer.name or old.incarnation == newer.incarnation:
+            return False
+        if old.server_id and old.server_id == newer.server_id:
+            return True
+        return not self.watches and bool(address) and address == self.address
 
     def close(self) -> None:
         for watch in self.watches:
@@ -91,6 +111,7 @@ class Links(PeerServicer):
         self._dials: dict[tuple[str, str], asyncio.Task[None]] = {}  # that make a link or keep one up
         self._dialling: set[asyncio.Task[None]] = set()  # these, and those whose link is lost
         self._next_number = 0
+        self._door = Door()
         self.lease_expiries = 0
         self.stopping = False  # the server drains: a lost link is nothing to warn of
 
@@ -157,6 +178,7 @@ class Links(PeerServicer):
         return {
             link.number: {
                 "peer": link.peer.name,
+                "peer's process": link.peer.server_id,
                 "incarnation": link.peer.incarnation,
                 "generation": generation,
                 "heard s ago": round(now - link.heard_s, 2),
@@ -175,14 +197,13 @@ class Links(PeerServicer):
 
     # ---- both ends
 
-    def _establish(self, generation: str, peer: LinkHello) -> Link:
-        link = Link(self._next_number, peer)
+    def _establish(self, generation: str, peer: LinkHello, address: str = "") -> Link:
+        link = Link(self._next_number, peer, address)
         self._next_number += 1
         self._links[generation] = link
         self._by_number[link.number] = (generation, link)
-        # A server starts workers only after its old ones have exited, and its name is nobody else's meanwhile.
         for number, lost in list(self._lost.items()):
-            if lost.peer.name == peer.name and lost.peer.incarnation != peer.incarnation:
+            if lost.ended_by(peer, address):
                 self._gone(number)
         logger.info("link %d to %s is up", link.number, peer.name)
         self._on_up(link.number, peer)
@@ -217,8 +238,8 @@ class Links(PeerServicer):
         while link.stream == stream and not ended.done():
             now = time.monotonic()
             if link.pending:
-                messages = tuple(link.pending)
-                link.pending.clear()
+                messages = tuple(link.pending[:FRAME_MESSAGES])
+                del link.pending[:FRAME_MESSAGES]
                 yield channel.push(messages, now)
                 continue
             if now >= next_beat_s or (channel.ack_owed and now >= next_beat_s - HEARTBEAT_S + ACK_DELAY_S):
@@ -250,10 +271,13 @@ class Links(PeerServicer):
                     if link.up:
                         self._on_message(link.number, each)
         except ProtocolError as error:
+            link.fault = str(error)
             self._lose(generation, link, f"{link.peer.name} broke the protocol: {error}")
         except grpc.aio.AioRpcError as error:
             logger.info("the stream of link %d broke: %s", link.number, error.code())
         finally:
+            if link.stream == stream:
+                link.served = False
             link.wake.set()
 
     def _mismatch(self, ours: LinkHello, theirs: LinkHello) -> str:
@@ -266,46 +290,89 @@ class Links(PeerServicer):
     async def link(
         self, requests: AsyncIterator[pb.peer.LinkFrame], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.peer.LinkFrame]:
-        frames = aiter(requests)
-        first = await anext(frames, None)
-        try:
-            greeting = link_frame_from_proto(first) if first is not None else None
-        except ProtocolError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if not isinstance(greeting, LinkGreeting):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a link must be a greeting")
-            return
-        theirs = greeting.hello
+        async with self._door.opened(context):
+            first = await self._door.first(requests, context)
+            try:
+                greeting = link_frame_from_proto(first) if first is not None else None
+            except ProtocolError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            if not isinstance(greeting, LinkGreeting):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a link must be a greeting")
+                return
+            generation = greeting.hello.generation
+            answer = self._answer(greeting, context.peer())
+            if isinstance(answer, _Refusal):
+                await context.abort(answer.code, answer.reason)
+                return
+            ours, link = answer
+            stream = link.stream
+            yield link_greeting_to_proto(LinkGreeting(ours, link.channel.received))
+            listener = asyncio.create_task(self._listen(generation, link, stream, requests))
+            try:
+                async for frame in self._speak(link, stream, listener):
+                    yield link_frame_to_proto(frame)
+            finally:
+                listener.cancel()
+                if link.stream == stream:
+                    link.served = False
+            if link.fault:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, link.fault)
+
+    def _answer(self, greeting: LinkGreeting, where: str) -> tuple[LinkHello, Link] | _Refusal:
+        """Our own greeting and the link, resumed or new; or why there is none."""
+        theirs, code = greeting.hello, grpc.StatusCode
         ours = self._greeting(theirs.generation)
         if ours is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "this server's workers are not up")
-            return
+            return _Refusal(code.UNAVAILABLE, "this server's workers are not up")
         if greeting.expected_incarnation not in ("", ours.incarnation):
-            await context.abort(
-                grpc.StatusCode.NOT_FOUND, f"{ours.name} has restarted; its workers are {ours.incarnation} now"
-            )
+            return _Refusal(code.NOT_FOUND, f"{ours.name} has restarted; its workers are {ours.incarnation} now")
         if mismatch := self._mismatch(ours, theirs):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, mismatch)
+            return _Refusal(code.FAILED_PRECONDITION, mismatch)
         link = self._links.get(theirs.generation)
         if link is None:
             if greeting.last_received or theirs.generation in self._ended:
-                await context.abort(grpc.StatusCode.NOT_FOUND, f"link {theirs.generation} is not known here any more")
-            # It dials one link per incarnation of ours: what it had before, it has given up.
-            for generation, other in list(self._links.items()):
-                if other.peer.name == theirs.name:
-                    self._lose(generation, other, f"{theirs.name} has dialled anew")
+                return _Refusal(code.NOT_FOUND, f"link {theirs.generation} is not known here any more")
+            if held := self._held(theirs, where):
+                return _Refusal(code.ALREADY_EXISTS, held)
+            if len(self._links) >= MAX_LINKS:
+                return _Refusal(code.RESOURCE_EXHAUSTED, f"{MAX_LINKS} links are up already; no more may be")
             link = self._establish(theirs.generation, theirs)
+            if not link.up:  # the engine would not have it
+                return _Refusal(code.FAILED_PRECONDITION, f"{ours.name} cannot exchange KV with {theirs.name}")
+        elif (link.peer.name, link.peer.incarnation, link.peer.server_id) != (
+            theirs.name,
+            theirs.incarnation,
+            theirs.server_id,
+        ):
+            return _Refusal(code.INVALID_ARGUMENT, f"link {theirs.generation} is of another server, {link.peer.name}")
         link.stream += 1
-        stream = link.stream
+        link.served = True
         link.heard_s = time.monotonic()
         link.channel.take(Frame(number=0, ack=greeting.last_received, messages=()), link.heard_s)
-        yield link_greeting_to_proto(LinkGreeting(ours, link.channel.received))
-        listener = asyncio.create_task(self._listen(theirs.generation, link, stream, frames))
-        try:
-            async for frame in self._speak(link, stream, listener):
-                yield link_frame_to_proto(frame)
-        finally:
-            listener.cancel()
+        link.wake.set()
+        return ours, link
+
+    def _held(self, theirs: LinkHello, where: str) -> str:
+        """Why a server of this name may not link here; empty if it may, and then what it had before is lost.
+
+        It dials one link per incarnation of ours: what it had before, it has given up. Another process of that name has
+        come in its place, unless it lives.
+        """
+        process = theirs.server_id
+        for generation, other in list(self._links.items()):
+            if other.peer.name != theirs.name:
+                continue
+            if other.peer.server_id == process or other.rivals.may_take_over(process, other.served, other.heard_s):
+                self._lose(generation, other, f"{theirs.name} has dialled anew")
+                continue
+            held = (
+                f'the name "{theirs.name}" is held by a server that lives, process {other.peer.server_id}; every server '
+                "must have a server.name of its own"
+            )
+            if other.rivals.refused(process, time.monotonic()):
+                logger.error("a second server, process %s at %s, is refused: %s", process, where, held)
+            return held
+        return ""
 
     # ---- decode: dial
 
@@ -353,8 +420,11 @@ class Links(PeerServicer):
                 return _Failure(f"{peer.name} has restarted; its workers are {theirs.incarnation} now", final=True)
             if mismatch := self._mismatch(ours, theirs):
                 return _Failure(mismatch, final=True)
-            link = link or self._establish(generation, theirs)
+            link = link or self._establish(generation, theirs, peer.address)
+            if not link.up:
+                return _Failure("the link was given up at once", final=True, linked=True)
             link.stream += 1
+            link.served = True
             stream = link.stream
             link.heard_s = time.monotonic()
             link.channel.take(Frame(number=0, ack=greeting.last_received, messages=()), link.heard_s)
@@ -376,6 +446,14 @@ class Links(PeerServicer):
             return _Failure(f"{peer.name} broke the protocol: {error}", final=True)
         finally:
             await channel.close()
+
+
+class _Refusal:
+    """Why a peer that dialled gets no link, and the status that its stream ends with."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+        self.code = code
+        self.reason = reason
 
 
 class _Failure:

@@ -2,8 +2,9 @@
 
 Tokens for a router wait in its lease, merged per choice, until its stream takes them all as one frame; so a slow router
 gets fewer, larger frames and never blocks the engine. A lease ends when nothing has been heard for `lease_s`, when the
-router comes back as another process, or when too much is waiting. News of the prefix cache ride along, a part at a time
-(`kv_feed`). Knows streams and frames; nothing of legs' meaning.
+router comes back as another process, or when too much is waiting. Another process under a name whose holder lives is no
+router that came back: it is refused. News of the prefix cache ride along, a part at a time (`kv_feed`). Knows streams and
+frames; nothing of legs' meaning.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 
-from disagg.messages.channel import Frame, ReliableChannel
+from disagg.messages.channel import FRAME_MESSAGES, Frame, ReliableChannel
 from disagg.messages.legs import (
     AbortLeg,
     KvEvents,
@@ -27,6 +29,7 @@ from disagg.messages.legs import (
     ServerMessage,
     StartLeg,
 )
+from disagg.server.door import Door, Rivals
 from disagg.server.kv_feed import KvFeed
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
@@ -42,9 +45,12 @@ from disagg.wire.services import ServerServicer
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING_BYTES = 8 << 20
-TOKEN_BYTES = 64  # a token with its place, roughly, as it waits here
+MAX_PENDING_BYTES = 16 << 20  # of messages of one router that wait, or that it has not acknowledged
+MAX_LEASES = 256  # routers; each may keep so many bytes, and the names of all cached pages
+MESSAGE_BYTES = 256  # a message without what counts below, roughly, as it waits here
+TOKEN_BYTES = 64
 LOGPROB_BYTES = 32
+TIMELINE_BYTES = 128
 ACK_DELAY_S = 0.1  # an acknowledgement waits this long for a frame to ride on
 KV_EVERY_S = 0.1  # no two parts of cache news follow each other faster: tokens come first
 
@@ -52,22 +58,36 @@ KV_EVERY_S = 0.1  # no two parts of cache news follow each other faster: tokens 
 class Lease:
     """What a server keeps for one router across its streams."""
 
-    def __init__(self, number: int, hello: RouterHello) -> None:
+    def __init__(self, number: int, hello: RouterHello, where: str) -> None:
         self.number = number
         self.hello = hello
+        self.where = where  # the address that its last stream came from
         self.channel: ReliableChannel[Any] = ReliableChannel()
         self.heard_s = time.monotonic()
         self.pending: list[ServerMessage] = []
         self.pending_bytes = 0
+        self._sent: deque[int] = deque()  # bytes of each frame that is not acknowledged
+        self._sent_bytes = 0
         self._open: dict[tuple[LegKey, int], int] = {}  # (leg, choice) -> index in pending of tokens to merge with
         self.ready = False  # pending may go out
         self.hello_due = False
         self.kv = KvFeed()  # of the stream that serves this lease now
         self.wake = asyncio.Event()
         self.stream = 0  # number of the stream that serves this lease now; older ones end
+        self.served = False  # that stream is not known to be broken
+        self.rivals = Rivals()
+        self.fault = ""  # what its router said and must not
+
+    @property
+    def kept_bytes(self) -> int:
+        """What waits, and what was sent and may have to be sent again; roughly."""
+        while len(self._sent) > self.channel.unacked:
+            self._sent_bytes -= self._sent.popleft()
+        return self.pending_bytes + self._sent_bytes
 
     def put(self, message: ServerMessage) -> None:
         """Tokens of one choice that follow each other become one message."""
+        self.pending_bytes += MESSAGE_BYTES
         if isinstance(message, LegTokens):
             self.pending_bytes += TOKEN_BYTES * len(message.token_ids)
             self.pending_bytes += LOGPROB_BYTES * sum(1 + len(entry.top) for entry in message.logprobs)
@@ -84,16 +104,23 @@ class Lease:
                         logprobs=before.logprobs + message.logprobs,
                         finish=message.finish,
                     )
+                    self.pending_bytes -= MESSAGE_BYTES
                     return
             self._open[message.key, message.choice] = len(self.pending)
+        else:
+            self.pending_bytes += len(message.reason) + TIMELINE_BYTES * len(message.timeline)
         self.pending.append(message)
 
     def take(self) -> tuple[ServerMessage, ...]:
-        messages = tuple(self.pending)
-        self.pending.clear()
+        """What goes into one frame, which is to be pushed at once. What is left stays ready."""
+        messages = tuple(self.pending[:FRAME_MESSAGES])
+        nbytes = self.pending_bytes * len(messages) // max(1, len(self.pending))
+        self._sent.append(nbytes)
+        self._sent_bytes += nbytes
+        del self.pending[:FRAME_MESSAGES]
         self._open.clear()
-        self.pending_bytes = 0
-        self.ready = False
+        self.pending_bytes -= nbytes
+        self.ready = bool(self.pending)
         return messages
 
 
@@ -124,6 +151,7 @@ class RouterStreams(ServerServicer):
         self._dump = dump
         self._leases: dict[int, Lease] = {}
         self._next_number = 0
+        self._door = Door()
         self.token_frames = 0  # frames with tokens, over all routers
         self.lease_expiries = 0
         self._closing = False
@@ -136,8 +164,8 @@ class RouterStreams(ServerServicer):
         if lease is None:
             return
         lease.put(message)
-        if lease.pending_bytes > MAX_PENDING_BYTES:
-            self._end(lease, f"more than {MAX_PENDING_BYTES} bytes of tokens were waiting for it")
+        if lease.kept_bytes > MAX_PENDING_BYTES:
+            self._end(lease, f"more than {MAX_PENDING_BYTES} bytes were waiting for it, or for its acknowledgement")
 
     def flush(self) -> None:
         """A step is over, or nothing is running: what is pending goes out, one frame per router."""
@@ -182,6 +210,7 @@ class RouterStreams(ServerServicer):
         return {
             f"{lease.hello.router_name}/{lease.hello.router_incarnation}": {
                 "number": lease.number,
+                "address": lease.where,
                 "heard s ago": round(time.monotonic() - lease.heard_s, 2),
                 "unacked frames": lease.channel.unacked,
                 "pending": len(lease.pending),
@@ -203,36 +232,62 @@ class RouterStreams(ServerServicer):
     async def attach(
         self, requests: AsyncIterator[pb.server.RouterFrame], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.server.ServerFrame]:
-        first = await anext(aiter(requests), None)
-        try:
-            hello = router_frame_from_proto(first) if first is not None else None
-        except ProtocolError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if not isinstance(hello, RouterHello):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a stream must be a hello")
-            return
-        lease, resumed = self._admit(hello)
-        stream = lease.stream
-        reader = asyncio.create_task(self._read(lease, stream, requests))
-        try:
-            async for says in self._speak(lease, stream, hello, resumed, reader):
-                yield server_says_to_proto(says)
-        finally:
-            reader.cancel()
+        async with self._door.opened(context):
+            first = await self._door.first(requests, context)
+            try:
+                hello = router_frame_from_proto(first) if first is not None else None
+            except ProtocolError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            if not isinstance(hello, RouterHello):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a stream must be a hello")
+                return
+            try:
+                lease, resumed = self._admit(hello, context.peer())
+            except _NotAdmitted as error:
+                await context.abort(error.code, str(error))
+            stream = lease.stream
+            reader = asyncio.create_task(self._read(lease, stream, requests))
+            try:
+                async for says in self._speak(lease, stream, hello, resumed, reader):
+                    yield server_says_to_proto(says)
+            finally:
+                reader.cancel()
+                if lease.stream == stream:
+                    lease.served = False
+            if lease.fault:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, lease.fault)
 
-    def _admit(self, hello: RouterHello) -> tuple[Lease, bool]:
-        """The lease of this channel, and whether it existed; any other lease of this router ends."""
+    def _admit(self, hello: RouterHello, where: str) -> tuple[Lease, bool]:
+        """The lease of this channel, and whether it existed; any other lease of this router ends. Raises _NotAdmitted."""
+        now = time.monotonic()
+        process = hello.router_incarnation
         for lease in list(self._leases.values()):
-            same_process = lease.hello.router_incarnation == hello.router_incarnation
-            if same_process and lease.hello.stream_id == hello.stream_id:
+            if lease.hello.router_incarnation == process and lease.hello.stream_id == hello.stream_id:
                 lease.stream += 1
-                lease.channel.take(Frame(number=0, ack=hello.last_received, messages=()), time.monotonic())
-                lease.heard_s = time.monotonic()
+                lease.served, lease.where = True, where
+                lease.channel.take(Frame(number=0, ack=hello.last_received, messages=()), now)
+                lease.heard_s = now
                 lease.wake.set()
                 return lease, True
-            if lease.hello.router_name == hello.router_name:
+            if lease.hello.router_name != hello.router_name:
+                continue
+            same_process = lease.hello.router_incarnation == process
+            if same_process or lease.rivals.may_take_over(process, lease.served, lease.heard_s):
                 self._end(lease, "it began again")
-        lease = Lease(self._next_number, hello)
+                continue
+            held = (
+                f'the name "{hello.router_name}" is held by a router that lives, process '
+                f"{lease.hello.router_incarnation} at {lease.where}; every router must have a router.name of its own"
+            )
+            if lease.rivals.refused(process, now):
+                logger.error("a second router, process %s at %s, is refused: %s", process, where, held)
+            raise _NotAdmitted(grpc.StatusCode.ALREADY_EXISTS, held)
+        if len(self._leases) >= MAX_LEASES:
+            raise _NotAdmitted(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_LEASES} routers are attached already; no more may be"
+            )
+        lease = Lease(self._next_number, hello, where)
+        lease.served = True
         self._next_number += 1
         self._leases[lease.number] = lease
         return lease, False
@@ -301,13 +356,24 @@ class RouterStreams(ServerServicer):
                     assert isinstance(each, StartLeg | AbortLeg)
                     self._on_message(lease.number, each)
         except ProtocolError as error:
-            self._end(lease, str(error))
+            lease.fault = str(error)
+            self._end(lease, lease.fault)
         except grpc.aio.AioRpcError as error:
             logger.info("the stream of router %s broke: %s", lease.hello.router_name, error.code())
         finally:
+            if lease.stream == stream:
+                lease.served = False
             lease.wake.set()
 
     async def dump(
         self, request: pb.server.DumpRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.server.DumpResponse:
         return pb.server.DumpResponse(text=await self._dump())
+
+
+class _NotAdmitted(Exception):
+    """A stream that gets no lease, and the status that it ends with."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code

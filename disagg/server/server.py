@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import time
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from disagg.config.check import check_staging
 from disagg.config.staging import Device, size_staging
@@ -109,6 +111,7 @@ class Server:
         self._engine: PrefillEngine | DecodeEngine | None = None
         self._ranks: tuple[RankInfo, ...] = ()
         self._fingerprint = ""
+        self._server_id = secrets.token_hex(8)
         self._stop = asyncio.Event()
         self._last_load: LoadReport | None = None
         self._metrics_address = ""
@@ -148,7 +151,7 @@ class Server:
         host = self._config.server.host
         port = server.add_insecure_port(f"{host}:{self._config.server.port}")
         self._link_address = f"{self._config.server.advertise_host or _dialable(host)}:{port}"
-        telemetry = TelemetryServer(self._registry, self._health, self._dump)
+        telemetry = TelemetryServer(self._registry, self._health, self._dump, self._config.debug.remote)
         metrics_port = await telemetry.start(host, self._config.server.metrics_port)
         self._metrics_address = f"{host}:{metrics_port}"
         await server.start()
@@ -240,9 +243,14 @@ class Server:
         """Start a new incarnation: processes, model, pool, transfer agents, engine; then READY."""
         config = self._config
         assert self._facts is not None
-        group = WorkerGroup(self._name, config.worker, config.log, config.server.tp, self._step_done, self._lane_report)
-        self._group = group
-        group.start()
+        try:
+            group = WorkerGroup(
+                self._name, config.worker, config.log, config.server.tp, self._step_done, self._lane_report
+            )
+            self._group = group
+            group.start()
+        except (OSError, zmq.ZMQError) as error:  # no descriptors, processes or space: others may let go of some
+            raise GroupLost(f"they cannot be started: {error}") from error
         self._routers.announce()
         device = self._device
         dtype = _dtype(config.model.dtype, device, self._facts.torch_dtype)
@@ -602,6 +610,7 @@ class Server:
             tp=self._config.server.tp,
             host_id=host_id(),
             ranks=self._ranks,
+            server_id=self._server_id,
         )
 
     def _health(self) -> tuple[int, str]:

@@ -79,10 +79,14 @@ class WorkerGroup:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._directory = tempfile.mkdtemp(prefix="disagg-")
         self._context = zmq.asyncio.Context()
-        self._plans = self._bind(zmq.PUB, "plans")
-        self._results = self._bind(zmq.PULL, "results")
-        self._control = self._bind(zmq.ROUTER, "control")
-        self._lane = self._bind(zmq.ROUTER, "lane")
+        try:
+            self._plans = self._bind(zmq.PUB, "plans")
+            self._results = self._bind(zmq.PULL, "results")
+            self._control = self._bind(zmq.ROUTER, "control")
+            self._lane = self._bind(zmq.ROUTER, "lane")
+        except zmq.ZMQError:
+            self._close()
+            raise
         self._lane_numbers = [0] * tp
         self._report_numbers = [0] * tp
         self._ready: set[int] = set()
@@ -108,7 +112,10 @@ class WorkerGroup:
         return tuple(process.pid for process in self._processes)
 
     def start(self) -> None:
-        """Start every rank. Call it from the main thread: a worker dies with the thread that started it."""
+        """Start every rank. Call it from the main thread: a worker dies with the thread that started it.
+
+        Raises OSError if one cannot be started; `kill` ends the others.
+        """
         command = self._config.command or (sys.executable, "-m", "disagg.worker")
         loop = asyncio.get_running_loop()
         for rank in range(self._tp):
@@ -317,5 +324,8 @@ class WorkerGroup:
         for fd in self._pidfds:
             os.close(fd)
         self._pidfds.clear()
+        self._close()
+
+    def _close(self) -> None:
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""Ties the life of a process to its parent's, and shows the parent that it is alive. Linux; knows no roles.
+"""Ties the life of a process to its parent's, shows the parent that it is alive, and takes the descriptors that it may have.
+Linux; knows no roles.
 
 Who dies with whom: `disagg up` > servers and router > workers. Each calls `die_with_parent` first thing.
 """
@@ -8,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
+MOST_DESCRIPTORS = 1 << 20  # more are of no use to us, and some systems' hard limit is no number that can be set
 
 
 def die_with_parent(expected_ppid: int) -> None:
@@ -43,6 +46,19 @@ def heartbeat_to(fd: int) -> Callable[[], None]:
             os.write(fd, b".")
 
     return beat
+
+
+def raise_descriptor_limit() -> int:
+    """Raises the soft limit on open files to the hard one, and returns it. Every connection is one; children inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return most if soft == resource.RLIM_INFINITY else soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    except (OSError, ValueError):  # above what this system allows anybody: what there is must do
+        return soft
+    return most
 
 
 def no_heartbeat() -> None:

@@ -121,6 +121,6 @@ def test_a_router_without_servers_beats_answers_dumps_and_drains(
     router.process.send_signal(signal.SIGTERM)
     assert router.process.wait(DEADLINE_S) == 0
     records = [json.loads(line) for line in router.log.read_text().splitlines()]
-    assert {record["process"] for record in records} == {"router-0"}
+    assert {record["process"] for record in records} == {status["routers"][0]["name"]}
     assert {"router is listening", "draining"} <= {record["message"] for record in records}
     assert not [record for record in records if record["level"] in ("error", "critical")]

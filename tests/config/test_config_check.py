@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from disagg.config.check import check_config, warnings_of
+from disagg.config.check import check_config, check_descriptors, descriptors_needed, warnings_of
 from disagg.config.tree import Config, EngineConfig, ModelConfig, RouterConfig, ServerConfig, ServerRef, TransferConfig
 from disagg.types.errors import ConfigError
 
@@ -86,3 +86,31 @@ def test_a_server_that_others_reach_warns_that_metadata_grants_memory_access(hos
 def test_a_router_that_others_reach_warns_that_it_has_no_authentication() -> None:
     (warning,) = warnings_of(Config(router=RouterConfig(host="0.0.0.0")))
     assert "authentication" in warning
+
+
+@pytest.mark.parametrize("name", ["two words", "a/b", "line\nbreak", "\x1b[31m", "x" * 129])
+def test_names_are_plain_words(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"router\.name"):
+        check_config(Config(router=RouterConfig(name=name)))
+    with pytest.raises(ConfigError, match=r"server\.name"):
+        check_config(Config(server=ServerConfig(name=name)))
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_the_limit_on_open_files_is_checked_against_what_is_configured(
+    role: Literal["router", "prefill", "decode"],
+) -> None:
+    config = Config(server=ServerConfig(tp=2), router=RouterConfig(servers=(ref("d", "a:1"), ref("e", "a:2"))))
+    least, wanted = descriptors_needed(config, role)
+    assert check_descriptors(config, role, wanted) == ""
+    warning = check_descriptors(config, role, wanted - 1)
+    assert f"may have {wanted - 1} files open" in warning
+    assert f"may need {wanted}" in warning
+    assert check_descriptors(config, role, least)
+    with pytest.raises(ConfigError, match=f"may have {least - 1} files open.*needs {least} at least"):
+        check_descriptors(config, role, least - 1)
+
+
+def test_a_router_may_need_a_file_for_each_client_it_lets_wait() -> None:
+    few, many = (Config(router=RouterConfig(max_inflight=n, max_queued=n)) for n in (10, 5000))
+    assert descriptors_needed(many, "router")[1] - descriptors_needed(few, "router")[1] == 2 * 4990

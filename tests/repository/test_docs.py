@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from disagg.config.load import dump_config
 from disagg.config.tree import Config
+from disagg.messages.legs import Outcome
 from disagg.models.families import FAMILIES
 from disagg.router.metrics import RouterMetrics
 from disagg.server.exporter import Exporter
@@ -49,6 +50,11 @@ def test_the_readme_has_every_setting_with_its_default_and_no_other() -> None:
 def test_operations_lists_every_metric_with_its_type_and_no_other() -> None:
     listed = re.findall(r"^\| `(disagg_\w+)` \| (\w+) \|", OPERATIONS, re.MULTILINE)
     assert sorted(listed) == sorted(metrics())
+
+
+def test_operations_lists_every_way_in_which_a_leg_ends() -> None:
+    [row] = [line for line in OPERATIONS.splitlines() if line.startswith("| `disagg_legs_total` |")]
+    assert set(re.findall(r"`([a-z_]+)`", row)) == {"disagg_legs_total", "outcome", *Outcome}
 
 
 def test_the_readme_lists_the_families_that_are_served() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
 from disagg.messages.channel import Frame
 from disagg.messages.link import LinkHello, RankInfo, Watermarks
-from disagg.server import links
-from disagg.server.links import Links
+from disagg.server import door, links
+from disagg.server.links import Link, Links
+from disagg.server.pids import host_id, started
 from disagg.wire import pb
 from disagg.wire.peer import LinkGreeting, link_frame_from_proto, link_frame_to_proto, link_greeting_to_proto
 from disagg.wire.services import PeerStub, make_server, open_channel, peer_handler
@@ -18,6 +21,7 @@ from disagg.wire.services import PeerStub, make_server, open_channel, peer_handl
 pytestmark = pytest.mark.timeout(60)
 
 RANKS = (RankInfo(0, 1, 1, b"agent", 0, 0, 0),)
+SELF = (RankInfo(0, os.getpid(), started(os.getpid()), b"agent", 0, 0, 0),)  # a worker that lives
 
 
 class Prefill:
@@ -75,3 +79,137 @@ async def test_a_peer_that_is_heard_and_never_acknowledges_loses_its_link(monkey
             prefill.links.tick()
         assert prefill.lost == ["D leaves 50 messages unacknowledged"]
         await channel.close()
+
+
+# ---- one living server to a name
+
+
+def decode_hello(generation: str, process: str, incarnation: str = "one", name: str = "D") -> LinkHello:
+    return LinkHello(name, generation, incarnation, "same", 1, "elsewhere", RANKS, process)
+
+
+class Dialled:
+    """A decode server's end of one stream that beats as long as it is open."""
+
+    def __init__(self, prefill: Prefill, hello: LinkHello) -> None:
+        self._channel = open_channel(f"127.0.0.1:{prefill.port}")
+        self._hello = hello
+        self.call = PeerStub(self._channel).link(self._frames())
+
+    async def _frames(self) -> AsyncIterator[pb.peer.LinkFrame]:
+        yield link_greeting_to_proto(LinkGreeting(self._hello, 0))
+        while True:
+            yield link_frame_to_proto(Frame(number=0, ack=0, messages=()))
+            await asyncio.sleep(0.02)
+
+    async def greeted(self) -> None:
+        assert isinstance(link_frame_from_proto(await self.call.read()), LinkGreeting)
+
+    async def refusal(self) -> tuple[grpc.StatusCode, str]:
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await self.call.read()
+        return ended.value.code(), ended.value.details() or ""
+
+    async def close(self) -> None:
+        self.call.cancel()
+        await self._channel.close()
+
+
+async def test_a_second_server_of_a_living_name_is_refused_and_the_first_ones_link_is_unharmed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with Prefill() as prefill:
+        first = Dialled(prefill, decode_hello("g1", "process-1"))
+        await first.greeted()
+        for attempt in range(3):
+            second = Dialled(prefill, decode_hello(f"g2-{attempt}", "process-2", "two"))
+            code, why = await second.refusal()
+            assert code is grpc.StatusCode.ALREADY_EXISTS
+            assert 'the name "D" is held by a server that lives, process process-1' in why
+            await second.close()
+        assert (prefill.up, prefill.lost) == ([0], [])
+        said = [record.getMessage() for record in caplog.records if "second server" in record.getMessage()]
+        assert len(said) == 1
+        assert "process process-2 at ipv4:127.0.0.1" in said[0]
+        await first.close()
+
+
+async def test_a_server_that_restarted_links_again_once_its_old_stream_is_broken() -> None:
+    async with Prefill() as prefill:
+        old = Dialled(prefill, decode_hello("g1", "process-1"))
+        await old.greeted()
+        await old.close()
+        async with asyncio.timeout(30):
+            for attempt in range(1000):
+                new = Dialled(prefill, decode_hello(f"g2-{attempt}", "process-2", "two"))
+                if link_frame := await _first(new):
+                    break
+                await new.close()
+        assert isinstance(link_frame, LinkGreeting)
+        assert prefill.lost == ["D has dialled anew"]
+        await new.close()
+
+
+async def test_one_process_that_dials_anew_gets_its_link_at_once() -> None:
+    async with Prefill() as prefill:
+        first = Dialled(prefill, decode_hello("g1", "process-1"))
+        await first.greeted()
+        second = Dialled(prefill, decode_hello("g2", "process-1", "two"))
+        await second.greeted()
+        assert prefill.lost == ["D has dialled anew"]
+        await first.close()
+        await second.close()
+
+
+async def _first(dialled: Dialled) -> object:
+    try:
+        return link_frame_from_proto(await dialled.call.read())
+    except grpc.aio.AioRpcError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("process", "address", "on_this_host", "proven"),
+    [
+        ("same", "a:1", False, True),  # its server has started workers again, after the old ones had exited
+        ("same", "a:2", True, True),
+        ("other", "a:2", False, False),  # another server of that name
+        ("other", "a:2", True, False),
+        ("other", "a:1", True, False),  # its processes can be watched: they tell it themselves
+        ("other", "a:1", False, True),  # it came in place of the old one
+        ("", "a:1", False, True),
+        ("", "", False, False),
+    ],
+)
+def test_what_a_new_incarnation_proves_of_the_old_ones_workers(
+    process: str, address: str, on_this_host: bool, proven: bool
+) -> None:
+    old = LinkHello("P", "g1", "one", "same", 1, host_id() if on_this_host else "elsewhere", SELF, "same")
+    link = Link(0, old, "a:1")
+    new = LinkHello("P", "g2", "two", "same", 1, old.host_id, RANKS, process)
+    assert link.ended_by(new, address) is proven
+    assert not link.ended_by(LinkHello("Q", "g2", "two", "same", 1, "", RANKS, "same"), "a:1")
+    assert not link.ended_by(LinkHello("P", "g2", "one", "same", 1, "", RANKS, "same"), "a:1")
+    assert not link.gone
+    link.close()
+
+
+async def test_a_link_that_says_no_greeting_is_ended_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "HELLO_S", 0.2)
+    async with Prefill() as prefill:
+        channel = open_channel(f"127.0.0.1:{prefill.port}")
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            async with asyncio.timeout(30):
+                await PeerStub(channel).link().read()
+        assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await channel.close()
+
+
+async def test_a_link_that_the_engine_will_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Prefill() as prefill:
+        monkeypatch.setattr(prefill.links, "_on_up", lambda number, _: prefill.links.drop(number, "no slices fit"))
+        dialled = Dialled(prefill, decode_hello("g1", "process-1"))
+        async with asyncio.timeout(30):
+            code, _ = await dialled.refusal()
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        await dialled.close()

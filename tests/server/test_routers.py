@@ -1,4 +1,4 @@
-"""Router streams of a server over real gRPC: hello, then all of the prefix cache, then what changes in it."""
+"""Router streams of a server over real gRPC: who gets one; hello, all of the prefix cache, and then what changes in it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
+import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
-from disagg.messages.channel import ReliableChannel
+from disagg.config.tree import Config, RouterConfig, ServerRef
+from disagg.messages.channel import Frame, ReliableChannel
 from disagg.messages.legs import (
+    AbortLeg,
     KvEvents,
     LegEnd,
     LegTokens,
@@ -22,14 +26,16 @@ from disagg.messages.legs import (
     ServerState,
 )
 from disagg.router.dial import dial_server
-from disagg.router.streams import Connection
+from disagg.router.service import Router as WholeRouter
+from disagg.router.streams import Connection, NameTaken
 from disagg.router.view import CachedPages
-from disagg.server import routers
+from disagg.server import door, routers
 from disagg.server.kv_feed import KvFeed
-from disagg.server.routers import RouterStreams
+from disagg.server.routers import Lease, RouterStreams
 from disagg.types.ids import LegKey, Role
 from disagg.wire.server import RouterHello, ServerSays
-from disagg.wire.services import make_server, server_handler
+from disagg.wire.services import ServerStub, make_server, open_channel, server_handler
+from tests.router.fake_server import TOKENIZER
 
 LOAD = LoadReport(ServerState.READY, 0, 0, 0, 64, 0, 64)
 DEADLINE_S = 30.0
@@ -40,18 +46,19 @@ A, B, C = ((0, b"a"), (0, b"b"), (1, b"c"))
 class Server:
     """RouterStreams with a cache that tests set, on a port of its own."""
 
-    def __init__(self, heartbeat_s: float = 0.1) -> None:
+    def __init__(self, heartbeat_s: float = 0.1, lease_s: float = 60.0) -> None:
         self.cached: tuple[tuple[int, bytes], ...] = ()
         self.incarnation = "one"
         self.heard: list[RouterMessage] = []
+        self.ended: list[str] = []
         self.streams = RouterStreams(
-            lease_s=60.0,
+            lease_s=lease_s,
             heartbeat_s=heartbeat_s,
             hello=self._hello,
             load=lambda: LOAD,
             snapshot=lambda: KvEvents(stored=self.cached),
             on_message=lambda _, message: self.heard.append(message),
-            on_lease_end=lambda _, reason: None,
+            on_lease_end=lambda _, reason: self.ended.append(reason),
             dump=lambda: "",
         )
         self._grpc = make_server(server_handler(self.streams))
@@ -118,10 +125,9 @@ async def server() -> AsyncIterator[Server]:
         yield made
 
 
-async def attach(server: Server, stream_id: str = "s", name: str = "router-0") -> Router:
-    return Router(
-        *await dial_server(f"127.0.0.1:{server.port}", RouterHello(name, f"{name}-i", stream_id, 0), DEADLINE_S)
-    )
+async def attach(server: Server, stream_id: str = "s", name: str = "router-0", process: str = "") -> Router:
+    hello = RouterHello(name, process or f"{name}-i", stream_id, 0)
+    return Router(*await dial_server(f"127.0.0.1:{server.port}", hello, DEADLINE_S))
 
 
 async def test_a_router_hears_all_that_is_cached_and_then_what_changes(server: Server) -> None:
@@ -222,3 +228,220 @@ async def test_the_cache_adds_nothing_to_an_idle_stream(server: Server) -> None:
     await router.until(lambda: len(router.said) >= heard + 2)  # heartbeats
     assert all(says.kv is None for says in router.said[heard:])
     await router.close()
+
+
+# ---- one living router to a name
+
+
+async def test_a_second_router_of_a_living_name_is_refused_and_the_first_is_unharmed(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = await attach(server, process="one")
+    for _ in range(3):
+        with pytest.raises(NameTaken, match=r'"router-0" is held by a router that lives, process one at ipv4:127.*own'):
+            await attach(server, stream_id="t", process="two")
+    server.streams.tell(0, LegEnd(KEY, Outcome.DONE, ""))
+    server.streams.flush()
+    await first.until(lambda: bool(first.messages))
+    assert not server.ended
+    said = [record.getMessage() for record in caplog.records if "second router" in record.getMessage()]
+    assert len(said) == 1, "once, however often it comes"
+    assert "process two at ipv4:127.0.0.1" in said[0]
+    other = await attach(server, name="router-1")  # which has a name of its own
+    await first.close()
+    await other.close()
+
+
+async def test_a_router_that_restarts_gets_in_as_soon_as_its_old_stream_is_broken(server: Server) -> None:
+    old = await attach(server, process="one")
+    await old.close()
+    new = await comes_in(server, "two")
+    assert server.ended == ["it began again"]
+    await new.close()
+
+
+async def test_a_router_that_restarts_before_its_old_stream_is_known_to_be_broken_gets_in_afterwards(
+    server: Server,
+) -> None:
+    old = await attach(server, process="one")
+    with pytest.raises(NameTaken):
+        await attach(server, stream_id="t", process="two")
+    await old.close()  # the old process says nothing any more
+    new = await comes_in(server, "two")
+    await new.close()
+
+
+async def test_a_second_router_does_not_take_the_name_while_the_stream_of_the_first_is_broken(server: Server) -> None:
+    hello = RouterHello("router-0", "one", "s", 0)
+    connection, _ = await dial_server(f"127.0.0.1:{server.port}", hello, DEADLINE_S)
+    with pytest.raises(NameTaken):
+        await attach(server, stream_id="t", process="two")
+    await connection.write(Frame(number=0, ack=0, messages=()))  # a heartbeat: it lives
+    await connection.write(Frame(number=1, ack=0, messages=(AbortLeg(KEY),)))
+    async with asyncio.timeout(DEADLINE_S):
+        while not server.heard:
+            await asyncio.sleep(0.005)
+    await connection.close()
+    for _ in range(20):
+        with pytest.raises(NameTaken):
+            await attach(server, stream_id="t", process="two")
+        await asyncio.sleep(0.01)
+    again = await attach(server, process="one")
+    attached = again.said[0].attached
+    assert attached is not None and attached.resumed
+    assert not server.ended
+    await again.close()
+
+
+async def test_a_name_is_free_when_the_lease_of_its_holder_is_over() -> None:
+    async with Server(lease_s=0.3) as server:
+        first = await attach(server, process="one")  # it reads, and says nothing
+        with pytest.raises(NameTaken):
+            await attach(server, stream_id="t", process="two")
+        async with asyncio.timeout(DEADLINE_S):
+            while not server.ended:
+                await asyncio.sleep(0.02)
+                server.streams.tick()
+        second = await attach(server, stream_id="t", process="two")
+        assert server.streams.lease_expiries == 1
+        await first.close()
+        await second.close()
+
+
+def router_of(server: Server, name: str = "") -> WholeRouter:
+    """The whole of a router, its status too, with this one server."""
+    ref = ServerRef(name="d0", role="decode", address=f"127.0.0.1:{server.port}")
+    config = Config(router=RouterConfig(name=name, servers=(ref,), heartbeat_s=0.05))
+    return WholeRouter(config, TOKENIZER, model_name="m", max_model_len=64, registry=CollectorRegistry())
+
+
+async def attached(router: WholeRouter) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not router.status()["servers"][0]["connected"]:
+            await asyncio.sleep(0.01)
+
+
+async def test_two_routers_without_names_share_a_server(server: Server) -> None:
+    both = [router_of(server) for _ in range(2)]
+    for router in both:
+        await router.start()
+        await attached(router)
+    assert len({router.status()["routers"][0]["name"] for router in both}) == 2
+    for router in both:
+        await router.close(0.0)
+    assert not server.ended
+
+
+async def test_the_second_of_two_routers_with_one_name_says_why_it_has_no_servers_and_takes_over_in_the_end(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = router_of(server, "gateway"), router_of(server, "gateway")
+    await first.start()
+    await attached(first)
+    await second.start()
+    async with asyncio.timeout(DEADLINE_S):
+        while not (error := second.status()["routers"][0]["error"]):
+            await asyncio.sleep(0.01)
+    assert 'the name "gateway" is held by a router that lives' in error
+    assert second.status()["servers"][0]["error"] == error
+    assert first.status()["routers"][0]["error"] == ""
+    assert [record.levelname for record in caplog.records if "this router is refused" in record.getMessage()] == [
+        "ERROR"
+    ]
+    assert first.status()["servers"][0]["connected"]
+    assert not server.ended
+    await first.close(0.0)
+    server.streams._lease_s = 0.0  # it is long over
+    server.streams.tick()
+    await attached(second)
+    assert second.status()["routers"][0]["error"] == ""
+    await second.close(0.0)
+
+
+async def comes_in(server: Server, process: str) -> Router:
+    """Dials as a router does, until it is let in."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                return await attach(server, stream_id="t", process=process)
+            except NameTaken:
+                await asyncio.sleep(0.01)
+
+
+# ---- streams that keep no hours
+
+
+async def test_a_stream_that_says_no_hello_is_ended_with_the_reason(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "HELLO_S", 0.2)
+    router = await attach(server)
+    channel = open_channel(f"127.0.0.1:{server.port}")
+    call = ServerStub(channel).attach()
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        async with asyncio.timeout(DEADLINE_S):
+            await call.read()
+    assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert ended.value.details() == "no hello came within 0.2 s"
+    heard = len(router.said)
+    await router.until(lambda: len(router.said) > heard)
+    await channel.close()
+    await router.close()
+
+
+async def test_streams_that_wait_with_their_hello_are_few(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "MAX_WAITING", 3)
+    channel = open_channel(f"127.0.0.1:{server.port}")
+    calls = [ServerStub(channel).attach() for _ in range(10)]
+    refused = 0
+    reads = [asyncio.create_task(call.read()) for call in calls]
+    async with asyncio.timeout(DEADLINE_S):
+        while refused < 7:
+            done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+            for read in done:
+                reads.remove(read)
+                error = read.exception()
+                assert isinstance(error, grpc.aio.AioRpcError)
+                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                refused += 1
+    assert len(reads) == 3
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*reads, return_exceptions=True)
+    await channel.close()
+    router = await comes_in(server, "one")  # there is room again
+    await router.close()
+
+
+async def test_a_router_that_acknowledges_nothing_loses_its_lease(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is heard and reads, and what is kept for it must not grow without end."""
+    monkeypatch.setattr(routers, "MAX_PENDING_BYTES", 100 * routers.MESSAGE_BYTES)
+    deaf = await attach(server)  # Router here acknowledges nothing
+    for count in range(1, 101):
+        server.streams.tell(0, LegTokens(KEY, 0, count, (1,)))
+        server.streams.flush()
+        await deaf.until(lambda count=count: deaf.channel.received == count or bool(server.ended))
+        if server.ended:
+            break
+    assert count >= 50
+    assert "acknowledgement" in server.ended[0]
+    await deaf.close()
+
+
+def test_a_frame_holds_a_bounded_number_of_messages_and_none_is_lost() -> None:
+    lease = Lease(0, RouterHello("r", "i", "s", 0), "here")
+    ends = [LegEnd(LegKey(f"r{number}", 1, 0), Outcome.DONE, "") for number in range(2500)]
+    for end in ends:
+        lease.put(end)
+    taken: list[ServerMessage] = []
+    lease.ready = True
+    while lease.ready:
+        messages = lease.take()
+        assert len(messages) <= 1024
+        taken += lease.channel.push(messages, 0.0).messages
+    assert taken == ends
+    assert lease.pending_bytes == 0
+    lease.channel.take(Frame(number=0, ack=99, messages=()), 0.0)
+    assert lease.kept_bytes == 0

@@ -128,3 +128,13 @@ def test_sigusr1_writes_the_stacks_and_the_process_goes_on() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "goes on\n"
     assert "most recent call first" in done.stderr
+
+
+def test_the_soft_limit_on_open_files_is_raised_to_the_hard_one() -> None:
+    code = (
+        "import resource; from disagg.telemetry.process import raise_descriptor_limit; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 1000)); print(raise_descriptor_limit()); "
+        "print(*resource.getrlimit(resource.RLIMIT_NOFILE)); print(raise_descriptor_limit())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["1000", "1000", "1000", "1000"], done.stderr

@@ -1,0 +1,86 @@
+"""Who comes in at a server: a stream says hello in time, streams are not without number, and a name has one living holder.
+
+Until its hello a stream costs a task, a gRPC call, and at most one message of `wire.services.MAX_FRAME_BYTES`. Knows streams
+and names; nothing of leases and links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import grpc
+
+HELLO_S = 10.0  # from the opening of a stream to its first message
+MAX_WAITING = 64  # streams that have not said hello; a healthy one does at once
+MAX_STREAMS = 1024  # in all; each costs a task or two and what gRPC keeps of it
+MAX_RIVALS = 64  # refused holders of one name that are remembered
+
+T = TypeVar("T")
+
+
+class Door:
+    """Counts the streams of one service."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.streams = 0
+
+    @asynccontextmanager
+    async def opened(self, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+        """For as long as a stream lives. Ends it with RESOURCE_EXHAUSTED when there are too many."""
+        if self.streams >= MAX_STREAMS:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self.streams} streams are open here; at most {MAX_STREAMS} may be",
+            )
+        self.streams += 1
+        try:
+            yield
+        finally:
+            self.streams -= 1
+
+    async def first(self, messages: AsyncIterator[T], context: grpc.aio.ServicerContext[Any, Any]) -> T | None:
+        """The first message; None if the other side has said that there will be none. `messages` then goes on with the second."""
+        if self.waiting >= MAX_WAITING:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self.waiting} streams have not said hello yet; at most {MAX_WAITING} may be",
+            )
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(HELLO_S):
+                return await anext(aiter(messages), None)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello came within {HELLO_S:g} s")
+            return None
+        finally:
+            self.waiting -= 1
+
+
+class Rivals:
+    """Processes that wanted a name while another one held it, and since when.
+
+    One that restarts under its own name gets in as soon as the stream of the dead one is broken. A second holder must not,
+    when the stream of the living one breaks for a moment: the two would end each other's work for ever. They differ in
+    that the living one is heard after the other has come.
+    """
+
+    def __init__(self) -> None:
+        self._since_s: dict[str, float] = {}
+
+    def may_take_over(self, process: str, served: bool, heard_s: float) -> bool:
+        """served: the holder has a stream that is not known to be broken; heard_s: when it was heard last."""
+        since_s = self._since_s.get(process)
+        return not served and (since_s is None or heard_s <= since_s)
+
+    def refused(self, process: str, now_s: float) -> bool:
+        """Notes a refusal. True if it is the first one, which is worth a line in the log."""
+        if process in self._since_s:
+            return False
+        if len(self._since_s) >= MAX_RIVALS:
+            del self._since_s[next(iter(self._since_s))]
+        self._since_s[process] = now_s
+        return True
