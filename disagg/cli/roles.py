@@ -36,7 +36,7 @@ def run_role(
     if role == "router" and not config.router.name:
         config = replace(config, router=replace(config.router, name=drawn_name()))
     name = config.router.name if role == "router" else config.server.name or role
-    configure_logging(name, config.log.level, config.log.format)
+    configure_logging(name, config.log.level, config.log.format, config.log.lines_per_s)
     log_uncaught_exceptions()
     dump_stacks_on_signal()
     for warning in (*warnings_of(config), check_descriptors(config, role, raise_descriptor_limit())):

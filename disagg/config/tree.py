@@ -127,6 +127,11 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["json", "text"] = "json"
+    lines_per_s: PositiveInt = (
+        1000  # of each process; what is more is counted, and errors have some of it to themselves
+    )
+    max_bytes: Annotated[int, Meta(ge=64 << 10)] = 16 * MIB  # of one file in a run directory, which then gets a number
+    keep: Annotated[int, Meta(ge=0, le=100)] = 3  # files with numbers that are kept
 
 
 class DebugConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -129,6 +129,7 @@ class WorkerGroup:
                     *("--name", self._name),
                     *("--log-level", self._log.level),
                     *("--log-format", self._log.format),
+                    *("--log-lines-per-s", str(self._log.lines_per_s)),
                 ],
                 stdin=subprocess.DEVNULL,
             )

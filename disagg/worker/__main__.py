@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from disagg.telemetry.logs import LINES_PER_S, configure_logging
 from disagg.telemetry.process import die_with_parent
 
 
@@ -17,11 +18,13 @@ def main() -> int:
     parser.add_argument("--name", required=True, help="of the server, for logs")
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", default="json")
+    parser.add_argument("--log-lines-per-s", type=float, default=LINES_PER_S)
     args = parser.parse_args()
     die_with_parent(args.parent)
+    configure_logging(f"{args.name}/rank{args.rank}", args.log_level, args.log_format, args.log_lines_per_s)
     from disagg.worker.process import WorkerProcess
 
-    return WorkerProcess(args.rank, args.sockets, args.incarnation, args.name, args.log_level, args.log_format).run()
+    return WorkerProcess(args.rank, args.sockets, args.incarnation).run()
 
 
 if __name__ == "__main__":

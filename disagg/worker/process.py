@@ -41,7 +41,6 @@ from disagg.messages.control import (
 )
 from disagg.messages.lane import Beat, LaneReport, LaneReportFrame, decode_lane, encode_report
 from disagg.messages.plan import Hello, Ready, WorkerFailed, WorkerPlan, decode_to_worker, encode_from_worker
-from disagg.telemetry.logs import Format, Level, configure_logging
 from disagg.telemetry.stacks import dump_stacks_on_signal, format_stacks
 from disagg.types.errors import ConfigError, DisaggError, ProtocolError
 
@@ -61,10 +60,7 @@ MEETING = "ranks"  # the file by which ranks find each other, beside the sockets
 class WorkerProcess:
     """`run` returns the exit status: 0 after Shutdown, 1 after a failure that was reported."""
 
-    def __init__(
-        self, rank: int, sockets: str, incarnation: str, name: str, log_level: Level, log_format: Format
-    ) -> None:
-        configure_logging(f"{name}/rank{rank}", log_level, log_format)
+    def __init__(self, rank: int, sockets: str, incarnation: str) -> None:
         dump_stacks_on_signal()
         self._rank = rank
         self._incarnation = incarnation

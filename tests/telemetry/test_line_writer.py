@@ -1,0 +1,126 @@
+"""Lines that cannot be written, or not at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagg.telemetry.line_budget import LineBudget
+from disagg.telemetry.line_writer import DescriptorWriter, LineWriter, Target
+
+
+def notice(lines: int, why: str) -> bytes:
+    return f"({lines} lost: {why})\n".encode()
+
+
+class Disk:
+    """Takes what it is given while it has room."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.full = False
+
+    def __call__(self, data: bytes) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.written += data
+
+
+def test_what_a_full_disk_did_not_take_is_counted_and_said_when_there_is_room_again() -> None:
+    disk = Disk()
+    target = Target(disk, notice)
+    target.put(b"one\n")
+    disk.full = True
+    assert not target.put(b"two\n")
+    assert not target.put(b"three\nfour\n")
+    disk.full = False
+    target.put(b"five\n")
+    assert disk.written == b"one\n(3 lost: No space left on device)\nfive\n"
+    assert target.lost == 0
+
+
+class Stalled:
+    """A reader that takes nothing until it is let go."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.written: list[bytes] = []
+
+    def __call__(self, data: bytes) -> None:
+        assert self.go_on.wait(60)
+        self.written.append(data)
+
+
+def test_a_stalled_reader_costs_lines_and_no_time() -> None:
+    reader = Stalled()
+    writer = LineWriter(Target(reader, notice), max_queued_bytes=40)
+    lines = [b"line %4d\n" % number for number in range(1000)]  # of ten bytes each
+    for line in lines:
+        writer.put(line)
+    assert not writer.flush(0.05)
+    reader.go_on.set()
+    assert writer.flush(60)
+    kept = [line for line in reader.written if line in lines]
+    (said,) = [line for line in reader.written if line not in lines]
+    assert 4 <= len(kept) <= 5  # one may have been taken out of the queue already
+    assert kept == lines[:4] + kept[4:]
+    assert said == notice(1000 - len(kept), "the reader of this log did not keep up")
+
+
+def test_a_pipe_that_does_not_block_gets_every_byte_too() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    read: list[bytes] = []
+
+    def reads() -> None:
+        while data := os.read(reading, 65536):
+            read.append(data)
+
+    reader = threading.Thread(target=reads)
+    reader.start()
+    data = b"x" * (1 << 20) + b"\n"
+    DescriptorWriter(writing)(data)
+    os.close(writing)
+    reader.join(60)
+    os.close(reading)
+    assert b"".join(read) == data
+
+
+def test_nobody_reading_is_an_error_for_the_target_only() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    target = Target(DescriptorWriter(writing), notice)
+    assert not target.put(b"one\n")
+    assert target.lost == 1
+    os.close(writing)
+
+
+@pytest.mark.parametrize("per_s", [1, 7, 1000])
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(events=st.lists(st.tuples(st.floats(0, 2), st.sampled_from([10, 20, 30, 40, 50])), max_size=200))
+def test_the_budget_holds_and_every_line_is_written_or_counted(per_s: int, events: list[tuple[float, int]]) -> None:
+    budget = LineBudget(per_s, 0.0)
+    now_s, allowed, notices, counted = 0.0, 0, 0, 0
+    for wait_s, level in events:
+        now_s += wait_s
+        allowed += budget.allows(level, now_s)
+        said = budget.take_left_out(now_s)
+        notices += bool(said)
+        counted += sum(said.values())
+        assert allowed + notices <= max(4, per_s) + per_s * now_s + 1e-6
+    counted += sum(budget.take_left_out(now_s + 60).values())
+    assert allowed + counted == len(events)
+
+
+@pytest.mark.parametrize("per_s", [1, 7, 1000])
+def test_a_flood_of_infos_leaves_room_for_errors(per_s: int) -> None:
+    budget = LineBudget(per_s, 0.0)
+    for _ in range(100_000):
+        budget.allows(20, 0.0)
+    assert budget.allows(30, 0.0)
+    assert budget.allows(40, 0.0)
