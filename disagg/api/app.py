@@ -27,6 +27,7 @@ from disagg.api.bodies import parse_chat, parse_completion
 from disagg.api.errors import INTERNAL, BadField, BodyTooLarge, Fault, fault_of, fault_of_http
 from disagg.api.ports import ChatTemplatePort, RouterPort, ServedModel
 from disagg.types.errors import ConfigError, DisaggError, UnknownModel
+from disagg.types.plain import quoted
 
 MAX_BODY_BYTES = 16 << 20
 MAX_PROMPTS = 128
@@ -73,7 +74,7 @@ def create_app(
         for served in router.models():
             if served.name == name:
                 return _json(_model_card(served, created))
-        raise UnknownModel(f"the model {name!r} does not exist", "model")
+        raise UnknownModel(f"the model {quoted(name)} does not exist", "model")
 
     @app.get("/health")
     async def health() -> Response:
@@ -102,7 +103,7 @@ def create_app(
         request_id = asked.removeprefix("chatcmpl-").removeprefix("cmpl-")
         events = router.timeline(request_id)
         if events is None:
-            raise HTTPException(404, f"no timeline of request {request_id!r} is kept")
+            raise HTTPException(404, f"no timeline of request {quoted(request_id)} is kept")
         return _json({"request_id": request_id, "events": events})
 
     @app.get("/debug/dump")

@@ -19,6 +19,7 @@ from disagg.api.errors import BadField
 from disagg.api.ports import ChatTemplatePort
 from disagg.router.requests import GenerateRequest
 from disagg.types.errors import InvalidRequest
+from disagg.types.plain import NAME_CHARS, one_line, quoted
 from disagg.types.sampling import MAX_LOGPROBS, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat has none
@@ -317,7 +318,7 @@ def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
 def _logit_bias(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
     for token in biases:
         if not (token.isascii() and token.isdigit() and len(token) <= 10):
-            raise InvalidRequest(f"logit_bias names {token!r}; its keys must be token ids", "logit_bias")
+            raise InvalidRequest(f"logit_bias names {quoted(token)}; its keys must be token ids", "logit_bias")
     by_id = {int(token): bias for token, bias in biases.items()}
     if len(by_id) < len(biases):
         raise InvalidRequest("logit_bias names a token twice", "logit_bias")
@@ -368,14 +369,20 @@ def _joined(index: int, parts: tuple[dict[str, Any], ...]) -> str:
         path = f"messages[{index}].content[{i}]"
         if part.get("type") != "text":
             raise BadField(
-                f"{path} is of type {part.get('type')!r}; only text parts are served",
+                f"{path} is of type {_shown(part.get('type'))}; only text parts are served",
                 f"{path}.type",
                 "unsupported_value",
             )
         extra = sorted(part.keys() - {"type", "text"})
         if extra:
-            raise BadField(f"unknown field {path}.{extra[0]}", f"{path}.{extra[0]}", "unknown_parameter")
+            unknown = f"{path}.{one_line(extra[0], NAME_CHARS)}"
+            raise BadField(f"unknown field {unknown}", unknown, "unknown_parameter")
         if not isinstance(part.get("text"), str):
             raise BadField(f"{path}.text must be a string", f"{path}.text", "invalid_type")
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def _shown(value: object) -> str:
+    """A value of any JSON type for an error, without writing out what is in it."""
+    return quoted(value) if isinstance(value, str) else f"a {type(value).__name__}"

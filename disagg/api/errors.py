@@ -21,6 +21,7 @@ from disagg.types.errors import (
     Unavailable,
     UnknownModel,
 )
+from disagg.types.plain import NAME_CHARS, one_line
 
 UNAVAILABLE_RETRY_AFTER_S = 1.0
 
@@ -48,7 +49,9 @@ class Fault(Struct, frozen=True):
     retry_after_s: int | None = None
 
     def body(self) -> bytes:
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        """Clipped and escaped here: messages and params repeat what clients said, which may be any text of any length."""
+        param = None if self.param is None else one_line(self.param, NAME_CHARS)
+        error = {"message": one_line(self.message), "type": self.type, "param": param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> dict[str, str]:

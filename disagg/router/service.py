@@ -71,6 +71,7 @@ from disagg.types.errors import (
     Unavailable,
     UnknownModel,
 )
+from disagg.types.plain import quoted
 from disagg.types.sampling import MAX_CACHE_SALT_CHARS, SamplingParams
 from disagg.wire.inference import ModelInfo
 
@@ -356,7 +357,7 @@ class Router:
 
     def _check_model(self, model: str) -> None:
         if model != self._model_name:
-            raise UnknownModel(f"model {model!r} is not served here; {self._model_name!r} is", "model")
+            raise UnknownModel(f"model {quoted(model)} is not served here; {self._model_name!r} is", "model")
 
     def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
         vocab_size = self._tokenizer.vocab_size

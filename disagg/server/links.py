@@ -27,6 +27,7 @@ from disagg.types.errors import ProtocolError
 from disagg.wire import pb
 from disagg.wire.peer import LinkGreeting, link_frame_from_proto, link_frame_to_proto, link_greeting_to_proto
 from disagg.wire.services import PeerServicer, PeerStub, open_channel
+from disagg.wire.status import details_of
 
 logger = logging.getLogger(__name__)
 
@@ -295,14 +296,14 @@ class Links(PeerServicer):
             try:
                 greeting = link_frame_from_proto(first) if first is not None else None
             except ProtocolError as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details_of(error))
             if not isinstance(greeting, LinkGreeting):
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a link must be a greeting")
                 return
             generation = greeting.hello.generation
             answer = self._answer(greeting, context.peer())
             if isinstance(answer, _Refusal):
-                await context.abort(answer.code, answer.reason)
+                await context.abort(answer.code, details_of(answer.reason))
                 return
             ours, link = answer
             stream = link.stream
@@ -316,7 +317,7 @@ class Links(PeerServicer):
                 if link.stream == stream:
                     link.served = False
             if link.fault:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, link.fault)
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details_of(link.fault))
 
     def _answer(self, greeting: LinkGreeting, where: str) -> tuple[LinkHello, Link] | _Refusal:
         """Our own greeting and the link, resumed or new; or why there is none."""

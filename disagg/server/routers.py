@@ -42,6 +42,7 @@ from disagg.wire.server import (
     server_says_to_proto,
 )
 from disagg.wire.services import ServerServicer
+from disagg.wire.status import details_of
 
 logger = logging.getLogger(__name__)
 
@@ -237,14 +238,14 @@ class RouterStreams(ServerServicer):
             try:
                 hello = router_frame_from_proto(first) if first is not None else None
             except ProtocolError as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details_of(error))
             if not isinstance(hello, RouterHello):
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a stream must be a hello")
                 return
             try:
                 lease, resumed = self._admit(hello, context.peer())
             except _NotAdmitted as error:
-                await context.abort(error.code, str(error))
+                await context.abort(error.code, details_of(error))
             stream = lease.stream
             reader = asyncio.create_task(self._read(lease, stream, requests))
             try:
@@ -255,7 +256,7 @@ class RouterStreams(ServerServicer):
                 if lease.stream == stream:
                     lease.served = False
             if lease.fault:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, lease.fault)
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details_of(lease.fault))
 
     def _admit(self, hello: RouterHello, where: str) -> tuple[Lease, bool]:
         """The lease of this channel, and whether it existed; any other lease of this router ends. Raises _NotAdmitted."""

@@ -14,6 +14,7 @@ from msgspec import Struct, structs
 from disagg.messages.legs import TimelineEvent
 from disagg.types.errors import InvalidRequest
 from disagg.types.ids import FinishReason
+from disagg.types.plain import NAME_CHARS
 from disagg.types.sampling import SamplingParams
 from disagg.wire import pb
 from disagg.wire.fields import FINISH_TO_PROTO, fill_timeline, read_finish, read_timeline, refuse, require
@@ -130,7 +131,7 @@ def generate_request_from_proto(message: pb.inference.GenerateRequest) -> Genera
         seed=sampling.seed if sampling.HasField("seed") else None,
         deadline_s=message.deadline_ms / 1000 if message.HasField("deadline_ms") else None,
         cache_salt=message.cache_salt,
-        client_request_id=message.request_id,
+        client_request_id=message.request_id[:NAME_CHARS],  # for the logs only, so cut rather than refused
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
     )
 

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from disagg.types.plain import quoted
 from disagg.wire import pb
 from disagg.wire.fields import Undecodable
 
@@ -288,7 +289,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_heal
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> health_pb2.HealthCheckResponse:
         if request.service not in self._names:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r} here")
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {quoted(request.service)} here")
         return self._status(request.service)
 
     async def Watch(  # noqa: N802

@@ -18,9 +18,12 @@ from disagg.types.errors import (
     Unavailable,
     UnknownModel,
 )
+from disagg.types.plain import fit_for_header, fit_for_status
 
 RETRY_AFTER_KEY = "retry-after-ms"  # trailing metadata of RESOURCE_EXHAUSTED: when to try again
 PARAM_KEY = "error-param"  # trailing metadata of INVALID_ARGUMENT and NOT_FOUND: the field at fault
+
+MAX_DETAILS_BYTES = 3000  # percent-encoded; beyond 8 KiB of headers a client sees a reset stream, not our words
 
 # First match by class wins. What has no row (ConfigError, ProtocolError) is no fault of a client's: INTERNAL.
 _CODES: tuple[tuple[type[DisaggError], grpc.StatusCode], ...] = (
@@ -47,13 +50,18 @@ def trailers_of(error: DisaggError) -> tuple[tuple[str, str], ...]:
     if isinstance(error, Overloaded):
         return ((RETRY_AFTER_KEY, str(math.ceil(error.retry_after_s * 1000))),)
     if isinstance(error, RequestError) and error.param is not None:
-        return ((PARAM_KEY, error.param),)
+        return ((PARAM_KEY, fit_for_header(error.param)),)
     return ()
+
+
+def details_of(error: object) -> str:
+    """What the status says: one line that fits with the trailers into what HTTP/2 allows of headers."""
+    return fit_for_status(str(error), MAX_DETAILS_BYTES)
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: DisaggError) -> NoReturn:
     """Ends the call with the error's status. Never returns."""
-    await context.abort(status_of(error), str(error), trailers_of(error))
+    await context.abort(status_of(error), details_of(error), trailers_of(error))
     raise AssertionError("ServicerContext.abort raises")
 
 

@@ -379,3 +379,36 @@ async def test_a_timeline_is_found_by_the_id_of_the_reply(http: httpx.AsyncClien
 async def test_the_clients_own_id_is_passed_on_for_the_logs(http: httpx.AsyncClient, router: FakeRouter) -> None:
     await http.post("/v1/completions", json=BODY, headers={"x-request-id": "mine" * 100})
     assert router.requests[0].client_request_id == ("mine" * 100)[:128]
+
+
+@pytest.mark.parametrize("said", ["x" * 50_000, "a\nb\x1b[2J\x85\u2028\u202e" * 1000, "\ud800" * 10])
+async def test_errors_repeat_what_clients_say_clipped_and_escaped(
+    http: httpx.AsyncClient, router: FakeRouter, said: str
+) -> None:
+    """Whichever error it is: half of a surrogate pair, which JSON cannot carry, made it a 500."""
+    router.refusal = InvalidRequest(f"the field is {said}", said)
+    reply = await http.post("/v1/completions", json=BODY)
+    error = reply.json()["error"]
+    assert reply.status_code == 400
+    assert error["message"].isprintable() and error["param"].isprintable()
+    assert len(reply.content) < 25_000
+
+
+async def test_a_path_or_field_name_of_any_length_is_not_echoed_whole(http: httpx.AsyncClient) -> None:
+    long = "x" * 60_000
+    answers = [
+        await http.get(f"/v1/models/{long}"),
+        await http.get(f"/{long}"),
+        await http.get("/debug/timeline", params={"request_id": long}),
+        await http.post("/v1/completions", json={**BODY, long: 1}),
+        await http.post("/v1/completions", json={**BODY, "logit_bias": {long: 1}}),
+        await http.post(
+            "/v1/chat/completions",
+            json={**CHAT, "messages": [{"role": "user", "content": [{"type": "text", "text": "", long: 1}]}]},
+        ),
+        await http.post(
+            "/v1/chat/completions", json={**CHAT, "messages": [{"role": "user", "content": [{"type": long}]}]}
+        ),
+    ]
+    assert [answer.status_code for answer in answers] == [404, 404, 404, 400, 400, 400, 400]
+    assert all(len(answer.content) < 2500 for answer in answers)

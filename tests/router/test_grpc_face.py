@@ -203,3 +203,22 @@ def test_names_and_lengths_come_from_the_configuration_or_the_model(model_dir: P
     assert max_model_len(ModelConfig(), model_dir) == 256
     assert max_model_len(ModelConfig(max_model_len=100), model_dir) == 100
     assert max_model_len(ModelConfig(max_model_len=1000), model_dir) == 256
+
+
+@pytest.mark.parametrize(
+    "name", ["x" * (8 << 20), "\x1b[2J\n2026-01-01T00:00:00.000Z ERROR forged\u202e" * 300, "北" * 5000]
+)
+async def test_a_model_name_of_any_length_and_content_is_refused_in_our_words(
+    face: Face, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Echoed whole it would not fit into the status' headers, and the client would see a reset stream."""
+    with caplog.at_level("INFO"), pytest.raises(grpc.aio.AioRpcError) as caught:
+        await face.stub.generate(
+            generate_request_to_proto(model=name, prompt="hi", params=SamplingParams(max_tokens=1))
+        ).read()
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    details = caught.value.details() or ""
+    assert "is not served here; 'tiny' is" in details
+    assert details.isprintable()
+    assert len(details.encode()) < 2000
+    assert all(len(record.getMessage()) < 2000 for record in caplog.records)
