@@ -1,6 +1,6 @@
 """Runs child processes as `supervise` decides. Knows processes, pipes and signals; nothing of what the children do.
 
-Each child is the leader of its own session and process group, writes to its own log file, and gets two more arguments:
+Each child is the leader of its own session and process group, writes into a pipe of its own, and gets two more arguments:
 `--heartbeat-fd N` (a pipe into which it writes a byte every second) and `--parent-pid P` (for `die_with_parent`).
 Children are started from the thread that runs the event loop, which must be the main thread: they die with it.
 """
@@ -38,6 +38,7 @@ from disagg.cli.supervise import (
 )
 
 TICK_S = 0.1
+CANNOT_START_STATUS = 126  # as shells say it
 SECOND_INTERRUPT_S = 0.5  # one Ctrl-C can arrive twice, from the terminal and from a wrapper that passes it on
 
 
@@ -46,11 +47,13 @@ class ChildSpec(Struct, frozen=True):
 
     name: str
     argv: tuple[str, ...]
-    log: Path
+    log: Path  # where the operator finds what it wrote
 
 
 class Reports(Protocol):
     """Who tells the operator."""
+
+    def cannot_start(self, spec: ChildSpec, why: str) -> None: ...
 
     def died(self, spec: ChildSpec, status: int, restart_in_s: float) -> None: ...
 
@@ -76,16 +79,16 @@ def describe_status(status: int) -> str:
 class _Process:
     """One running child."""
 
-    def __init__(self, spec: ChildSpec, environ: Mapping[str, str]) -> None:
+    def __init__(self, spec: ChildSpec, environ: Mapping[str, str], open_output: Callable[[str], int]) -> None:
         self._beats, child_end = os.pipe()
         os.set_blocking(self._beats, False)
         try:
-            with spec.log.open("ab") as log:
+            with os.fdopen(open_output(spec.name), "wb") as output:
                 self._popen = subprocess.Popen(
                     [*spec.argv, "--heartbeat-fd", str(child_end), "--parent-pid", str(os.getpid())],
                     stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
+                    stdout=output,
+                    stderr=output,
                     pass_fds=(child_end,),
                     start_new_session=True,
                     env=dict(environ),
@@ -129,12 +132,15 @@ class Children:
         limits: Limits,
         reports: Reports,
         environ: Mapping[str, str],
+        open_output: Callable[[str], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """open_output: a descriptor for what the child of this name writes; closed here once the child has it."""
         self._specs = {spec.name: spec for group in groups for spec in group}
         self._supervisor = Supervisor(tuple(tuple(spec.name for spec in group) for group in groups), limits)
         self._reports = reports
         self._environ = environ
+        self._open_output = open_output
         self._clock = clock
         self._running: dict[str, _Process] = {}
         self._exit_code: int | None = None
@@ -196,7 +202,7 @@ class Children:
         for instruction in self._supervisor.handle(event, self._clock()):
             match instruction:
                 case Start(name):
-                    self._running[name] = _Process(self._specs[name], self._environ)
+                    self._start(name)
                 case Terminate(name):
                     self._running[name].terminate()
                 case Kill(name, why):
@@ -210,3 +216,11 @@ class Children:
                     self._reports.gave_up(self._specs[name])
                 case Ended(exit_code):
                     self._exit_code = exit_code
+
+    def _start(self, name: str) -> None:
+        """A machine out of processes, memory or descriptors may have some later: that is no reason to end the others."""
+        try:
+            self._running[name] = _Process(self._specs[name], self._environ, self._open_output)
+        except OSError as error:
+            self._reports.cannot_start(self._specs[name], error.strerror or str(error))
+            self._do(Exited(name, CANNOT_START_STATUS))

@@ -20,7 +20,7 @@ import msgspec
 from rich.console import Console
 
 from disagg.cli.generate import GenerateOptions, ask
-from disagg.cli.terminal import note
+from disagg.cli.terminal import for_terminal, note
 from disagg.cli.timeline import print_timeline
 from disagg.messages.legs import TimelineEvent
 from disagg.types.errors import DisaggError
@@ -123,7 +123,7 @@ async def _ask_http(base_url: str) -> tuple[str, tuple[TimelineEvent, ...]]:
                     raise DisaggError(f"demo: the answer broke off: {event['error']}")
                 request_id = str(event.get("id", request_id))
                 for choice in event.get("choices", []):
-                    print(choice["delta"].get("content") or "", end="", flush=True)
+                    print(for_terminal(choice["delta"].get("content") or "", sys.stdout), end="", flush=True)
         print(flush=True)
         reply = await client.get("/debug/timeline", params={"request_id": request_id})
         events = msgspec.convert(reply.raise_for_status().json()["events"], tuple[TimelineEvent, ...])

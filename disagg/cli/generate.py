@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 from msgspec import Struct
 
-from disagg.cli.terminal import note
+from disagg.cli.terminal import for_terminal, note
 from disagg.cli.timeline import print_timeline
 from disagg.config.load import load_config
 from disagg.messages.legs import TimelineEvent
@@ -74,7 +74,7 @@ def run_generate(prompt: str, options: GenerateOptions) -> int:
     if options.as_json:
         import msgspec
 
-        print(json.dumps(msgspec.to_builtins(answer), ensure_ascii=False))
+        print(for_terminal(json.dumps(msgspec.to_builtins(answer), ensure_ascii=False), sys.stdout))
     elif options.timeline:
         from rich.console import Console
 
@@ -131,7 +131,7 @@ async def _stream(stub: InferenceStub, request: messages.GenerateRequest, echo: 
                 token_ids += delta.token_ids
                 finish = delta.finish.value if delta.finish is not None else finish
                 if echo:
-                    print(delta.text, end="", flush=True)
+                    print(for_terminal(delta.text, sys.stdout), end="", flush=True)
             case FinishedView() as last:
                 finished = last
             case None:

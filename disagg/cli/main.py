@@ -13,6 +13,7 @@ from typing import IO, Any, TypeVar
 import click
 
 from disagg.types.errors import ConfigError, DisaggError
+from disagg.types.plain import printable_text
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 3
@@ -29,7 +30,8 @@ class _Failed(click.ClickException):
     exit_code = EXIT_FAILED
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"error: {self.message}", file=file or sys.stderr)
+        if file is not None or sys.stderr is not None:
+            print(f"error: {printable_text(self.message)}", file=file or sys.stderr, flush=True)
 
 
 class _Misconfigured(_Failed):
@@ -71,6 +73,9 @@ def cli() -> None:
 
 def main() -> None:
     """Entry of the `disagg` script."""
+    from disagg.telemetry.process import open_standard_descriptors
+
+    open_standard_descriptors()
     cli(prog_name="disagg")
 
 
@@ -158,7 +163,8 @@ def up(
     """Run a whole cluster on this machine, until Ctrl-C.
 
     Starts a router, prefill and decode servers, says `ready` when requests will succeed, and starts again what dies.
-    Ctrl-C or SIGTERM drains; a second Ctrl-C kills.
+    Ctrl-C, SIGTERM or a closed terminal drains; a second Ctrl-C kills. What is said here is also in RUN_DIR/up.log, and
+    the cluster needs nobody to read it: behind `| head -1` it goes on, and with nohup it outlives the terminal.
     """
     from disagg.cli.up import UpOptions, run_up
     from disagg.telemetry.process import die_with_parent

@@ -10,9 +10,11 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from disagg.cli.memory import legend, memory_lines
-from disagg.cli.terminal import get_http
+from disagg.cli.terminal import for_terminal, get_http
+from disagg.types.plain import NAME_CHARS, one_line
 
 _STATE_STYLES = {"ready": "green", "loading": "yellow", "draining": "yellow", "no-peer": "yellow", "dead": "red"}
 
@@ -21,7 +23,7 @@ def show_status(base_url: str, as_json: bool, memory: bool = False) -> None:
     """Prints both pools and the router, or every server's KV memory. Raises DisaggError if no router answers."""
     status = get_http(base_url, "/status")
     if as_json:
-        print(json.dumps(status, ensure_ascii=False))
+        print(for_terminal(json.dumps(status, ensure_ascii=False), sys.stdout))
         return
     # In a pipe there is no width to fit into: whole words, for grep.
     console = Console(highlight=False) if sys.stdout.isatty() else Console(width=160, highlight=False)
@@ -38,8 +40,10 @@ def print_pools(console: Console, status: Mapping[str, Any]) -> None:
     draining = ", draining" if status.get("state") == "draining" else ""
     for router in status.get("routers", []):
         console.print(
-            f"router {router.get('name')} (pid {router.get('pid')}): {router.get('inflight')} in flight, "
-            f"{router.get('queued')} queued{draining}"
+            _cell(
+                f"router {router.get('name')} (pid {router.get('pid')}): {router.get('inflight')} in flight, "
+                f"{router.get('queued')} queued{draining}"
+            )
         )
         if router.get("error"):
             console.print(str(router["error"]), style="red", markup=False)
@@ -67,25 +71,30 @@ def pool_table(role: str, servers: Sequence[Mapping[str, Any]]) -> Table:
         state = str(server.get("state", ""))
         total = server.get("pages_total", 0)
         table.add_row(
-            str(server.get("name", "")),
-            f"[{_STATE_STYLES.get(state, 'white')}]{state}[/]",
-            str(server.get("tp", "")),
-            str(server.get("running", "")),
-            str(server.get("waiting", "")),
-            f"{server.get('pages_used', 0)}/{total}" if total else "-",
-            str(server.get("pid") or "-"),
-            " ".join(str(pid) for pid in server.get("worker_pids", [])) or "-",
-            str(server.get("address", "")),
+            _cell(server.get("name", "")),
+            Text(one_line(state, NAME_CHARS), style=_STATE_STYLES.get(state, "white")),
+            _cell(server.get("tp", "")),
+            _cell(server.get("running", "")),
+            _cell(server.get("waiting", "")),
+            _cell(f"{server.get('pages_used', 0)}/{total}" if total else "-"),
+            _cell(server.get("pid") or "-"),
+            _cell(" ".join(str(pid) for pid in server.get("worker_pids", [])) or "-"),
+            _cell(server.get("address", "")),
         )
     if not servers:
         table.add_row("(empty)", *[""] * 8)
     return table
 
 
+def _cell(value: object) -> Text:
+    """As it is, not as markup, and harmless to a terminal: whoever answers at the router's address has said it."""
+    return Text(one_line(str(value)))
+
+
 def show_dump(base_url: str) -> None:
     """Prints /debug/dump: text as it is, JSON indented, long texts in it with their line breaks."""
     dump = get_http(base_url, "/debug/dump")
-    print(dump if isinstance(dump, str) else render_dump(dump))
+    print(for_terminal(dump if isinstance(dump, str) else render_dump(dump), sys.stdout))
 
 
 def render_dump(dump: object) -> str:

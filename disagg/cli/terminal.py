@@ -2,23 +2,102 @@
 
 from __future__ import annotations
 
+import atexit
+import io
+import os
 import sys
 import threading
-from typing import Any
+import time
+from collections.abc import Iterable
+from typing import Any, TextIO
 
+from disagg.telemetry.line_writer import DescriptorWriter, LineWriter, Target
 from disagg.types.errors import DisaggError, Unavailable
+from disagg.types.plain import one_line, printable, printable_text
 
 HTTP_TIMEOUT_S = 35.0  # a dump gathers from servers that may hang
+LAST_WORDS_S = 2.0  # how long the end of a process waits for a reader
 
 
 def note(text: str) -> None:
     """One line for the person who waits; on stderr, so that stdout holds results only."""
-    print(text, file=sys.stderr, flush=True)
+    _say(sys.stderr, printable_text(text))
 
 
 def problem(text: str) -> None:
     """One line about something that went wrong."""
-    print(f"disagg: {text}", file=sys.stderr, flush=True)
+    _say(sys.stderr, f"disagg: {printable(text)}")
+
+
+def result(text: str) -> None:
+    """One line that scripts wait for; on stdout."""
+    _say(sys.stdout, text)
+
+
+def for_terminal(text: str, stream: TextIO) -> str:
+    """What a model or a server says, to be written to `stream`: on a terminal it must not drive it, elsewhere it stays."""
+    return printable_text(text) if stream.isatty() else text
+
+
+def _say(stream: TextIO | None, line: str) -> None:
+    if stream is not None:  # None: the process was started without it
+        stream.write(line + "\n")
+        stream.flush()
+
+
+class UnblockedStream(io.TextIOBase):
+    """Takes the place of sys.stdout or sys.stderr where nobody may wait for a reader, nor end because there is none.
+
+    A reader that stalls loses lines and is told how many; once it is gone, what is said is kept nowhere but in `copy`.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._fd = stream.fileno()
+        self._writer = LineWriter(Target(DescriptorWriter(self._fd), _missed))
+        self.copy: LineWriter | None = None  # of everything that is written
+
+    def write(self, text: str) -> int:
+        data = text.encode("utf-8", "backslashreplace")
+        for writer in (self._writer, self.copy):
+            if writer is not None:
+                writer.put(data)
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def settle(self, timeout_s: float) -> None:
+        """Waits until all is written, so long at most."""
+        self._writer.flush(timeout_s)
+
+
+def unblock_streams() -> tuple[UnblockedStream, ...]:
+    """From now on nothing in this process waits for who reads its stdout and stderr. Returns those that it has."""
+    unblocked = []
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None:
+            stream.flush()
+            unblocked.append(UnblockedStream(stream))
+            setattr(sys, name, unblocked[-1])
+    atexit.register(_settle, unblocked)
+    return tuple(unblocked)
+
+
+def _settle(streams: Iterable[UnblockedStream]) -> None:
+    until_s = time.monotonic() + LAST_WORDS_S
+    for stream in streams:
+        stream.settle(max(0.0, until_s - time.monotonic()))
+
+
+def _missed(lines: int, why: str) -> bytes:
+    return f"disagg: {lines} lines left out here: {why}\n".encode()
 
 
 class StageProgress:
@@ -56,7 +135,7 @@ def get_http(base_url: str, path: str, params: dict[str, str] | None = None) -> 
     except httpx.HTTPError as error:
         raise Unavailable(f"no router answers at {base_url} ({error}); is `disagg up` running?") from error
     if answer.status_code != 200:
-        raise DisaggError(f"{url} answered {answer.status_code}: {answer.text.strip()[:300]}")
+        raise DisaggError(f"{url} answered {answer.status_code}: {one_line(answer.text.strip(), 300)}")
     if answer.headers.get("content-type", "").startswith("application/json"):
         return answer.json()
     return answer.text

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from disagg.messages.legs import TimelineEvent
+from disagg.types.plain import one_line
 
 ONE_ROW_ABOVE = 4  # more events of one name than this share a row
 BAR_CELLS = 40
@@ -70,7 +71,13 @@ def timeline_table(events: Sequence[TimelineEvent], title: str = "timeline", cel
         style = styles.setdefault(row.name, _STYLES[len(styles) % len(_STYLES)])
         name = f"{row.name} x{row.count}" if row.count > 1 else row.name
         bar = "".join("█" if cell else " " for cell in row.cells)
-        table.add_row(Text(name), show_s(row.start_s), show_s(row.took_s), Text(bar, style=style), Text(row.detail))
+        table.add_row(
+            Text(one_line(name)),
+            show_s(row.start_s),
+            show_s(row.took_s),
+            Text(bar, style=style),
+            Text(one_line(row.detail)),
+        )
     return table
 
 

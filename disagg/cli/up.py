@@ -17,25 +17,30 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from disagg.cli.children import Children, ChildSpec, describe_status
-from disagg.cli.logecho import LogFollower, last_lines
+from disagg.cli.logecho import shown
+from disagg.cli.logfiles import RotatedFile
+from disagg.cli.logpump import LogPump
 from disagg.cli.placement import Placement, describe, place
-from disagg.cli.rundir import make_run_dir, pick_ports, prune_run_dirs, require_free
+from disagg.cli.rundir import cannot_write, make_run_dir, pick_ports, prune_run_dirs, require_free
 from disagg.cli.supervise import Limits
-from disagg.cli.terminal import StageProgress, note, problem
+from disagg.cli.terminal import StageProgress, UnblockedStream, note, problem, result, unblock_streams
 from disagg.config.load import child_environ, dump_config, load_config
-from disagg.config.tree import Config, ServerRef
+from disagg.config.tree import Config, LogConfig, ServerRef
 from disagg.messages.heads import SliceError, check_heads
 from disagg.router.names import drawn_name
 from disagg.server.device import choose_device, count_gpus
+from disagg.telemetry.line_writer import LineWriter, Target
+from disagg.telemetry.logs import notice_of
 from disagg.telemetry.process import raise_descriptor_limit
 from disagg.types.errors import ConfigError
+from disagg.types.plain import one_line
 
 DRAIN_MARGIN_S = 5.0  # a child bounds its own drain; this is for what comes after
 ALL_READY_S = 15.0  # once requests succeed, how long the last servers are waited for before `ready` is said
 POLL_S = 0.25
 STILL_WAITING_S = 10.0
-ECHO_S = 0.5
-LOG_LINES = 15
+LAST_LINES_S = 1.0  # how long the last lines of a child that has ended may be on their way
+LAST_LOGS_S = 2.0
 SERVER_HOST = "127.0.0.1"
 
 
@@ -58,12 +63,16 @@ class Plan(Struct, frozen=True):
 
 
 def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object]) -> int:
-    """Runs the cluster until SIGTERM or Ctrl-C; returns the exit code. Raises ConfigError before anything was started."""
+    """Runs the cluster until SIGTERM, SIGHUP or Ctrl-C; returns the exit code. Raises DisaggError before anything was started.
+
+    Who reads what this says is not needed: the cluster goes on without, and `up.log` in the run directory has it, too.
+    """
+    streams = unblock_streams()
     raise_descriptor_limit()  # children inherit it
     base = load_config(file, overrides)
     router = base.router
-    require_free(router.host, router.http_port, "router.http_port")
-    require_free(router.host, router.grpc_port, "router.grpc_port")
+    require_free(router.host, router.http_port, "router.http_port", "--http-port")
+    require_free(router.host, router.grpc_port, "router.grpc_port", "--grpc-port")
     model_dir = _convert(base)
     plans = plan_cluster(base, options)
     _check_heads(model_dir, plans[1:])
@@ -72,12 +81,31 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
         placement = place(tps, count_gpus(), base.server.first_gpu)
         plans = on_gpus(plans, placement)
         note(describe(placement, tps))
-    run_dir = make_run_dir(options.run_parent)
-    prune_run_dirs(options.run_parent)
-    specs = [_write(plan, run_dir) for plan in plans]
-    note(f"run directory: {run_dir}")
-    note(f"starting {', '.join(plan.name for plan in plans)}")
-    return asyncio.run(_run(plans[0].config, specs))
+    held = make_run_dir(options.run_parent)
+    try:
+        prune_run_dirs(options.run_parent)
+        specs = [_write(plan, held.path) for plan in plans]
+        files = log_files([*(spec.log for spec in specs), held.path / "up.log"], base.log)
+        keep_copy(streams, files.pop("up"))
+        note(f"run directory: {held.path}")
+        note(f"starting {', '.join(plan.name for plan in plans)}")
+        return asyncio.run(_run(plans[0].config, specs, LogPump(files, _echo)))
+    finally:
+        held.release()
+
+
+def log_files(paths: Sequence[Path], log: LogConfig) -> dict[str, Target]:
+    """By the name of their process: files that rotate, and that say what a full disk did not take."""
+    return {
+        path.stem: Target(RotatedFile(path, log.max_bytes, log.keep), notice_of("up", log.format)) for path in paths
+    }
+
+
+def keep_copy(streams: Sequence[UnblockedStream], file: Target) -> None:
+    """Whatever is said from now on is said to this file as well."""
+    copy = LineWriter(file)
+    for stream in streams:
+        stream.copy = copy
 
 
 def plan_cluster(base: Config, options: UpOptions) -> tuple[Plan, ...]:
@@ -158,13 +186,22 @@ def _convert(config: Config) -> Path:
 def _write(plan: Plan, run_dir: Path) -> ChildSpec:
     """The child's configuration file, and how to start it."""
     file = run_dir / f"{plan.name}.toml"
-    file.write_text(dump_config(plan.config), "utf-8")
+    try:
+        file.write_text(dump_config(plan.config), "utf-8")
+    except OSError as error:
+        raise cannot_write(f"{file} cannot be written", error, "--run-dir takes another directory") from error
     argv = (sys.executable, "-m", "disagg.cli", plan.role, "--config", str(file))
     return ChildSpec(plan.name, argv, run_dir / f"{plan.name}.log")
 
 
 class _Terminal:
     """Tells the operator what happens to children."""
+
+    def __init__(self, pump: LogPump) -> None:
+        self._pump = pump
+
+    def cannot_start(self, spec: ChildSpec, why: str) -> None:
+        problem(f"{spec.name} cannot be started now: {why}")
 
     def died(self, spec: ChildSpec, status: int, restart_in_s: float) -> None:
         problem(f"{spec.name} {describe_status(status)}; starting it again in {restart_in_s:g} s; log: {spec.log}")
@@ -177,38 +214,48 @@ class _Terminal:
 
     def gave_up(self, spec: ChildSpec) -> None:
         problem(f"{spec.name} cannot run with this configuration; log: {spec.log}")
-        for line in last_lines(spec.log, LOG_LINES):
-            print(f"  {line}", file=sys.stderr, flush=True)
+        for line in self._pump.last_lines(spec.name, LAST_LINES_S):
+            note(f"  {one_line(line)}")
 
     def draining(self) -> None:
         note("draining; a second Ctrl-C kills")
 
 
-async def _run(config: Config, specs: list[ChildSpec]) -> int:
+async def _run(config: Config, specs: list[ChildSpec], pump: LogPump) -> int:
     limits = Limits(drain_s=(config.router.drain_s + DRAIN_MARGIN_S, config.server.drain_s + DRAIN_MARGIN_S))
-    children = Children((tuple(specs[:1]), tuple(specs[1:])), limits, _Terminal(), child_environ())
+    children = Children((tuple(specs[:1]), tuple(specs[1:])), limits, _Terminal(pump), child_environ(), pump.open)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, children.drain)
+    loop.add_signal_handler(signal.SIGTERM, children.drain)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as after `nohup`, which means: outlive the terminal
+        loop.add_signal_handler(signal.SIGHUP, children.drain)
     loop.add_signal_handler(signal.SIGINT, children.interrupt)
-    async with asyncio.TaskGroup() as tasks:
-        announcing = tasks.create_task(_announce(config, children), name="announce")
-        echoing = tasks.create_task(_echo(LogFollower({spec.name: spec.log for spec in specs})), name="echo")
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal set to `tostop` would stop this process for what it says
+    announcing = asyncio.create_task(_announce(config, children), name="announce")
+    try:
         exit_code = await children.run()
+    finally:
         announcing.cancel()
-        echoing.cancel()
+        await asyncio.gather(announcing, return_exceptions=True)
+        await asyncio.to_thread(pump.close, LAST_LOGS_S)
     note("all processes have ended")
     return exit_code
 
 
-async def _echo(follower: LogFollower) -> None:
-    while True:
-        for name, line in follower.new_lines():
-            print(f"{name}: {line}", file=sys.stderr, flush=True)
-        await asyncio.sleep(ECHO_S)
+def _echo(name: str, line: str) -> None:
+    text = shown(line)
+    if text is not None:
+        note(f"{name}: {text}")
 
 
 async def _announce(config: Config, children: Children) -> None:
+    """What it says is a service to people: whatever goes wrong here ends nothing else."""
+    try:
+        await _say_states(config, children)
+    except Exception as error:  # noqa: BLE001
+        problem(f"the cluster runs, but its state cannot be followed: {type(error).__name__}: {error}")
+
+
+async def _say_states(config: Config, children: Children) -> None:
     """Says what is waited for, and `ready` once, when requests will succeed."""
     import httpx
 
@@ -241,7 +288,7 @@ async def _announce(config: Config, children: Children) -> None:
                 waiting = [name for name, state in (states or {}).items() if state != "ready"] or ["the router"]
                 note(f"still waiting for {', '.join(waiting)} ({now_s - begin_s:.0f} s)")
     if not children.draining:
-        print(f"ready http={base_url} grpc={host}:{router.grpc_port}", flush=True)
+        result(f"ready http={base_url} grpc={host}:{router.grpc_port}")
 
 
 def server_states(status: object) -> dict[str, str]:

@@ -11,13 +11,13 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -44,6 +44,7 @@ from disagg.messages.plan import (
     decode_from_worker,
     encode_to_worker,
 )
+from disagg.telemetry.held_dirs import HeldDir, remove_abandoned
 from disagg.types.errors import ConfigError, DisaggError
 
 logger = logging.getLogger(__name__)
@@ -51,10 +52,37 @@ logger = logging.getLogger(__name__)
 CONNECT_POLL_S = 0.02
 HELLO_EVERY_S = 0.05
 STOP_WAIT_S = 5.0
+SOCKETS_PREFIX = "disagg-"
+MAX_SOCKET_PATH_BYTES = 107  # of Linux
 
 
 class GroupLost(DisaggError):
     """The workers have ended, or had to be ended."""
+
+
+def make_sockets_dir() -> HeldDir:
+    """A directory of this process for its workers' sockets. Raises GroupLost if there is no room, ConfigError if none fits.
+
+    It is beside those of other servers in the system's temporary directory, because the path of a socket is short.
+    What servers left there that were killed is cleared away.
+    """
+    where = "the temporary directory"
+    try:
+        parent = Path(tempfile.gettempdir())
+        where = str(parent)
+        remove_abandoned(parent.glob(f"{SOCKETS_PREFIX}*"))
+        path = parent / f"{SOCKETS_PREFIX}{secrets.token_hex(6)}"
+        if len(os.fsencode(path)) + len("/control") > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"TMPDIR = {parent}: a socket in it would have a path of more than {MAX_SOCKET_PATH_BYTES} bytes; "
+                "set it to a shorter one"
+            )
+        return HeldDir(path)
+    except OSError as error:
+        raise GroupLost(
+            f"no directory for the workers' sockets can be made in {where}: {error.strerror or error}; make room there, "
+            "or set TMPDIR"
+        ) from error
 
 
 class WorkerGroup:
@@ -77,16 +105,17 @@ class WorkerGroup:
         self._on_result = on_result
         self._on_report = on_report
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._directory = tempfile.mkdtemp(prefix="disagg-")
+        self._held = make_sockets_dir()
+        self._directory = str(self._held.path)
         self._context = zmq.asyncio.Context()
         try:
             self._plans = self._bind(zmq.PUB, "plans")
             self._results = self._bind(zmq.PULL, "results")
             self._control = self._bind(zmq.ROUTER, "control")
             self._lane = self._bind(zmq.ROUTER, "lane")
-        except zmq.ZMQError:
+        except zmq.ZMQError as error:
             self._close()
-            raise
+            raise GroupLost(f"the workers' sockets cannot be made in {self._directory}: {error.strerror}") from error
         self._lane_numbers = [0] * tp
         self._report_numbers = [0] * tp
         self._ready: set[int] = set()
@@ -329,4 +358,4 @@ class WorkerGroup:
 
     def _close(self) -> None:
         self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._held.remove()

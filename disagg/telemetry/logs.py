@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from disagg.telemetry.line_budget import LineBudget
-from disagg.telemetry.line_writer import DescriptorWriter, LineWriter, Target
+from disagg.telemetry.line_writer import DescriptorWriter, LineWriter, Notice, Target
 from disagg.types.plain import clip, one_line, printable, printable_text
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -49,10 +49,10 @@ def configure_logging(
     process_name: str, level: Level, format: Format, lines_per_s: float = LINES_PER_S, sink: Sink | None = None
 ) -> None:
     """Makes the root logger write to stderr, or to `sink`, replacing what handlers it had. Call it once, at start."""
-    formatter = JsonFormatter(process_name) if format == "json" else TextFormatter(process_name)
-    handler = BoundedHandler(LineBudget(lines_per_s, time.monotonic()), formatter)
+    handler = BoundedHandler(LineBudget(lines_per_s, time.monotonic()), _formatter(process_name, format))
     if sink is None and sys.stderr is not None:
-        writer = LineWriter(Target(DescriptorWriter(sys.stderr.fileno()), handler.lost_line), handler.say_left_out)
+        target = Target(DescriptorWriter(sys.stderr.fileno()), notice_of(process_name, format))
+        writer = LineWriter(target, handler.say_left_out)
         atexit.register(writer.flush, LAST_WORDS_S)
         sink = writer
     handler.sink = sink
@@ -65,6 +65,20 @@ def configure_logging(
     # Every request of a health probe or client is a line of these; below warning they say nothing of ours.
     for chatty in ("uvicorn", "httpx", "httpcore", "asyncio", "urllib3"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def notice_of(process_name: str, format: Format) -> Notice:
+    """Makes the log line that says how many could not be written, and why."""
+    formatter = _formatter(process_name, format)
+    return lambda count, why: _encoded(_own_line(formatter, logging.WARNING, f"{count} lines left out: {why}"))
+
+
+def _formatter(process_name: str, format: Format) -> logging.Formatter:
+    return JsonFormatter(process_name) if format == "json" else TextFormatter(process_name)
+
+
+def _own_line(formatter: logging.Formatter, level: int, text: str) -> str:
+    return formatter.format(logging.LogRecord("disagg.telemetry", level, "", 0, "%s", (text,), None))
 
 
 class BoundedHandler(logging.Handler):
@@ -99,13 +113,9 @@ class BoundedHandler(logging.Handler):
                 text = f"{total} lines left out: more than log.lines_per_s ({by_level})"
                 self.sink.put(_encoded(self._own(logging.WARNING, text)))
 
-    def lost_line(self, count: int, why: str) -> bytes:
-        """The line that says how many could not be written."""
-        return _encoded(self._own(logging.WARNING, f"{count} lines left out: {why}"))
-
     def _own(self, level: int, text: str) -> str:
-        record = logging.LogRecord("disagg.telemetry", level, "", 0, "%s", (text,), None)
-        return self.format(record)
+        assert self.formatter is not None
+        return _own_line(self.formatter, level, text)
 
 
 def log_uncaught_exceptions() -> None:

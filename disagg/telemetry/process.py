@@ -32,6 +32,20 @@ def die_with_parent(expected_ppid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def open_standard_descriptors() -> None:
+    """Puts /dev/null where this process was started without stdin, stdout or stderr (`2>&-`).
+
+    The first socket or file opened would get that number otherwise, and with it whatever is written to stderr.
+    """
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            assert opened == fd, "somebody opened a file before this"
+            os.set_inheritable(fd, True)
+
+
 def heartbeat_to(fd: int) -> Callable[[], None]:
     """A function that writes one byte to the pipe `fd`, to be called every second from the loop that must not hang.
 

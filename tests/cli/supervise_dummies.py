@@ -10,10 +10,19 @@ import sys
 from pathlib import Path
 
 from disagg.cli.children import Children, ChildSpec, describe_status
+from disagg.cli.logpump import LogPump
 from disagg.cli.supervise import Limits
+from disagg.cli.up import log_files
+from disagg.config.tree import LogConfig
 
 
 class Printed:
+    def __init__(self, pump: LogPump) -> None:
+        self._pump = pump
+
+    def cannot_start(self, spec: ChildSpec, why: str) -> None:
+        print(f"{spec.name} cannot be started: {why}", flush=True)
+
     def died(self, spec: ChildSpec, status: int, restart_in_s: float) -> None:
         print(f"{spec.name} {describe_status(status)}", flush=True)
 
@@ -24,7 +33,7 @@ class Printed:
         print(f"{spec.name} killed: {why}", flush=True)
 
     def gave_up(self, spec: ChildSpec) -> None:
-        print(f"{spec.name} gave up: {spec.log.read_text().strip()}", flush=True)
+        print(f"{spec.name} gave up: {' '.join(self._pump.last_lines(spec.name, 10.0))}", flush=True)
 
     def draining(self) -> None:
         print("draining", flush=True)
@@ -37,11 +46,15 @@ async def main(directory: Path, silent_s: float, names: list[str]) -> int:
         for name in names
     ]
     limits = Limits(drain_s=(60.0, 60.0), silent_s=silent_s, first_beat_s=30.0)
-    children = Children((tuple(specs[:1]), tuple(specs[1:])), limits, Printed(), os.environ)
+    pump = LogPump(log_files([spec.log for spec in specs], LogConfig()), lambda name, line: None)
+    children = Children((tuple(specs[:1]), tuple(specs[1:])), limits, Printed(pump), os.environ, pump.open)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, children.drain)
     loop.add_signal_handler(signal.SIGINT, children.interrupt)
-    return await children.run()
+    try:
+        return await children.run()
+    finally:
+        pump.close(10.0)
 
 
 sys.exit(asyncio.run(main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])))

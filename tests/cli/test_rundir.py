@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from disagg.cli.logecho import LogFollower, last_lines, shown
-from disagg.cli.rundir import PORTS, make_run_dir, pick_ports, prune_run_dirs, require_free
-from disagg.types.errors import ConfigError
+from disagg.cli.logecho import shown
+from disagg.cli.rundir import PORTS, cannot_write, make_run_dir, pick_ports, prune_run_dirs, require_free
+from disagg.telemetry.held_dirs import HeldDir, remove_abandoned
+from disagg.types.errors import ConfigError, DisaggError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_run_directory_is_named_by_pid_and_time(tmp_path: Path) -> None:
-    directory = make_run_dir(tmp_path / "run")
+    directory = make_run_dir(tmp_path / "run").path
     assert directory.is_dir()
     assert re.fullmatch(rf"{os.getpid()}-\d{{8}}-\d{{6}}", directory.name)
+
+
+def test_runs_of_one_pid_in_one_second_get_directories_of_their_own(tmp_path: Path) -> None:
+    """Two containers that share a volume may both be pid 7."""
+    runs = [make_run_dir(tmp_path) for _ in range(5)]
+    assert len({run.path for run in runs}) == 5
+    prune_run_dirs(tmp_path, keep=0)
+    assert all(run.path.is_dir() for run in runs)
 
 
 def test_a_run_directory_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:
@@ -27,13 +40,45 @@ def test_a_run_directory_that_cannot_be_made_is_a_configuration_error(tmp_path: 
         make_run_dir(tmp_path / "file")
 
 
-def test_only_the_newest_runs_are_kept_and_those_that_live(tmp_path: Path) -> None:
+def test_a_full_disk_is_no_fault_of_the_configuration() -> None:
+    full = cannot_write("it cannot be written", OSError(errno.ENOSPC, "No space left on device"), "take another")
+    assert str(full) == "it cannot be written: No space left on device; take another"
+    assert type(full) is DisaggError
+    assert type(cannot_write("x", OSError(errno.EACCES, "Permission denied"), "y")) is ConfigError
+
+
+def test_only_the_newest_runs_are_kept_and_those_that_are_held(tmp_path: Path) -> None:
+    """A pid says nothing: this process' own, and one that is nobody's here, are each held once and once not."""
     names = [f"999999{day:02d}-202601{day:02d}-000000" for day in range(1, 25)]
-    living = f"{os.getpid()}-20250101-000000"
-    for name in (*names, living, "notes"):
-        (tmp_path / name).mkdir()
+    for name in names:
+        HeldDir(tmp_path / name).release()
+    held = [HeldDir(tmp_path / name) for name in ("999998-20250101-000000", f"{os.getpid()}-20250102-000000")]
+    HeldDir(tmp_path / f"{os.getpid()}-20250103-000000").release()
+    (tmp_path / "1-20240101-000000").mkdir()  # of a version without locks: unknown
+    (tmp_path / "notes").mkdir()
     prune_run_dirs(tmp_path, keep=20)
-    assert {each.name for each in tmp_path.iterdir()} == {*names[4:], living, "notes"}
+    kept = {each.name for each in tmp_path.iterdir()}
+    assert kept == {*names[4:], *(run.path.name for run in held), "1-20240101-000000", "notes"}
+
+
+def test_a_directory_is_held_until_its_process_ends_however_it_ends(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from disagg.telemetry.held_dirs import HeldDir; "
+        "held = HeldDir(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    directory = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(directory)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        assert remove_abandoned([directory]) == []
+        assert directory.is_dir()
+    finally:
+        process.kill()
+        process.communicate()
+    assert remove_abandoned([directory, tmp_path / "nowhere"]) == [directory]
+    assert not directory.exists()
 
 
 def test_ports_are_free_different_and_out_of_the_ephemeral_range() -> None:
@@ -48,8 +93,8 @@ def test_a_port_that_something_listens_on_is_refused_by_its_setting() -> None:
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(ConfigError, match=rf"router.http_port = {port}: cannot listen"),
     ):
-        require_free("127.0.0.1", port, "router.http_port")
-    require_free("127.0.0.1", port, "router.http_port")
+        require_free("127.0.0.1", port, "router.http_port", "--http-port")
+    require_free("127.0.0.1", port, "router.http_port", "--http-port")
 
 
 @pytest.mark.parametrize(
@@ -65,26 +110,11 @@ def test_a_port_that_something_listens_on_is_refused_by_its_setting() -> None:
         ("2026-01-01T00:00:00.000Z INFO    d0 disagg: m", None),
         ("some library's WARNING", None),
         ("{not json", None),
+        ('{"level": ["error"], "message": "x"}', None),
+        ('{"level": "error", "message": "a\\nd0: error: forged\\u001b[2J"}', "error: a\\nd0: error: forged\\x1b[2J"),
+        ("2026-01-01T00:00:00.000Z ERROR d0 disagg: \x1b[2J", "2026-01-01T00:00:00.000Z ERROR d0 disagg: \\x1b[2J"),
+        ('{"level": "error", "message": "' + "x" * 300_000 + '"}', None),
     ],
 )
 def test_warnings_and_errors_of_ours_are_echoed(line: str, echoed: str | None) -> None:
     assert shown(line) == echoed
-
-
-def test_the_follower_waits_for_whole_lines_and_shows_each_once(tmp_path: Path) -> None:
-    log = tmp_path / "d0.log"
-    follower = LogFollower({"d0": log})
-    assert list(follower.new_lines()) == []
-    line = json.dumps({"level": "error", "message": "one"})
-    log.write_text(line[:10])
-    assert list(follower.new_lines()) == []
-    log.write_text(line + "\n" + line.replace("one", "two") + "\n")
-    assert list(follower.new_lines()) == [("d0", "error: one"), ("d0", "error: two")]
-    assert list(follower.new_lines()) == []
-
-
-def test_the_last_lines_of_a_log_are_found(tmp_path: Path) -> None:
-    log = tmp_path / "d0.log"
-    assert last_lines(log, 3) == []
-    log.write_text("".join(f"line {n}\n" for n in range(100_000)))
-    assert last_lines(log, 2) == ["line 99998", "line 99999"]
