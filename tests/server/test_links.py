@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from disagg.messages.channel import Frame
+from disagg.messages.channel import Frame, ReliableChannel
 from disagg.messages.link import LinkHello, RankInfo, Watermarks
 from disagg.server import door, links
 from disagg.server.links import Link, Links
@@ -94,16 +94,25 @@ class Dialled:
     def __init__(self, prefill: Prefill, hello: LinkHello) -> None:
         self._channel = open_channel(f"127.0.0.1:{prefill.port}")
         self._hello = hello
+        self.channel: ReliableChannel[object] = ReliableChannel()
         self.call = PeerStub(self._channel).link(self._frames())
 
     async def _frames(self) -> AsyncIterator[pb.peer.LinkFrame]:
         yield link_greeting_to_proto(LinkGreeting(self._hello, 0))
         while True:
-            yield link_frame_to_proto(Frame(number=0, ack=0, messages=()))
+            yield link_frame_to_proto(self.channel.ack_frame())
             await asyncio.sleep(0.02)
 
     async def greeted(self) -> None:
         assert isinstance(link_frame_from_proto(await self.call.read()), LinkGreeting)
+
+    async def next_message(self) -> object:
+        """The next message of any frame; what it is acknowledged with is the next beat."""
+        while True:
+            frame = link_frame_from_proto(await self.call.read())
+            assert isinstance(frame, Frame)
+            for message in self.channel.take(frame, 0.0):
+                return message
 
     async def refusal(self) -> tuple[grpc.StatusCode, str]:
         with pytest.raises(grpc.aio.AioRpcError) as ended:

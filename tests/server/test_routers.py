@@ -113,6 +113,9 @@ class Router:
             lambda: sum(self.cached.counts()) == len(pages) and all(self.cached.holds(*page) for page in pages)
         )
 
+    async def acknowledge(self) -> None:
+        await self._connection.write(self.channel.ack_frame())
+
     async def close(self) -> None:
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
