@@ -26,7 +26,7 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from disagg.messages.lane import Piece
+from disagg.messages.pieces import Piece
 from disagg.staging.kernels import SUMS, VERDICT_OK, VERDICT_WRONG, Launch, Launcher, plan_launch
 from disagg.staging.mover import PLANNED_ALIGN
 from disagg.staging.pieces import framed_bytes

@@ -36,7 +36,6 @@ from disagg.messages.lane import (
     LaneReport,
     PeerAdded,
     PeerRemoved,
-    Piece,
     PieceFailed,
     PieceSent,
     RemovePeer,
@@ -56,6 +55,7 @@ from disagg.messages.legs import (
     TimelineEvent,
 )
 from disagg.messages.mirror import MirrorEncoder
+from disagg.messages.pieces import Piece
 from disagg.messages.plan import Run, SampledToken, SamplerStart, SequenceStart, StepResult
 from disagg.scheduler.admission import common_pages, should_wait
 from disagg.scheduler.policies import Candidate, prefill_only

@@ -16,7 +16,8 @@ from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import ForgetLink, Instruction, ToLane, ToLink
 from disagg.engine.rings import LiveEntry, RingState, RingTable
 from disagg.messages import link as m
-from disagg.messages.lane import ExpectPiece, ForgetEntry, Piece
+from disagg.messages.lane import ExpectPiece, ForgetEntry
+from disagg.messages.pieces import Piece
 from disagg.staging.arena import locate
 from disagg.staging.pieces import group_piece_bytes
 from disagg.staging.slices import HeadSlice, head_turns

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from disagg.messages.lane import Piece
+from disagg.messages.pieces import Piece
 from disagg.messages.plan import TokenLogprobs
 from disagg.types.ids import FinishReason, LegKey
 

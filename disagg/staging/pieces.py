@@ -16,8 +16,8 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from disagg.messages.lane import Piece
 from disagg.messages.layout import LayerGroup
+from disagg.messages.pieces import Piece
 
 TRAILER_BYTES = 8
 WORD_BYTES = 8

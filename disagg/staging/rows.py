@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from msgspec import Struct
 
-from disagg.messages.lane import Piece
 from disagg.messages.layout import LayerGroup
+from disagg.messages.pieces import Piece
 from disagg.staging.pieces import WORD_BYTES, framed_bytes
 
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from disagg.messages.lane import Piece
+from disagg.messages.pieces import Piece
 from disagg.staging.kernels import SUMS, VERDICT_OK, Launcher, plan_launch
 from disagg.staging.mover import PLANNED_ALIGN, Move
 from disagg.staging.rows import PagedRows, PageShape

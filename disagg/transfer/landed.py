@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from disagg.messages.lane import Piece
 from disagg.messages.layout import LayerGroup
+from disagg.messages.pieces import Piece
 from disagg.staging.pieces import Coverage
 
 

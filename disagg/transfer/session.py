@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from disagg.messages.lane import Piece
 from disagg.messages.layout import LayerGroup
 from disagg.messages.link import Entry, FirstToken
+from disagg.messages.pieces import Piece
 from disagg.staging.pieces import Coverage
 from disagg.types.errors import ProtocolError
 

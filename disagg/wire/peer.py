@@ -8,7 +8,6 @@ from typing import Any
 from msgspec import Struct
 
 from disagg.messages.channel import Frame
-from disagg.messages.lane import Piece
 from disagg.messages.link import (
     Announce,
     AskWritten,
@@ -34,6 +33,7 @@ from disagg.messages.link import (
     Withdraw,
     Written,
 )
+from disagg.messages.pieces import Piece
 from disagg.wire import pb
 from disagg.wire.fields import (
     FINISH_TO_PROTO,

@@ -25,7 +25,6 @@ from disagg.messages.lane import (
     ExpectPiece,
     Landing,
     PeerRemoved,
-    Piece,
     PieceSent,
     RemovePeer,
     SendPiece,
@@ -34,6 +33,7 @@ from disagg.messages.lane import (
     Unbound,
 )
 from disagg.messages.legs import StartLeg
+from disagg.messages.pieces import Piece
 from disagg.messages.plan import TokenLogprobs
 from disagg.staging.pieces import group_piece_bytes
 from disagg.staging.slices import SliceError

@@ -13,9 +13,10 @@ from disagg.engine.instructions import Instruction, PublishKv, ToLane, ToWorkers
 from disagg.memory.groups import spec_of
 from disagg.memory.layout import plan_layout
 from disagg.messages import link as m
-from disagg.messages.lane import Bind, Bound, Piece, Unbind, Unbound
+from disagg.messages.lane import Bind, Bound, Unbind, Unbound
 from disagg.messages.layout import GroupKind, LayerGroup
 from disagg.messages.legs import LegEnd, LegTokens, Outcome, ServerState, StartLeg
+from disagg.messages.pieces import Piece
 from disagg.messages.plan import PageCopy, Run, SampledToken
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import FinishReason

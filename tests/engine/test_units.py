@@ -17,7 +17,6 @@ from disagg.messages.lane import (
     ForgetEntry,
     PeerAdded,
     PeerRemoved,
-    Piece,
     PieceFailed,
     RemovePeer,
     SendPiece,
@@ -26,6 +25,7 @@ from disagg.messages.lane import (
     Unbound,
 )
 from disagg.messages.legs import LegEnd, LegTokens, Outcome, PeerRef, StartLeg
+from disagg.messages.pieces import Piece
 from disagg.messages.plan import PageCopy, SampledToken
 from disagg.transfer.session import MAX_WANTS
 from disagg.types.errors import ProtocolError

@@ -20,7 +20,6 @@ from disagg.messages.lane import (
     Landing,
     LaneReport,
     LaneRequest,
-    Piece,
     PieceSent,
     SendPiece,
     SendsDropped,
@@ -28,6 +27,7 @@ from disagg.messages.lane import (
 )
 from disagg.messages.layout import GroupKind, GroupPages, LayerGroup, StatePart
 from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, Outcome, PeerRef, ServerMessage, StartLeg
+from disagg.messages.pieces import Piece
 from disagg.messages.plan import SampledToken, SamplerStart, StepResult, WorkerPlan
 from disagg.staging.pieces import group_piece_bytes
 from disagg.staging.ring import RingAllocator

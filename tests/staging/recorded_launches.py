@@ -18,7 +18,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from disagg.messages.lane import Piece
+from disagg.messages.pieces import Piece
 from disagg.staging import kernels
 from disagg.staging.kernels import SUMS, Launcher, plan_launch
 from disagg.staging.rows import PagedRows, PageShape

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from disagg.messages.lane import Piece
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
+from disagg.messages.pieces import Piece
 from disagg.staging.copy import gather, scatter
 from disagg.staging.pieces import framed_bytes
 from disagg.staging.rows import PagedRows, PageShape

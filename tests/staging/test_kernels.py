@@ -16,8 +16,8 @@ import pytest
 import torch
 from msgspec import Struct
 
-from disagg.messages.lane import Piece
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
+from disagg.messages.pieces import Piece
 from disagg.staging import copy
 from disagg.staging import kernels as kernels_module
 from disagg.staging.identity import identity_seed

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from disagg.messages.lane import Piece
+from disagg.messages.pieces import Piece
 from disagg.staging import triton_mover
 from disagg.staging.kernels import Launch
 from disagg.staging.mover import PLANNED_ALIGN, Move, Mover, TorchMover, create_mover

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from disagg.messages.lane import Piece
 from disagg.messages.layout import LayerGroup, StatePart
+from disagg.messages.pieces import Piece
 from disagg.staging.pieces import (
     Coverage,
     framed_bytes,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from disagg.messages.lane import Piece
 from disagg.messages.layout import LayerGroup, StatePart
+from disagg.messages.pieces import Piece
 from disagg.staging.copy import gather, scatter
 from disagg.staging.pieces import framed_bytes, split_group_piece
 from disagg.staging.rows import PagedRows, PageShape

@@ -17,11 +17,11 @@ from disagg.messages.lane import (
     LaneReport,
     LaneRequest,
     PeerAdded,
-    Piece,
     PieceSent,
     SendPiece,
 )
 from disagg.messages.layout import GroupKind, GroupPages, LayerGroup, StatePart
+from disagg.messages.pieces import Piece
 from disagg.models.pool import Pool
 from disagg.staging.pieces import group_piece_bytes
 from disagg.types.ids import LegKey

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from disagg.messages.lane import Piece
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
+from disagg.messages.pieces import Piece
 from disagg.transfer.landed import Arrival, LandedRows, Slice
 
 PAGE_TOKENS = 3

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from disagg.messages.lane import Piece
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 from disagg.messages.link import Entry, FirstToken
+from disagg.messages.pieces import Piece
 from disagg.staging.pieces import Coverage
 from disagg.transfer.session import (
     RECEIVE_NEXT,

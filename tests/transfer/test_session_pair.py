@@ -15,9 +15,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from disagg.messages.lane import Piece
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 from disagg.messages.link import Entry, FirstToken
+from disagg.messages.pieces import Piece
 from disagg.transfer.session import MAX_WANTS, Offer, ReceiveSession, ReceiveState, SendSession, SendState, Write
 
 PAGE, CHUNK = 2, 4  # checkpoints at multiples of CHUNK

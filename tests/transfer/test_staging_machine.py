@@ -28,8 +28,8 @@ from hypothesis.stateful import (
 
 from disagg.engine.rings import LinkRing, RingState, RingTable
 from disagg.messages import link as m
-from disagg.messages.lane import Piece
 from disagg.messages.layout import LayerGroup
+from disagg.messages.pieces import Piece
 from disagg.staging.arena import locate
 from disagg.staging.pieces import group_piece_bytes, split_group_piece
 from disagg.staging.ring import RingEntry, RingWriterView

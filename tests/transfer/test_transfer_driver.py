@@ -11,7 +11,6 @@ from disagg.messages.lane import (
     ForgetEntry,
     Landing,
     PeerRemoved,
-    Piece,
     PieceFailed,
     PieceSent,
     RemovePeer,
@@ -20,6 +19,7 @@ from disagg.messages.lane import (
     Unbound,
 )
 from disagg.messages.layout import GroupPages
+from disagg.messages.pieces import Piece
 from disagg.staging.pieces import group_payload_bytes
 from disagg.types.errors import ProtocolError
 from disagg.worker.entries import notification_of

@@ -16,7 +16,6 @@ from disagg.messages.lane import (
     Landing,
     LaneReport,
     PeerRemoved,
-    Piece,
     PieceFailed,
     PieceSent,
     RemovePeer,
@@ -26,6 +25,7 @@ from disagg.messages.lane import (
     Unbound,
 )
 from disagg.messages.layout import GroupPages
+from disagg.messages.pieces import Piece
 from disagg.transfer import buffers
 from disagg.types.ids import LegKey
 from disagg.worker import transfer_driver

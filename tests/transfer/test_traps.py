@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from disagg.engine.rings import RingTable
-from disagg.messages.lane import Landing, Piece, Unbind
+from disagg.messages.lane import Landing, Unbind
 from disagg.messages.layout import GroupPages, LayerGroup
 from disagg.messages.link import Entry, FirstToken
+from disagg.messages.pieces import Piece
 from disagg.staging.copy import gather, scatter
 from disagg.staging.identity import identity_seed
 from disagg.staging.pieces import group_piece_bytes, split_group_piece

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from disagg.messages import legs, link
 from disagg.messages.channel import Frame
-from disagg.messages.lane import Piece
+from disagg.messages.pieces import Piece
 from disagg.messages.plan import TokenLogprobs
 from disagg.types.ids import FinishReason, LegKey, Role
 from disagg.types.sampling import SamplingParams

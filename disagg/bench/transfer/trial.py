@@ -22,8 +22,9 @@ import msgspec
 from msgspec import Struct
 
 from disagg.messages.control import OpenTransfer, TransferOpen
-from disagg.messages.lane import AddPeer, Bind, ExpectPiece, Piece, SendPiece
+from disagg.messages.lane import AddPeer, Bind, ExpectPiece, SendPiece
 from disagg.messages.layout import DTYPE_BYTES, GroupPages, LayerGroup
+from disagg.messages.pieces import Piece
 from disagg.staging.pieces import TRAILER_BYTES, group_payload_bytes, group_piece_bytes, split_group_piece
 from disagg.staging.ring import RingAllocator
 from disagg.staging.slices import head_slices, heads_per_rank
