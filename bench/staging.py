@@ -26,12 +26,12 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from disagg.messages.pieces import Piece
+from disagg.messages.pieces import HeadSlice, Piece
 from disagg.staging.kernels import SUMS, VERDICT_OK, VERDICT_WRONG, Launch, Launcher, plan_launch
 from disagg.staging.mover import PLANNED_ALIGN
 from disagg.staging.pieces import framed_bytes
 from disagg.staging.rows import PagedRows, PageShape
-from disagg.staging.slices import HeadSlice, head_slices, heads_per_rank
+from disagg.staging.slices import head_slices, heads_per_rank
 from disagg.staging.triton_mover import CudaQueue, TritonMover
 
 LAYERS, KV_HEADS, HEAD_DIM, DTYPE_BYTES = 32, 8, 128, 2
@@ -118,14 +118,13 @@ class Memory:
 
     def sent(self, copy: int, pages: torch.Tensor) -> PagedRows:
         """pages: as in src_pages."""
-        case, where = self.case, self.case.slice
-        shape = case.shape(case.src_tp)
-        return PagedRows(self.src, pages, shape, case.piece, where.src_head_start, where.heads, SEED + copy)
+        case = self.case
+        return PagedRows(self.src, pages, case.shape(case.src_tp), case.piece, case.slice, SEED + copy)
 
     def scatter(self, copy: int, checksum: bool = True) -> Callable[[], object]:
-        case, where = self.case, self.case.slice
+        case = self.case
         shape, pages = case.shape(case.dst_tp), self.dst_pages[copy]
-        rows = PagedRows(self.dst, pages, shape, case.piece, where.dst_head_start, where.heads, SEED + copy)
+        rows = PagedRows(self.dst, pages, shape, case.piece, case.slice, SEED + copy)
         return self._bound(plan_launch(rows, self.staging[copy], self.sums, self.verdicts[copy : copy + 1]), checksum)
 
     def _bound(self, launch: Launch, checksum: bool) -> Callable[[], object]:

@@ -55,13 +55,13 @@ from disagg.messages.legs import (
     TimelineEvent,
 )
 from disagg.messages.mirror import MirrorEncoder
-from disagg.messages.pieces import Piece
+from disagg.messages.pieces import HeadSlice, Piece, RankSlice
 from disagg.messages.plan import Run, SampledToken, SamplerStart, SequenceStart, StepResult
 from disagg.scheduler.admission import common_pages, should_wait
 from disagg.scheduler.policies import Candidate, prefill_only
 from disagg.staging.pieces import group_piece_bytes, most_group_pieces, split_group_piece
 from disagg.staging.ring import ALIGNMENT_BYTES, RingEntry, RingWriterView, align
-from disagg.staging.slices import HeadSlice, head_turns
+from disagg.staging.slices import head_turns
 from disagg.transfer.session import MAX_PIECES, NUM_STATES, Cut, Offer, SendSession, SendState, Write
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
@@ -126,7 +126,7 @@ class _Ring:
     offsets: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by decode rank
     views: dict[int, RingWriterView] = field(default_factory=dict)
     heads: dict[int, int] = field(default_factory=dict)
-    pending: dict[int, deque[tuple[LegKey, Write]]] = field(default_factory=dict)  # not yet writable, by decode rank
+    pending: dict[int, deque[tuple[RankSlice, Write]]] = field(default_factory=dict)  # not yet writable, by decode rank
     closing: bool = False
 
     def take(self, entry: m.Entry) -> None:
@@ -167,14 +167,14 @@ class _Link:
         """Heads of the widest rank slice of a piece."""
         return max(part.heads for part in self.turns[group][0])
 
-    def has_slice(self, group: int, entry: m.Entry) -> bool:
-        """Some turn sends what this entry is for."""
+    def slice_of(self, group: int, entry: m.Entry) -> HeadSlice | None:
+        """What an entry is for, if some turn sends that."""
         named = (entry.src_rank, entry.dst_rank, entry.src_head_start, entry.heads)
-        return any(
-            (part.src_rank, part.dst_rank, part.src_head_start, part.heads) == named
-            for parts in self.turns[group]
-            for part in parts
-        )
+        for parts in self.turns[group]:
+            for part in parts:
+                if (part.src_rank, part.dst_rank, part.src_head_start, part.heads) == named:
+                    return part
+        return None
 
 
 @dataclass(slots=True)
@@ -732,11 +732,13 @@ class PrefillEngine:
             return  # given up; decode frees the entries when it hears Drained or Withdraw
         for write in leg.session.assign(message.entries):
             entry, piece = write.entry, write.piece
-            if not link.has_slice(piece.group, entry):
+            part = link.slice_of(piece.group, entry)
+            if part is None:
                 raise ProtocolError(f"{entry} is no rank slice of {piece}")
             if entry.nbytes != group_piece_bytes(piece, entry.heads, self.facts.groups[piece.group]):
                 raise ProtocolError(f"{entry} is not as large as {piece}")
-            ring.pending[entry.dst_rank].append((leg.key, write))
+            rank_slice = RankSlice(leg.key, piece, part, self.facts.incarnation, link.hello.incarnation)
+            ring.pending[entry.dst_rank].append((rank_slice, write))
         self._flush(link, message.ring_no)
 
     def _watermarks(self, link: _Link, message: m.Watermarks) -> None:
@@ -769,8 +771,8 @@ class PrefillEngine:
         for rank, pending in ring.pending.items():
             view = ring.views[rank]
             while pending:
-                key, write = pending[0]
-                entry = write.entry
+                rank_slice, write = pending[0]
+                entry, key, piece = write.entry, rank_slice.key, rank_slice.piece
                 if not view.may_write(RingEntry(entry.position, entry.nbytes)):
                     break
                 pending.popleft()
@@ -778,8 +780,8 @@ class PrefillEngine:
                 if leg is None or leg.session.state is not SendState.SENDING:
                     continue
                 assert leg.pages is not None
-                rows = self.facts.groups[write.piece.group].rows_per_page(self.facts.page_tokens)
-                first, stop = write.piece.token_start // rows, pages_for(write.piece.token_stop, rows)
+                rows = self.facts.groups[piece.group].rows_per_page(self.facts.page_tokens)
+                first, stop = piece.token_start // rows, pages_for(piece.token_stop, rows)
                 link.writing[entry.entry_id] = (key, ring_no)
                 self._out.append(
                     ToLane(
@@ -787,15 +789,8 @@ class PrefillEngine:
                         SendPiece(
                             link=link.number,
                             entry_id=entry.entry_id,
-                            key=key,
-                            piece=write.piece,
-                            pages=leg.pages.pages(write.piece.group, first, stop),
-                            src_incarnation=self.facts.incarnation,
-                            dst_incarnation=link.hello.incarnation,
-                            src_rank=entry.src_rank,
-                            dst_rank=rank,
-                            src_head_start=entry.src_head_start,
-                            heads=entry.heads,
+                            slice=rank_slice,
+                            pages=leg.pages.pages(piece.group, first, stop),
                             arena_offset=ring.locate(rank, entry.position),
                             nbytes=entry.nbytes,
                             after_plan=write.after_plan,
@@ -858,7 +853,7 @@ class PrefillEngine:
         if link is not None:
             for ring in link.rings.values():
                 for rank, pending in ring.pending.items():
-                    ring.pending[rank] = deque(item for item in pending if item[0] != leg.key)
+                    ring.pending[rank] = deque(item for item in pending if item[0].key != leg.key)
 
     def _dropped(self, leg: _Leg) -> None:
         """No write of this leg is under way any more."""

@@ -17,10 +17,10 @@ from disagg.engine.instructions import ForgetLink, Instruction, ToLane, ToLink
 from disagg.engine.rings import LiveEntry, RingState, RingTable
 from disagg.messages import link as m
 from disagg.messages.lane import ExpectPiece, ForgetEntry
-from disagg.messages.pieces import Piece
+from disagg.messages.pieces import HeadSlice, Piece, RankSlice
 from disagg.staging.arena import locate
 from disagg.staging.pieces import group_piece_bytes
-from disagg.staging.slices import HeadSlice, head_turns
+from disagg.staging.slices import head_turns
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
 
@@ -131,14 +131,7 @@ class RingTalk:
                 expected = ExpectPiece(
                     link=number,
                     entry_id=entry_id,
-                    key=key,
-                    piece=piece,
-                    src_incarnation=peer.hello.incarnation,
-                    dst_incarnation=self._facts.incarnation,
-                    src_rank=part.src_rank,
-                    dst_rank=part.dst_rank,
-                    dst_head_start=part.dst_head_start,
-                    heads=part.heads,
+                    slice=RankSlice(key, piece, part, peer.hello.incarnation, self._facts.incarnation),
                     arena_offset=locate(ring.lease, entry.position % ring.lease.nbytes),
                     nbytes=nbytes,
                 )

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from disagg.messages.layout import GroupPages
-from disagg.messages.pieces import Piece
+from disagg.messages.pieces import RankSlice
 from disagg.types.ids import LegKey
 
 
@@ -35,24 +35,13 @@ class RemovePeer(Struct, frozen=True, tag="remove_peer"):
 
 
 class SendPiece(Struct, frozen=True, tag="send_piece"):
-    """Gather a piece and write it into the peer's arena, once plan `after_plan` has computed its layers (-1: at once).
-
-    entry_id names the ring entry on this link. pages: those that hold [token_start, token_stop) rounded out to pages.
-    identity fields seed the checksum. arena_offset: where in the peer's arena.
-    """
+    """Gather a slice and write it into the peer's arena, once plan `after_plan` has computed its layers (-1: at once)."""
 
     link: int
-    entry_id: int
-    key: LegKey
-    piece: Piece
-    pages: tuple[int, ...]
-    src_incarnation: str
-    dst_incarnation: str
-    src_rank: int
-    dst_rank: int
-    src_head_start: int
-    heads: int
-    arena_offset: int
+    entry_id: int  # of the ring entry on this link
+    slice: RankSlice
+    pages: tuple[int, ...]  # those that hold the piece's tokens, rounded out to pages
+    arena_offset: int  # in the peer's arena
     nbytes: int  # payload and trailer
     after_plan: int
 
@@ -76,14 +65,7 @@ class ExpectPiece(Struct, frozen=True, tag="expect_piece"):
 
     link: int
     entry_id: int
-    key: LegKey
-    piece: Piece
-    src_incarnation: str
-    dst_incarnation: str
-    src_rank: int
-    dst_rank: int
-    dst_head_start: int
-    heads: int
+    slice: RankSlice
     arena_offset: int
     nbytes: int
 

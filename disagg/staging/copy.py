@@ -22,7 +22,7 @@ def gather(rows: PagedRows, out: torch.Tensor) -> int:
     out: [>= rows.staged_bytes] uint8, contiguous, aligned to words.
     """
     rows.check_staging(out)
-    view = _IntegerView(rows)
+    view = _IntegerView(rows, gather=True)
     staged = view.staged(out)
     padded = rows.staged_bytes - TRAILER_BYTES
     out[rows.payload_bytes : padded].zero_()
@@ -46,7 +46,7 @@ def scatter(rows: PagedRows, staging: torch.Tensor) -> bool:
     staging: as `gather` made it. Bytes of the pages outside of the rows are left alone.
     """
     rows.check_staging(staging)
-    view = _IntegerView(rows)
+    view = _IntegerView(rows, gather=False)
     staged = view.staged(staging)
     padded = rows.staged_bytes - TRAILER_BYTES
     trailer = int.from_bytes(bytes(staging[padded : padded + TRAILER_BYTES].tolist()), "little")
@@ -66,7 +66,7 @@ def scatter(rows: PagedRows, staging: torch.Tensor) -> bool:
 class _IntegerView:
     """Rows as integers. pool: [num_pages, piece layers, planes, heads, page_tokens, integers of a row]."""
 
-    def __init__(self, rows: PagedRows) -> None:
+    def __init__(self, rows: PagedRows, *, gather: bool) -> None:
         pool, shape, piece = rows.pool, rows.shape, rows.piece
         unit_bytes, self._unit = next(
             (size, dtype)
@@ -78,10 +78,11 @@ class _IntegerView:
         )
         row_units = shape.row_bytes // unit_bytes
         self._payload = rows.payload_bytes
-        self._staged_dims = (piece.layers, shape.planes, rows.heads, piece.tokens, row_units)
+        self._staged_dims = (piece.layers, shape.planes, rows.head_slice.heads, piece.tokens, row_units)
         page_dims = (shape.layers, shape.planes, shape.kv_heads, shape.page_tokens, row_units)
         layers = slice(piece.layer_start, piece.layer_stop)
-        heads = slice(rows.head_start, rows.head_start + rows.heads)
+        first_head = rows.head_start(gather=gather)
+        heads = slice(first_head, first_head + rows.head_slice.heads)
         self.pool = pool[:, : shape.nbytes].view(self._unit).unflatten(1, page_dims)[:, layers, :, heads]
 
     def staged(self, staging: torch.Tensor) -> torch.Tensor:

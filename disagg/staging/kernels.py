@@ -473,7 +473,8 @@ def plan_launch(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verd
     VERDICT_OK or VERDICT_WRONG. A scatter writes the rows whether or not their checksum is right.
     """
     rows.check_staging(staging)
-    shape, piece, heads, payload = rows.shape, rows.piece, rows.heads, rows.payload_bytes
+    shape, piece, heads, payload = rows.shape, rows.piece, rows.head_slice.heads, rows.payload_bytes
+    first_head = rows.head_start(gather=verdict is None)
     planes, page_bytes = piece.layers * shape.planes, rows.pool.stride(0)
     strips = planes * heads
     assert sums.dtype is torch.int64
@@ -492,7 +493,7 @@ def plan_launch(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verd
     numbers = {
         "ordered": 1,
         "kv_heads": shape.kv_heads,
-        "first_strip": piece.layer_start * shape.planes * shape.kv_heads + rows.head_start,
+        "first_strip": piece.layer_start * shape.planes * shape.kv_heads + first_head,
         "first_entry": rows.first - rows.first_page,
         "key_low": _as_int32(key),
         "key_high": _as_int32(key >> 32),

@@ -14,7 +14,7 @@ import torch
 from msgspec import Struct
 
 from disagg.messages.layout import LayerGroup
-from disagg.messages.pieces import Piece
+from disagg.messages.pieces import HeadSlice, Piece
 from disagg.staging.pieces import WORD_BYTES, framed_bytes
 
 
@@ -49,7 +49,7 @@ class PageShape(Struct, frozen=True):
 
 
 class PagedRows(Struct, frozen=True, eq=False):
-    """The rows of heads [head_start, head_start + heads) of a piece, where they lie in a pool.
+    """The rows of some heads of a piece, where they lie in a pool: the sending rank's for a gather, the other's for a scatter.
 
     pool: [num_pages, >= shape.nbytes] uint8, rows contiguous, any distance apart; page_ids: [n] int64 on the same device,
     entry i being the page of tokens [(first_page + i) * page_tokens, ...), distinct where a scatter writes; seed: the
@@ -60,8 +60,7 @@ class PagedRows(Struct, frozen=True, eq=False):
     page_ids: torch.Tensor
     shape: PageShape
     piece: Piece
-    head_start: int
-    heads: int
+    head_slice: HeadSlice
     seed: int
     first_page: int = 0
 
@@ -72,9 +71,6 @@ class PagedRows(Struct, frozen=True, eq=False):
         assert self.page_ids.dtype is torch.int64
         assert self.pool.stride(1) == self.page_ids.stride(0) == 1
         assert piece.layer_stop <= shape.layers, f"{piece} names layers that {shape} lacks"
-        assert 0 <= self.head_start < self.head_start + self.heads <= shape.kv_heads, (
-            f"heads {self.head_start}+{self.heads} of {shape}"
-        )
         assert self.first_page <= self.first, f"the page table begins after page {self.first}"
         assert self.stop <= self.first_page + len(self.page_ids), f"the page table has no page {self.stop - 1}"
 
@@ -90,12 +86,21 @@ class PagedRows(Struct, frozen=True, eq=False):
 
     @property
     def payload_bytes(self) -> int:
-        return self.shape.payload_bytes(self.piece, self.heads)
+        return self.shape.payload_bytes(self.piece, self.head_slice.heads)
 
     @property
     def staged_bytes(self) -> int:
         """Bytes in staging, padding and trailer included."""
         return framed_bytes(self.payload_bytes)
+
+    def head_start(self, *, gather: bool) -> int:
+        """The first of the heads in this pool, which a gather takes and a scatter puts there."""
+        start, heads = (
+            self.head_slice.src_head_start if gather else self.head_slice.dst_head_start,
+            self.head_slice.heads,
+        )
+        assert 0 <= start < start + heads <= self.shape.kv_heads, f"heads {start}+{heads} of {self.shape}"
+        return start
 
     def check_staging(self, staging: torch.Tensor) -> None:
         """Whether rows can be staged there. staging: [>= staged_bytes] uint8, contiguous, aligned to words."""

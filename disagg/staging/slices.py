@@ -11,21 +11,10 @@ With more ranks than heads, rank r holds head `r // replicas` (never modulo). Kn
 
 from __future__ import annotations
 
-from msgspec import Struct
-
 from disagg.messages.heads import SliceError, heads_per_rank
+from disagg.messages.pieces import HeadSlice
 
-__all__ = ["HeadSlice", "SliceError", "head_slices", "heads_per_rank"]
-
-
-class HeadSlice(Struct, frozen=True):
-    """`heads` adjacent heads, numbered within each rank's own heads."""
-
-    src_rank: int
-    dst_rank: int
-    src_head_start: int
-    dst_head_start: int
-    heads: int
+__all__ = ["SliceError", "head_slices", "heads_per_rank"]
 
 
 def head_slices(src_tp: int, dst_tp: int, kv_heads: int, rotation: int = 0) -> tuple[HeadSlice, ...]:

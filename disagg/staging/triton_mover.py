@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from disagg.messages.pieces import Piece
+from disagg.messages.pieces import HeadSlice, Piece
 from disagg.staging.kernels import SUMS, VERDICT_OK, Launcher, plan_launch
 from disagg.staging.mover import PLANNED_ALIGN, Move
 from disagg.staging.rows import PagedRows, PageShape
@@ -260,7 +260,7 @@ class TritonMover:
         return table
 
     def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
-        rows = PagedRows(pool, self.pages([0]), shape, Piece(0, 0, 1, 0, 1), head_start=0, heads=1, seed=0)
+        rows = PagedRows(pool, self.pages([0]), shape, Piece(0, 0, 1, 0, 1), HeadSlice(0, 0, 0, 0, 1), seed=0)
         for verdict in (None, self._sums):
             self._launcher.bind(plan_launch(rows, staging, self._sums, verdict))
 

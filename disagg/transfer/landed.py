@@ -9,7 +9,7 @@ ways (`WantPieces`), and whole pages of a transfer that broke off are cached. He
     some have landed                verify it first, and scatter it only if it is right
     some are being scattered now    wait for that
 
-Knows rectangles and heads of one leg; nothing of bytes, tensors or entries.
+Knows slices of one leg; nothing of bytes, tensors or entries.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from msgspec import Struct
-
 from disagg.messages.layout import LayerGroup
-from disagg.messages.pieces import Piece
+from disagg.messages.pieces import Piece, RankSlice
 from disagg.staging.pieces import Coverage
 
 
@@ -31,53 +29,37 @@ class Arrival(enum.Enum):
     WAIT = "wait"
 
 
-class Slice(Struct, frozen=True):
-    """Rows of one leg on one rank: a rectangle, of `heads` heads of this rank from `head_start` on.
+class LandedRows:
+    """The rows of one leg on one rank: landed, being scattered, or spoiled by a piece that did not verify.
 
-    Two slices of a leg have the same heads or none in common: its source's and its destination's TP sizes do not change.
+    Two slices of a leg have the same heads of this rank or none in common: its source's and its destination's TP sizes do
+    not change.
     """
 
-    piece: Piece
-    head_start: int
-    heads: int
-
-    def overlaps(self, other: Slice) -> bool:
-        ours, theirs = self.piece, other.piece
-        return (
-            ours.group == theirs.group
-            and self.head_start == other.head_start
-            and max(ours.layer_start, theirs.layer_start) < min(ours.layer_stop, theirs.layer_stop)
-            and max(ours.token_start, theirs.token_start) < min(ours.token_stop, theirs.token_stop)
-        )
-
-
-class LandedRows:
-    """The rows of one leg on one rank: landed, being scattered, or spoiled by a piece that did not verify."""
-
     def __init__(self) -> None:
-        self._landed: dict[int, Coverage] = {}  # by head_start
-        self._under_way: list[Slice] = []
-        self._spoiled: list[Slice] = []
+        self._landed: dict[int, Coverage] = {}  # by dst_head_start
+        self._under_way: list[RankSlice] = []
+        self._spoiled: list[RankSlice] = []
 
     @property
     def under_way(self) -> int:
         """How many scatters were begun and have not ended."""
         return len(self._under_way)
 
-    def judge(self, rows: Slice) -> Arrival:
-        if any(rows.overlaps(other) for other in self._under_way):
+    def judge(self, rows: RankSlice) -> Arrival:
+        if any(_overlap(rows, other) for other in self._under_way):
             return Arrival.WAIT
         missing = self._coverage(rows).missing([rows.piece])
         if missing == (rows.piece,):
             return Arrival.SCATTER
         return Arrival.VERIFY_FIRST if missing else Arrival.NOTHING
 
-    def begin(self, rows: Slice) -> None:
+    def begin(self, rows: RankSlice) -> None:
         """A scatter of these rows has been asked for."""
         assert self.judge(rows) in (Arrival.SCATTER, Arrival.VERIFY_FIRST), f"{rows} must not be scattered now"
         self._under_way.append(rows)
 
-    def end(self, rows: Slice, *, ok: bool) -> None:
+    def end(self, rows: RankSlice, *, ok: bool) -> None:
         """The scatter has its verdict."""
         self._under_way.remove(rows)
         if ok:
@@ -103,5 +85,11 @@ class LandedRows:
                     spoiled.setdefault(piece.group, set()).add(page)
         return {group: tuple(sorted(pages)) for group, pages in spoiled.items()}
 
-    def _coverage(self, rows: Slice) -> Coverage:
-        return self._landed.setdefault(rows.head_start, Coverage())
+    def _coverage(self, rows: RankSlice) -> Coverage:
+        return self._landed.setdefault(rows.head_slice.dst_head_start, Coverage())
+
+
+def _overlap(one: RankSlice, other: RankSlice) -> bool:
+    """Some row of this rank is in both."""
+    same_heads = one.head_slice.dst_head_start == other.head_slice.dst_head_start
+    return same_heads and one.piece.overlaps(other.piece)

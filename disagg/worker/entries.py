@@ -2,29 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.messages.lane import ExpectPiece, SendPiece
-from disagg.staging.identity import identity_seed
-
 _ENTRY_BYTES = 8
-
-
-def seed_of(request: SendPiece | ExpectPiece) -> int:
-    """The identity of a piece as this side believes it to be."""
-    piece = request.piece
-    return identity_seed(
-        request_id=request.key.request_id,
-        attempt=request.key.attempt,
-        trunk=request.key.trunk,
-        src_incarnation=request.src_incarnation,
-        dst_incarnation=request.dst_incarnation,
-        group=piece.group,
-        layer_start=piece.layer_start,
-        layer_stop=piece.layer_stop,
-        token_start=piece.token_start,
-        token_stop=piece.token_stop,
-        src_rank=request.src_rank,
-        dst_rank=request.dst_rank,
-    )
 
 
 def agent_name(incarnation: str, rank: int) -> str:

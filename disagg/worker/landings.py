@@ -21,13 +21,14 @@ import torch
 from disagg.messages.lane import Bind, Bound, ExpectPiece, Landing, LaneReport, Unbound
 from disagg.models.pool import Pool
 from disagg.staging.checksum import checksum
+from disagg.staging.identity import identity_seed
 from disagg.staging.mover import Move, Mover
 from disagg.staging.pieces import TRAILER_BYTES, group_payload_bytes
 from disagg.staging.rows import PagedRows, PageShape
-from disagg.transfer.landed import Arrival, LandedRows, Slice
+from disagg.transfer.landed import Arrival, LandedRows
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
-from disagg.worker.entries import agent_name, seed_of
+from disagg.worker.entries import agent_name
 
 MAX_UNKNOWN = 1 << 16  # notifications without an entry, and entries without a leg, that are remembered
 
@@ -137,12 +138,12 @@ class Landings:
 
     def unbind(self, key: LegKey) -> None:
         """Unbound is reported when nothing is under way in the leg's pages, and nothing is left in them that is wrong."""
-        for entry_id in [e for e, expected in self._expected.items() if expected.key == key]:
+        for entry_id in [e for e, expected in self._expected.items() if expected.slice.key == key]:
             self._abandoned[entry_id] = self._expected.pop(entry_id)
             self._planned.pop(entry_id, None)
             if len(self._abandoned) > MAX_UNKNOWN:
                 self._abandoned.popitem(last=False)
-        for expected in [expected for expected in self._arrived if expected.key == key]:
+        for expected in [expected for expected in self._arrived if expected.slice.key == key]:
             self._arrived.remove(expected)
             self._landing(expected, reason="unbound")
         leg = self._bound.pop(key, None)
@@ -178,7 +179,7 @@ class Landings:
         """
         while self._unarmed:
             expected = self._expected.get(self._unarmed.popleft())
-            leg = self._bound.get(expected.key) if expected is not None else None
+            leg = self._bound.get(expected.slice.key) if expected is not None else None
             if expected is not None and leg is not None:
                 self._planned[expected.entry_id] = self._plan(expected, leg)
                 return True
@@ -194,7 +195,7 @@ class Landings:
                 self._early.popitem(last=False)
         elif sender == _sender_of(expected):
             self._abandoned.pop(entry_id, None)
-            if self._expected.pop(entry_id, None) is not None and expected.key in self._bound:
+            if self._expected.pop(entry_id, None) is not None and expected.slice.key in self._bound:
                 self._arrived.append(expected)
                 self.advance()
             else:
@@ -236,9 +237,8 @@ class Landings:
 
     def _begin(self, expected: ExpectPiece) -> bool:
         """False if the piece must wait."""
-        leg = self._bound[expected.key]
-        rows = _rows_of(expected)
-        match leg.rows.judge(rows):
+        leg = self._bound[expected.slice.key]
+        match leg.rows.judge(expected.slice):
             case Arrival.WAIT:
                 return False
             case Arrival.NOTHING:
@@ -250,7 +250,7 @@ class Landings:
                     return True
             case Arrival.SCATTER:
                 pass
-        leg.rows.begin(rows)
+        leg.rows.begin(expected.slice)
         scatter = self._planned.pop(expected.entry_id, None) or self._plan(expected, leg)
         self._scattering.append(_Scattering(expected, leg, scatter()))
         return True
@@ -258,27 +258,29 @@ class Landings:
     def _plan(self, expected: ExpectPiece, leg: _Leg) -> Callable[[], Move]:
         """Ready to be scattered as soon as it has arrived."""
         pages, first_page = self._pages_of(expected, leg)
-        piece = expected.piece
+        piece = expected.slice.piece
         rows = PagedRows(
             self._pool.views[piece.group].bytes,
             pages,
             self._shapes[piece.group],
             piece,
-            expected.dst_head_start,
-            expected.heads,
-            seed_of(expected),
+            expected.slice.head_slice,
+            identity_seed(expected.slice),
             first_page=first_page,
         )
         return self._mover.plan_scatter(rows, self._entry(expected))
 
     def _pages_of(self, expected: ExpectPiece, leg: _Leg) -> tuple[torch.Tensor, int]:
         """(the pages that hold a piece, position of the first). Raises ProtocolError if they are not bound."""
-        piece, shape, table = expected.piece, self._shapes[expected.piece.group], leg.tables[expected.piece.group]
+        piece = expected.slice.piece
+        shape, table = self._shapes[piece.group], leg.tables[piece.group]
         first_page = piece.token_start // shape.page_tokens
         stop_page = -(-piece.token_stop // shape.page_tokens)
         if first_page < table.first or stop_page > table.stop:
             bound = f"{table.first} to {table.stop}"
-            raise ProtocolError(f"{piece} of {expected.key} was to land where only page positions {bound} are bound")
+            raise ProtocolError(
+                f"{piece} of {expected.slice.key} was to land where only page positions {bound} are bound"
+            )
         return table.pages[first_page - table.first : stop_page - table.first], first_page
 
     def _entry(self, expected: ExpectPiece) -> torch.Tensor:
@@ -295,7 +297,7 @@ class Landings:
         with aside:
             framed = entry.cpu()
         trailer = int.from_bytes(framed[-TRAILER_BYTES:].numpy().tobytes(), "little")
-        return checksum(framed[:-TRAILER_BYTES], self._payload(expected), seed_of(expected)) == trailer
+        return checksum(framed[:-TRAILER_BYTES], self._payload(expected), identity_seed(expected.slice)) == trailer
 
     def _finish_scatter(self) -> bool:
         """Report the oldest scatter, if it is done. Scatters end in the order in which they were begun."""
@@ -303,7 +305,7 @@ class Landings:
             return False
         scattered = self._scattering.popleft()
         ok = scattered.move.ok()
-        scattered.leg.rows.end(_rows_of(scattered.expected), ok=ok)
+        scattered.leg.rows.end(scattered.expected.slice, ok=ok)
         self._landing(scattered.expected, reason="" if ok else "checksum", scatter_s=scattered.move.seconds())
         return True
 
@@ -328,7 +330,8 @@ class Landings:
             leg.blanking.append(self._mover.zero(self._pool.views[group].bytes, pages))
 
     def _payload(self, expected: ExpectPiece) -> int:
-        return group_payload_bytes(expected.piece, expected.heads, self._pool.groups[expected.piece.group])
+        piece, heads = expected.slice.piece, expected.slice.head_slice.heads
+        return group_payload_bytes(piece, heads, self._pool.groups[piece.group])
 
     def _landing(self, expected: ExpectPiece, *, reason: str, scatter_s: float = 0.0) -> None:
         self._planned.pop(expected.entry_id, None)
@@ -337,7 +340,7 @@ class Landings:
             Landing(
                 link=expected.link,
                 entry_id=expected.entry_id,
-                key=expected.key,
+                key=expected.slice.key,
                 ok=not reason,
                 reason=reason,
                 payload_bytes=payload,
@@ -348,8 +351,4 @@ class Landings:
 
 
 def _sender_of(expected: ExpectPiece) -> str:
-    return agent_name(expected.src_incarnation, expected.src_rank)
-
-
-def _rows_of(expected: ExpectPiece) -> Slice:
-    return Slice(expected.piece, expected.dst_head_start, expected.heads)
+    return agent_name(expected.slice.src_incarnation, expected.slice.head_slice.src_rank)

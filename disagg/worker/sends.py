@@ -19,6 +19,7 @@ import torch
 
 from disagg.messages.lane import LaneReport, PieceFailed, PieceSent, SendPiece, SendsDropped
 from disagg.models.pool import Pool
+from disagg.staging.identity import identity_seed
 from disagg.staging.mover import PLANNED_ALIGN, Move, Mover
 from disagg.staging.pieces import group_payload_bytes
 from disagg.staging.rows import PagedRows, PageShape
@@ -26,7 +27,7 @@ from disagg.transfer.backends.base import WARM_UP_BYTES, Peer, Region, TransferB
 from disagg.transfer.backends.memory import allocate
 from disagg.transfer.buffers import GatherBuffers
 from disagg.types.ids import LegKey
-from disagg.worker.entries import notification_of, seed_of
+from disagg.worker.entries import notification_of
 
 Where = tuple[int, int]  # (link, rank of the peer)
 # (plan, layers): the first so many layers are as this plan leaves them, and all are as the plans before it did.
@@ -194,7 +195,8 @@ class Sends:
 
     def send(self, request: SendPiece) -> None:
         """Gather and write a piece as soon as its plan has computed its layers."""
-        known = self._peers.get((request.link, request.dst_rank))
+        where = _where(request)
+        known = self._peers.get(where)
         stop = request.arena_offset + request.nbytes
         if known is None:
             self._failed(request, "its peer is not known here")
@@ -207,15 +209,15 @@ class Sends:
         else:
             queued = _Queued(request, self._final_at(request))
             self.awaited[queued.final_at] += 1
-            self._queues.setdefault((request.link, request.dst_rank), deque()).append(queued)
+            self._queues.setdefault(where, deque()).append(queued)
             self._unarmed.append(queued)
 
     def drop(self, link: int, key: LegKey) -> None:
         """Send nothing more of a leg; SendsDropped is reported when nothing of it is under way."""
         for where, queue in list(self._queues.items()):
             if where[0] == link:
-                kept = deque(queued for queued in queue if queued.request.key != key)
-                self._left(queued for queued in queue if queued.request.key == key)
+                kept = deque(queued for queued in queue if queued.request.slice.key != key)
+                self._left(queued for queued in queue if queued.request.slice.key == key)
                 if kept:
                     self._queues[where] = kept
                 else:
@@ -234,9 +236,8 @@ class Sends:
         """Make one more queued piece ready to be gathered. False if all are."""
         while self._unarmed:
             queued = self._unarmed.popleft()
-            request = queued.request
-            if queued.planned is None and queued in self._queues.get((request.link, request.dst_rank), ()):
-                queued.planned = self._plan(request)
+            if queued.planned is None and queued in self._queues.get(_where(queued.request), ()):
+                queued.planned = self._plan(queued.request)
                 return True
         return False
 
@@ -245,9 +246,10 @@ class Sends:
         writing = self._writing.pop(handle)
         self._buffers.give_back(writing.buffer, time.monotonic())
         request = writing.request
-        payload = group_payload_bytes(request.piece, request.heads, self._pool.groups[request.piece.group])
+        piece, heads = request.slice.piece, request.slice.head_slice.heads
+        payload = group_payload_bytes(piece, heads, self._pool.groups[piece.group])
         gather_s, wire_s = writing.gathered.seconds(), time.perf_counter() - writing.posted_s
-        self._reports.append(PieceSent(request.link, request.entry_id, request.key, payload, gather_s, wire_s))
+        self._reports.append(PieceSent(request.link, request.entry_id, request.slice.key, payload, gather_s, wire_s))
         self._report_dropped()
 
     def not_written(self, handle: int, reason: str) -> None:
@@ -262,8 +264,9 @@ class Sends:
 
     def _final_at(self, request: SendPiece) -> Progress:
         """A plan leaves layer after layer as it will be. What it makes of states may be copied after the last."""
-        group = self._pool.groups[request.piece.group]
-        return request.after_plan, ALL_LAYERS if group.is_state else group.layers[request.piece.layer_stop - 1] + 1
+        piece = request.slice.piece
+        group = self._pool.groups[piece.group]
+        return request.after_plan, ALL_LAYERS if group.is_state else group.layers[piece.layer_stop - 1] + 1
 
     def _left(self, pieces: Iterable[_Queued]) -> None:
         """These are queued no more."""
@@ -274,16 +277,15 @@ class Sends:
 
     def _plan(self, request: SendPiece) -> _Planned:
         """Ready to be gathered as soon as its KV is final."""
-        piece, shape = request.piece, self._shapes[request.piece.group]
-        pages = self._mover.pages(request.pages)
+        piece = request.slice.piece
+        pages, shape = self._mover.pages(request.pages), self._shapes[piece.group]
         rows = PagedRows(
             self._pool.views[piece.group].bytes,
             pages,
             shape,
             piece,
-            request.src_head_start,
-            request.heads,
-            seed_of(request),
+            request.slice.head_slice,
+            identity_seed(request.slice),
             first_page=piece.token_start // shape.page_tokens,
         )
         return _Planned(self._mover.plan_gather(rows, self._memory[0]), pages)
@@ -332,8 +334,8 @@ class Sends:
             return False
         gathered = self._gathering.popleft()
         request, buffer = gathered.request, gathered.buffer
-        known = self._peers.get((request.link, request.dst_rank))
-        if known is None or (request.link, request.key) in self._dropping:
+        known = self._peers.get(_where(request))
+        if known is None or (request.link, request.slice.key) in self._dropping:
             self._buffers.give_back(buffer, time.monotonic())
             if known is None:
                 self._failed(request, "its peer was removed")
@@ -348,13 +350,17 @@ class Sends:
         return [gathering.request for gathering in self._gathering] + [each.request for each in self._writing.values()]
 
     def _failed(self, request: SendPiece, reason: str) -> None:
-        self._reports.append(PieceFailed(request.link, request.entry_id, request.key, reason))
+        self._reports.append(PieceFailed(request.link, request.entry_id, request.slice.key, reason))
 
     def _report_dropped(self) -> None:
         """Answer DropSends for every leg of which nothing is under way any more."""
         if not self._dropping:
             return
-        under_way = {(request.link, request.key) for request in self._requests()}
+        under_way = {(request.link, request.slice.key) for request in self._requests()}
         for where in [where for where in self._dropping if where not in under_way]:
             del self._dropping[where]
             self._reports.append(SendsDropped(*where))
+
+
+def _where(request: SendPiece) -> Where:
+    return request.link, request.slice.head_slice.dst_rank

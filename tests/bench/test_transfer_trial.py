@@ -39,19 +39,20 @@ def test_every_row_of_every_decode_rank_is_written_once_into_an_entry_of_its_own
     sends = {send.entry_id: send for of_rank in planned.sends for send in of_rank}
     assert len(sends) == planned.pieces + sum(planned.leads) and min(sends) == 50
     for of_rank, count in zip(planned.sends, planned.leads, strict=True):
-        assert all(send.piece.token_stop <= lead and send.after_plan < planned.plan_no for send in of_rank[:count])
-        assert all(send.piece.token_start >= lead and send.after_plan == planned.plan_no for send in of_rank[count:])
+        assert all(
+            send.slice.piece.token_stop <= lead and send.after_plan < planned.plan_no for send in of_rank[:count]
+        )
+        assert all(
+            send.slice.piece.token_start >= lead and send.after_plan == planned.plan_no for send in of_rank[count:]
+        )
     for rank, expects in enumerate(planned.expects):
         heads = shape.on_rank(dst_tp).kv_heads
         rows: dict[tuple[int, int, int], int] = {}
         stop = 0
         for expect, position in zip(expects, planned.expect_positions[rank], strict=True):
             send = sends[expect.entry_id]
-            piece = expect.piece
-            assert (send.piece, send.arena_offset, send.nbytes, send.heads) == (
-                *(piece, expect.arena_offset, expect.nbytes),
-                expect.heads,
-            )
+            piece, part = expect.slice.piece, expect.slice.head_slice
+            assert (send.slice, send.arena_offset, send.nbytes) == (expect.slice, expect.arena_offset, expect.nbytes)
             first = piece.token_start // PAGE_TOKENS
             assert send.pages == pages[first : first + len(send.pages)]
             assert len(send.pages) == -(-piece.token_stop // PAGE_TOKENS) - first
@@ -61,7 +62,7 @@ def test_every_row_of_every_decode_rank_is_written_once_into_an_entry_of_its_own
             stop = entry.stop
             for layer in range(piece.layer_start, piece.layer_stop):
                 for token in range(piece.token_start, piece.token_stop):
-                    for head in range(expect.dst_head_start, expect.dst_head_start + expect.heads):
+                    for head in range(part.dst_head_start, part.dst_head_start + part.heads):
                         rows[layer, token, head] = rows.get((layer, token, head), 0) + 1
         assert len(rows) == layers * (lead + num_tokens) * heads and set(rows.values()) == {1}
     assert planned.payload_bytes == sum(

@@ -39,12 +39,13 @@ class SpoilingDriver(transfer_driver.TransferDriver):
         super().handle(request)
 
     def _swapped(self, request: SendPiece) -> SendPiece:
-        view = self._views[request.piece.group]
+        view = self._views[request.slice.piece.group]
         if not isinstance(view, AttentionPages):
             return request
-        held = view.group.kv_heads
-        assert request.heads < held, "it has no other heads"
-        return replace(request, src_head_start=(request.src_head_start + request.heads) % (held - request.heads + 1))
+        held, part = view.group.kv_heads, request.slice.head_slice
+        assert part.heads < held, "it has no other heads"
+        other = replace(part, src_head_start=(part.src_head_start + part.heads) % (held - part.heads + 1))
+        return replace(request, slice=replace(request.slice, head_slice=other))
 
     def take_reports(self) -> tuple[LaneReport, ...]:
         reports = super().take_reports()

@@ -49,6 +49,7 @@ from disagg.messages.layout import GroupKind, GroupPages, LayerGroup, StatePart
 from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, Outcome, PeerRef, ServerState, StartLeg
 from disagg.messages.link import LinkHello, RankInfo
 from disagg.messages.mirror import Mirror, RunView
+from disagg.messages.pieces import RankSlice
 from disagg.messages.plan import SampledToken, StepResult, WorkerPlan
 from disagg.staging.slices import heads_per_rank
 from disagg.types.ids import FinishReason, LegKey
@@ -127,8 +128,9 @@ class ArenaWrite:
     corrupt: bool = False
 
 
-def _identity(r: SendPiece | ExpectPiece) -> tuple[object, ...]:
-    return (r.key, r.piece, r.src_incarnation, r.dst_incarnation, r.src_rank, r.dst_rank)
+def _identity(of: RankSlice) -> tuple[object, ...]:
+    ranks = of.head_slice
+    return (of.key, of.piece, of.src_incarnation, of.dst_incarnation, ranks.src_rank, ranks.dst_rank)
 
 
 @dataclass
@@ -284,7 +286,7 @@ class Worker:
             case SendPiece():
                 self.to_send.append(request)
             case DropSends():
-                self.to_send = deque(r for r in self.to_send if (r.link, r.key) != (request.link, request.key))
+                self.to_send = deque(r for r in self.to_send if (r.link, r.slice.key) != (request.link, request.key))
                 self.dropping[request.link, request.key] = None
                 self._report_dropped()
             case Bind():
@@ -301,7 +303,7 @@ class Worker:
                     self._landing(lost, False, "lost")
             case Unbind():
                 self.bound.pop(request.key, None)
-                for entry_id in [e for e, expected in self.expected.items() if expected.key == request.key]:
+                for entry_id in [e for e, expected in self.expected.items() if expected.slice.key == request.key]:
                     self.abandoned[entry_id] = self.expected.pop(entry_id)
                 self.reports.append(Unbound(request.key))
 
@@ -320,13 +322,13 @@ class Worker:
                 write.target.arena[first + index] = write.data
 
     def _report_dropped(self) -> None:
-        under_way = {(w.request.link, w.request.key) for w in self.writing}
+        under_way = {(w.request.link, w.request.slice.key) for w in self.writing}
         for where in [where for where in self.dropping if where not in under_way]:
             del self.dropping[where]
             self.reports.append(SendsDropped(*where))
 
     def _failed(self, request: SendPiece, reason: str) -> None:
-        self.reports.append(PieceFailed(request.link, request.entry_id, request.key, reason))
+        self.reports.append(PieceFailed(request.link, request.entry_id, request.slice.key, reason))
 
     @property
     def sendable(self) -> bool:
@@ -336,26 +338,27 @@ class Worker:
     def start_write(self) -> None:
         """Gather, as it is now, what the pages hold."""
         request = self.to_send.popleft()
-        if (request.link, request.dst_rank) not in self.peers:
+        part = request.slice.head_slice
+        if (request.link, part.dst_rank) not in self.peers:
             self._failed(request, "its peer is not known here")
             return
         facts = self.server.facts
         assert request.nbytes <= facts.gather_bytes
-        piece = request.piece
+        piece = request.slice.piece
         rows = self.groups[piece.group].rows_per_page(facts.page_tokens)
         first_page = piece.token_start // rows
         cells: dict[tuple[int, int, int], Cell] = {}
         for position in range(piece.token_start, piece.token_stop):
             page, offset = request.pages[position // rows - first_page], position % rows
             for layer in range(piece.layer_start, piece.layer_stop):
-                for head in range(request.heads):
-                    cell = self.pages[piece.group, page][offset, layer, request.src_head_start + head]
+                for head in range(part.heads):
+                    cell = self.pages[piece.group, page][offset, layer, part.src_head_start + head]
                     cells[layer, head, position] = cell
-        target = self.server.world.worker_behind(self.server, request.link, request.dst_rank)
+        target = self.server.world.worker_behind(self.server, request.link, part.dst_rank)
         if target is None or not target.alive:
             self._failed(request, "its peer has exited")
             return
-        self.writing.append(Write(request, target, ArenaWrite(_identity(request), request.nbytes, cells)))
+        self.writing.append(Write(request, target, ArenaWrite(_identity(request.slice), request.nbytes, cells)))
 
     def advance(self, write: Write, world: World) -> None:
         """Half of a write goes over the wire; with the second half its notification."""
@@ -378,7 +381,7 @@ class Worker:
         if world.spend("corrupt_pieces", 0.1):
             write.data.corrupt = True
         self.writing.remove(write)
-        self.reports.append(PieceSent(request.link, request.entry_id, request.key, request.nbytes, 0.0, 0.0))
+        self.reports.append(PieceSent(request.link, request.entry_id, request.slice.key, request.nbytes, 0.0, 0.0))
         self._report_dropped()
         if not world.spend("lost_notifications", 0.1):
             write.target.notifications.append(request.entry_id)
@@ -396,7 +399,7 @@ class Worker:
 
     def _land(self, entry_id: int) -> None:
         expected = self.expected.pop(entry_id)
-        tables = self.bound.get(expected.key)
+        tables = self.bound.get(expected.slice.key)
         if tables is None:
             self._landing(expected, False, "unbound")
             return
@@ -404,22 +407,23 @@ class Worker:
         lies = self.arena[first : first + expected.nbytes // GRANULE]
         data = lies[0]
         right = data is not None and all(each is data for each in lies) and data.nbytes == expected.nbytes
-        if data is None or not right or data.identity != _identity(expected) or data.corrupt:
+        if data is None or not right or data.identity != _identity(expected.slice) or data.corrupt:
             world = self.server.world
             world.bad_checksums += 1
             assert world.bad_checksums <= world.spent["corrupt_pieces"], "a checksum failed that nobody corrupted"
             self._landing(expected, False, "checksum")
             return
-        table = tables[expected.piece.group]
-        rows = self.groups[expected.piece.group].rows_per_page(self.server.facts.page_tokens)
+        piece, part = expected.slice.piece, expected.slice.head_slice
+        table = tables[piece.group]
+        rows = self.groups[piece.group].rows_per_page(self.server.facts.page_tokens)
         for (layer, head, position), cell in data.cells.items():
             assert position // rows >= table.first, "a piece lands outside of what was bound"
-            page = self._page(expected.piece.group, table.pages[position // rows - table.first])
-            page[position % rows, layer, expected.dst_head_start + head] = cell
+            page = self._page(piece.group, table.pages[position // rows - table.first])
+            page[position % rows, layer, part.dst_head_start + head] = cell
         self._landing(expected, True, "")
 
     def _landing(self, expected: ExpectPiece, ok: bool, reason: str) -> None:
-        self.reports.append(Landing(expected.link, expected.entry_id, expected.key, ok, reason, 1, 0.0, 0.0))
+        self.reports.append(Landing(expected.link, expected.entry_id, expected.slice.key, ok, reason, 1, 0.0, 0.0))
 
 
 class Server:

@@ -227,7 +227,7 @@ class HostileDecode:
             for request in to_lane(out):
                 if isinstance(request, SendPiece):
                     self.check(request)
-                    reports.append(PieceSent(LINK, request.entry_id, request.key, request.nbytes, 0.0, 0.0))
+                    reports.append(PieceSent(LINK, request.entry_id, request.slice.key, request.nbytes, 0.0, 0.0))
                 elif isinstance(request, DropSends):
                     reports.append(SendsDropped(LINK, request.key))
                 elif isinstance(request, RemovePeer):
@@ -237,14 +237,15 @@ class HostileDecode:
 
     def check(self, send: SendPiece) -> None:
         """What the transfer thread asserts, and what its agent needs."""
-        group = FACTS.groups[send.piece.group]
-        assert send.src_head_start + send.heads <= group.kv_heads and send.heads > 0
-        assert send.piece.layer_stop <= len(group.layers)
-        assert send.nbytes == group_piece_bytes(send.piece, send.heads, group) <= FACTS.gather_bytes
+        piece, part = send.slice.piece, send.slice.head_slice
+        group = FACTS.groups[piece.group]
+        assert part.src_head_start + part.heads <= group.kv_heads and part.heads > 0
+        assert piece.layer_stop <= len(group.layers)
+        assert send.nbytes == group_piece_bytes(piece, part.heads, group) <= FACTS.gather_bytes
         assert send.arena_offset % 16 == 0 and send.arena_offset + send.nbytes < 2**62
         rows = group.rows_per_page(FACTS.page_tokens)
-        assert len(send.pages) == -(-send.piece.token_stop // rows) - send.piece.token_start // rows
-        assert send.src_rank == 0 and send.entry_id not in self.under_way
+        assert len(send.pages) == -(-piece.token_stop // rows) - piece.token_start // rows
+        assert part.src_rank == 0 and send.entry_id not in self.under_way
         self.under_way.add(send.entry_id)
 
     def legal(self) -> list[m.LinkMessage]:
@@ -346,15 +347,16 @@ class HostilePrefill:
             assert footprint(self.decode.engine) < 5000, "it keeps what a peer made up"
 
     def check(self, expect: ExpectPiece) -> None:
-        group = FACTS.groups[expect.piece.group]
-        assert expect.dst_head_start + expect.heads <= group.kv_heads
-        assert expect.piece.layer_stop <= len(group.layers)
-        assert expect.nbytes == group_piece_bytes(expect.piece, expect.heads, group)
+        piece, part = expect.slice.piece, expect.slice.head_slice
+        group = FACTS.groups[piece.group]
+        assert part.dst_head_start + part.heads <= group.kv_heads
+        assert piece.layer_stop <= len(group.layers)
+        assert expect.nbytes == group_piece_bytes(piece, part.heads, group)
         assert 0 <= expect.arena_offset <= FACTS.arena_bytes - expect.nbytes
 
     def land(self) -> None:
         expect = self.flying.pop(0)
-        self.do(self.decode.lane(Landing(LINK, expect.entry_id, expect.key, True, "", 1, 0.0, 0.0)))
+        self.do(self.decode.lane(Landing(LINK, expect.entry_id, expect.slice.key, True, "", 1, 0.0, 0.0)))
 
     def legal(self) -> list[m.LinkMessage]:
         keys = [leg.key for leg in self.legs]

@@ -84,7 +84,7 @@ def test_prefill_computes_what_its_cache_lacks_and_offers_what_decode_lacks(
     assert [(piece.token_start, piece.token_stop) for piece in offer.pieces] == offered
     sends = prefill.send(leg, offer)
     assert [send.after_plan for send in sends] == [
-        plan.plan_no if send.piece.token_start == 8 else -1 for send in sends
+        plan.plan_no if send.slice.piece.token_start == 8 else -1 for send in sends
     ]
     assert sends[-1].pages == plan.runs[0].new_pages[0]
     if want == 0:
@@ -198,7 +198,7 @@ def test_a_window_is_let_go_while_the_prompt_is_computed_but_for_what_is_to_be_s
     ranges = {g: [(p.token_start, p.token_stop) for p in offer.pieces if p.group == g] for g in (0, 1)}
     assert ranges == {0: [(at, min(at + 4, 42)) for at in range(0, 42, 4)], 1: [(32, 36), (36, 40), (40, 42)]}
     sends = prefill.send(leg, offer)
-    assert len({(send.piece.group, send.pages) for send in sends}) == len(sends)
+    assert len({(send.slice.piece.group, send.pages) for send in sends}) == len(sends)
 
 
 def test_chunks_of_a_model_with_states_end_at_checkpoints_and_leave_the_rest_of_the_budget_to_others() -> None:
@@ -255,7 +255,7 @@ def test_the_last_checkpoint_is_sent_with_the_state_after_the_prompt() -> None:
     offers = [message for message in to_link(out) if isinstance(message, m.OfferPieces)]
     states = [piece for offer in offers for piece in offer.pieces if piece.group == 1]
     assert states == [Piece(1, 0, 1, 1, 2), Piece(1, 0, 1, 0, 1)]
-    pages = {send.piece: send.pages for offer in offers for send in prefill.send(leg, offer)}
+    pages = {send.slice.piece: send.pages for offer in offers for send in prefill.send(leg, offer)}
     written = [run.new_pages[1] for run in runs_of(out)]
     assert pages[states[0]] == written[1] and pages[states[1]] == written[2]
 
@@ -268,7 +268,7 @@ def test_a_checkpoint_that_prefill_had_is_sent_too() -> None:
     (plan,) = plans(prefill.start(leg))
     (offer,) = to_link(prefill.link(m.Grant(leg.key, (0, 0))))
     assert isinstance(offer, m.OfferPieces)
-    sends = {send.piece: send for send in prefill.send(leg, offer)}
+    sends = {send.slice.piece: send for send in prefill.send(leg, offer)}
     checkpoint = sends[Piece(1, 0, 1, 1, 2)]
     assert (checkpoint.pages, checkpoint.after_plan) == (plan.starts[0].tables[1].pages, -1)
     assert sends[Piece(1, 0, 1, 0, 1)].pages == plan.runs[0].new_pages[1]

@@ -67,7 +67,7 @@ def test_prefill_goes_from_the_leg_to_the_end_of_the_transfer() -> None:
     entry = m.Entry(3, 0, 0, 0, 0, 2, 0, 200)
     (send,) = to_lane(prefill.link(m.AssignEntries(leg.key, 0, (entry,))))
     assert isinstance(send, SendPiece)
-    assert (send.entry_id, send.piece, send.pages, send.after_plan) == (3, piece, (0, 1), 0)
+    assert (send.entry_id, send.slice.piece, send.pages, send.after_plan) == (3, piece, (0, 1), 0)
     assert send.arena_offset == 4096
     out = prefill.step(0, SampledToken(0, 0, 9))
     assert to_router(out) == [LegTokens(leg.key, 0, 0, (9,))]

@@ -272,7 +272,7 @@ class Prefill(Unit):
 
 
 def sent(send: SendPiece) -> PieceSent:
-    return PieceSent(LINK, send.entry_id, send.key, 192, 0.0, 0.0)
+    return PieceSent(LINK, send.entry_id, send.slice.key, 192, 0.0, 0.0)
 
 
 class Decode(Unit):
@@ -342,11 +342,11 @@ class Decode(Unit):
 
     def land(self, expect: ExpectPiece, ok: bool = True) -> list[Instruction]:
         reason = "" if ok else "checksum"
-        return self.lane(Landing(LINK, expect.entry_id, expect.key, ok, reason, 192, 0.0, 0.0))
+        return self.lane(Landing(LINK, expect.entry_id, expect.slice.key, ok, reason, 192, 0.0, 0.0))
 
     def missed(self, expect: ExpectPiece) -> list[Instruction]:
         """A rank has waited for this in vain, and forgets it."""
-        return self.lane(Landing(LINK, expect.entry_id, expect.key, False, "lost", 0, 0.0, 0.0))
+        return self.lane(Landing(LINK, expect.entry_id, expect.slice.key, False, "lost", 0, 0.0, 0.0))
 
     def first_tokens(self, leg: StartLeg, token: int = 9) -> list[Instruction]:
         first = tuple(m.FirstToken(choice, token, None, None) for choice in leg.choices)

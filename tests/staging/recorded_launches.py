@@ -18,7 +18,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from disagg.messages.pieces import Piece
+from disagg.messages.pieces import HeadSlice, Piece
 from disagg.staging import kernels
 from disagg.staging.kernels import SUMS, Launcher, plan_launch
 from disagg.staging.rows import PagedRows, PageShape
@@ -79,7 +79,8 @@ def launches(overlap: bool) -> dict[str, Any]:
             (Piece(0, 1, 2, 8, 11), None),
             (Piece(0, 0, 2, 4, 9), verdict),
         ):
-            rows = PagedRows(pool, torch.tensor([3, 1, 4, 0]), shape, piece, 1, 1, seed=(1 << 63) + 5, first_page=1)
+            heads = HeadSlice(0, 0, 1, 1, 1)
+            rows = PagedRows(pool, torch.tensor([3, 1, 4, 0]), shape, piece, heads, seed=(1 << 63) + 5, first_page=1)
             staging = torch.zeros(rows.staged_bytes, dtype=torch.uint8)
             launch = plan_launch(rows, staging, sums, of_scatter)
             launch()

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
+from disagg.messages.pieces import HeadSlice
 from disagg.staging.checksum import MASK, checksum, key_seed, splitmix64
 from disagg.staging.identity import identity_seed
+from tests.staging.identities import IDENTITY, slice_of
 
-IDENTITY: dict[str, Any] = {
-    "request_id": "r-1",
-    "attempt": 1,
-    "trunk": 0,
-    "src_incarnation": "aa",
-    "dst_incarnation": "bb",
-    "group": 0,
-    "layer_start": 0,
-    "layer_stop": 4,
-    "token_start": 16,
-    "token_stop": 32,
-    "src_rank": 0,
-    "dst_rank": 1,
-}
-SEED = identity_seed(**IDENTITY)
+SEED = identity_seed(slice_of())
 
 
 def reference(payload: bytes, seed: int) -> int:
@@ -104,16 +92,16 @@ def test_the_length_of_the_payload_is_part_of_it() -> None:
 @pytest.mark.parametrize("field", IDENTITY)
 def test_a_stale_piece_with_another_identity_is_caught(field: str) -> None:
     value = IDENTITY[field]
-    other = identity_seed(**{**IDENTITY, field: value + 1 if isinstance(value, int) else value + "x"})
+    other = identity_seed(slice_of(**{field: value + 1 if isinstance(value, int) else value + "x"}))
     assert other != SEED
     for payload in (bytes(64), some_bytes(64)):
         assert sum_of(payload, other) != sum_of(payload, SEED)
 
 
 def test_fields_of_an_identity_do_not_run_into_each_other() -> None:
-    one = identity_seed(**{**IDENTITY, "request_id": "r-1a", "src_incarnation": "a"})
+    one = identity_seed(slice_of(request_id="r-1a", src_incarnation="a"))
     assert one != SEED
-    assert identity_seed(**{**IDENTITY, "src_rank": 1, "dst_rank": 0}) != SEED
+    assert identity_seed(slice_of(src_rank=1, dst_rank=0)) != SEED
 
 
 def test_the_encoding_of_an_identity_does_not_change_between_versions() -> None:
@@ -124,3 +112,39 @@ def test_the_encoding_of_an_identity_does_not_change_between_versions() -> None:
     numbers = b"".join(map(number, (1, 0, 0, 0, 4, 16, 32, 0, 1)))
     digest = hashlib.blake2b(strings + numbers, digest_size=8, person=b"disagg.piece.v1").digest()
     assert int.from_bytes(digest, "little") == SEED == 0x531A8E560EA9E94B
+
+
+def test_seeds_of_former_versions_are_still_the_same() -> None:
+    """Numbers from before a slice was one value: servers of both versions may meet."""
+    other = slice_of(
+        request_id="chatcmpl-é中",
+        attempt=7,
+        trunk=3,
+        src_incarnation="5f0c1d",
+        dst_incarnation="a9",
+        group=2,
+        layer_start=1,
+        layer_stop=2,
+        token_start=0,
+        token_stop=1,
+        src_rank=3,
+        dst_rank=5,
+    )
+    nameless = slice_of(
+        request_id="",
+        attempt=0,
+        src_incarnation="",
+        dst_incarnation="P",
+        layer_start=31,
+        layer_stop=32,
+        token_start=131071,
+        token_stop=1 << 20,
+        src_rank=15,
+        dst_rank=0,
+    )
+    assert [identity_seed(each) for each in (other, nameless)] == [0x915FF352A8603FCB, 0x6A4A9EEC7A2BF3A1]
+
+
+def test_an_identity_does_not_name_heads_for_the_ranks_say_which_they_are() -> None:
+    one = slice_of()
+    assert identity_seed(replace(one, head_slice=HeadSlice(0, 1, 2, 3, 4))) == identity_seed(one)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
-from disagg.messages.pieces import Piece
+from disagg.messages.pieces import HeadSlice, Piece
 from disagg.staging.copy import gather, scatter
 from disagg.staging.pieces import framed_bytes
 from disagg.staging.rows import PagedRows, PageShape
@@ -38,8 +38,8 @@ class Pool:
         self.page_ids = torch.tensor(ids)
         self.bytes = torch.randint(0, 256, (pages + 3, self.shape.nbytes), dtype=torch.uint8, generator=self.generator)
 
-    def rows(self, piece: Piece, head_start: int, heads: int, seed: int = SEED) -> PagedRows:
-        return PagedRows(self.bytes, self.page_ids, self.shape, piece, head_start, heads, seed)
+    def rows(self, piece: Piece, part: HeadSlice, seed: int = SEED) -> PagedRows:
+        return PagedRows(self.bytes, self.page_ids, self.shape, piece, part, seed)
 
     def read(self, data: torch.Tensor | None = None) -> torch.Tensor:
         """[layers, planes, heads, tokens, row bytes], token by token, the slow way."""
@@ -56,8 +56,8 @@ def staging(piece: Piece, heads: int, shape: PageShape) -> torch.Tensor:
 
 
 def copy(src: Pool, dst: Pool, piece: Piece, src_head: int, dst_head: int, heads: int) -> None:
-    out = staging(piece, heads, src.shape)
-    nbytes = gather(src.rows(piece, src_head, heads), out)
+    out, part = staging(piece, heads, src.shape), HeadSlice(0, 0, src_head, dst_head, heads)
+    nbytes = gather(src.rows(piece, part), out)
     assert nbytes == len(out) - 24
     assert out[nbytes:].tolist() == [0xEE] * 24, "nothing behind the piece is touched"
     before, wanted = dst.bytes.clone(), dst.read()
@@ -66,7 +66,7 @@ def copy(src: Pool, dst: Pool, piece: Piece, src_head: int, dst_head: int, heads
     ] = src.read()[
         piece.layer_start : piece.layer_stop, :, src_head : src_head + heads, piece.token_start : piece.token_stop
     ]
-    assert scatter(dst.rows(piece, dst_head, heads), out[:nbytes])
+    assert scatter(dst.rows(piece, part), out[:nbytes])
     assert torch.equal(dst.read(), wanted)
     changed = int((before != dst.bytes).sum())
     assert changed == int((dst.read(before) != wanted).sum()), "a byte outside of the sequence changed"
@@ -110,8 +110,8 @@ def test_all_slices_of_a_tp_pair_together_move_the_whole_kv(src_tp: int, dst_tp:
     for s in head_slices(src_tp, dst_tp, kv_heads):
         src, dst = sources[s.src_rank], targets[s.dst_rank]
         out = staging(piece, s.heads, src.shape)
-        gather(src.rows(piece, s.src_head_start, s.heads), out)
-        assert scatter(dst.rows(piece, s.dst_head_start, s.heads), out)
+        gather(src.rows(piece, s), out)
+        assert scatter(dst.rows(piece, s), out)
     for rank, pool in enumerate(targets):
         assert torch.equal(pool.read()[:, :, :, 2:35], full[:, :, heads_of(rank, dst_tp), 2:35])
 
@@ -122,7 +122,7 @@ def test_the_payload_is_in_canonical_order_whatever_the_pages() -> None:
         src = Pool(HEADS, page_tokens, 2, 11)
         piece = Piece(0, 0, 2, 5, 22)
         out = staging(piece, 2, src.shape)
-        gather(src.rows(piece, 1, 2), out)
+        gather(src.rows(piece, HeadSlice(0, 0, 1, 1, 2)), out)
         payload = src.read()[0:2, :, 1:3, 5:22].contiguous().flatten()
         assert torch.equal(out[: len(payload)], payload)
         outs.append(len(payload))
@@ -134,14 +134,14 @@ def test_a_piece_that_does_not_verify_writes_nothing(broken: str) -> None:
     src, dst = Pool(1, 4, 1, 5, head_dim=1), Pool(1, 16, 1, 6, head_dim=1)
     piece = Piece(0, 0, 1, 0, 5)  # 10 bytes of rows, 6 of padding
     out = staging(piece, 1, src.shape)
-    nbytes = gather(src.rows(piece, 0, 1), out)
+    nbytes = gather(src.rows(piece, HeadSlice(0, 0, 0, 0, 1)), out)
     assert nbytes == 24
     place = {"payload": 3, "padding": 12, "trailer": 20}.get(broken)
     if place is not None:
         out[place] ^= 1
     before = dst.bytes.clone()
     seed = SEED + 1 if broken == "identity" else SEED
-    assert not scatter(dst.rows(piece, 0, 1, seed), out)
+    assert not scatter(dst.rows(piece, HeadSlice(0, 0, 0, 0, 1), seed), out)
     assert torch.equal(dst.bytes, before)
 
 
@@ -154,22 +154,34 @@ def test_bytes_that_are_no_number_survive() -> None:
 def test_a_page_table_may_begin_later_than_the_sequence() -> None:
     src, dst = Pool(2, 4, 2, 7), Pool(2, 16, 2, 8)
     piece = Piece(0, 0, LAYERS, 18, 31)  # a window: pages 0..3 of the source and page 0 of the other are gone
-    out = staging(piece, 2, src.shape)
-    gather(PagedRows(src.bytes, src.page_ids[4:], src.shape, piece, 0, 2, SEED, first_page=4), out)
-    assert scatter(PagedRows(dst.bytes, dst.page_ids[1:], dst.shape, piece, 0, 2, SEED, first_page=1), out)
+    out, part = staging(piece, 2, src.shape), HeadSlice(0, 0, 0, 0, 2)
+    gather(PagedRows(src.bytes, src.page_ids[4:], src.shape, piece, part, SEED, first_page=4), out)
+    assert scatter(PagedRows(dst.bytes, dst.page_ids[1:], dst.shape, piece, part, SEED, first_page=1), out)
     assert torch.equal(dst.read()[:, :, :, 18:31], src.read()[:, :, :, 18:31])
     for table, first_page in ((src.page_ids[5:], 5), (src.page_ids[4:6], 4)):
         with pytest.raises(AssertionError, match="page table"):
-            PagedRows(src.bytes, table, src.shape, piece, 0, 2, SEED, first_page)
+            PagedRows(src.bytes, table, src.shape, piece, part, SEED, first_page)
+
+
+def test_heads_that_a_rank_lacks_are_refused_where_it_lacks_them() -> None:
+    src, dst = Pool(3, 4, 2, 7), Pool(2, 4, 2, 8)
+    piece = Piece(0, 0, LAYERS, 0, 8)
+    out, before = staging(piece, 2, src.shape), dst.bytes.clone()
+    gather(src.rows(piece, HeadSlice(0, 0, 1, 1, 2)), out)
+    with pytest.raises(AssertionError, match=r"heads 1\+2"):
+        scatter(dst.rows(piece, HeadSlice(0, 0, 1, 1, 2)), out)
+    with pytest.raises(AssertionError, match=r"heads 2\+2"):
+        gather(src.rows(piece, HeadSlice(0, 0, 2, 0, 2)), out)
+    assert torch.equal(dst.bytes, before)
 
 
 def test_a_pool_whose_pages_are_wider_than_the_group_keeps_the_rest() -> None:
     src, dst = Pool(2, 4, 2, 7), Pool(2, 4, 2, 8)
     wide = torch.full((dst.bytes.shape[0], dst.shape.nbytes + 10), 7, dtype=torch.uint8)
     piece = Piece(0, 0, LAYERS, 1, 30)
-    out = staging(piece, 2, src.shape)
-    gather(src.rows(piece, 0, 2), out)
-    assert scatter(PagedRows(wide, dst.page_ids, dst.shape, piece, 0, 2, SEED), out)
+    out, part = staging(piece, 2, src.shape), HeadSlice(0, 0, 0, 0, 2)
+    gather(src.rows(piece, part), out)
+    assert scatter(PagedRows(wide, dst.page_ids, dst.shape, piece, part, SEED), out)
     assert bool((wide[:, dst.shape.nbytes :] == 7).all())
     assert torch.equal(dst.read(wide[:, : dst.shape.nbytes].contiguous())[:, :, :, 1:30], src.read()[:, :, :, 1:30])
 
@@ -205,12 +217,12 @@ class FlatPool:
     def pages(self, group: int) -> torch.Tensor:
         return self.bytes.view(-1, self.strides[group])
 
-    def rows(self, piece: Piece, head_start: int, heads: int) -> PagedRows:
+    def rows(self, piece: Piece, part: HeadSlice) -> PagedRows:
         """With a page table that begins where the piece does."""
         shape, table = self.shapes[piece.group], self.tables[piece.group]
         first = piece.token_start // shape.page_tokens
         pages = torch.tensor(table[first:])
-        return PagedRows(self.pages(piece.group), pages, shape, piece, head_start, heads, SEED, first)
+        return PagedRows(self.pages(piece.group), pages, shape, piece, part, SEED, first)
 
     def row(self, group: int, layer: int, plane: int, head: int, position: int) -> slice:
         """The bytes of one row, worked out by hand."""
@@ -243,12 +255,12 @@ def test_groups_in_one_flat_tensor_move_and_leave_each_other_alone(data: st.Data
     head = data.draw(st.integers(0, shape.kv_heads - 1))
     heads = data.draw(st.integers(1, shape.kv_heads - head))
     piece = Piece(number, layer_start, layer_stop, start, stop)
-    out = staging(piece, heads, shape)
-    gather(src.rows(piece, head, heads), out)
+    out, part = staging(piece, heads, shape), HeadSlice(0, 0, head, head, heads)
+    gather(src.rows(piece, part), out)
     wanted = dst.bytes.clone()
     for layer, plane, h, position in itertools.product(
         range(layer_start, layer_stop), range(shape.planes), range(head, head + heads), range(start, stop)
     ):
         wanted[dst.row(number, layer, plane, h, position)] = src.bytes[src.row(number, layer, plane, h, position)]
-    assert scatter(dst.rows(piece, head, heads), out)
+    assert scatter(dst.rows(piece, part), out)
     assert torch.equal(dst.bytes, wanted), "every byte of the piece, and no other"

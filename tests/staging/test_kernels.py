@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec import Struct
 
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
-from disagg.messages.pieces import Piece
+from disagg.messages.pieces import HeadSlice, Piece
 from disagg.staging import copy
 from disagg.staging import kernels as kernels_module
 from disagg.staging.identity import identity_seed
@@ -25,6 +24,7 @@ from disagg.staging.kernels import SUMS, VERDICT_OK, VERDICT_WRONG, Launcher, pl
 from disagg.staging.pieces import TRAILER_BYTES, framed_bytes
 from disagg.staging.rows import PagedRows, PageShape
 from disagg.staging.slices import head_slices, heads_per_rank
+from tests.staging.identities import slice_of
 
 DEVICE = "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
 SEED = 0xF234_5678_9ABC_DEF0  # above 2^63: keys are unsigned
@@ -61,9 +61,9 @@ class Pool:
     def bytes_there(self) -> torch.Tensor:
         return self._flat_there[:, : self.shape.nbytes]
 
-    def rows(self, piece: Piece, head: int, heads: int) -> PagedRows:
+    def rows(self, piece: Piece, part: HeadSlice) -> PagedRows:
         """Of the pool on CPU."""
-        return PagedRows(self.bytes, self.page_ids, self.shape, piece, head, heads, SEED)
+        return PagedRows(self.bytes, self.page_ids, self.shape, piece, part, SEED)
 
     def same(self) -> bool:
         """Whether what the kernels and what staging/copy did to the pool is the same, between pages too."""
@@ -76,26 +76,24 @@ class Kernels:
     def __init__(self) -> None:
         self.sums = torch.zeros(SUMS, dtype=torch.int64, device=DEVICE)
 
-    def gather(
-        self, pool: Pool, piece: Piece, head: int, heads: int, seed: int = SEED, offset: int = 0
-    ) -> torch.Tensor:
+    def gather(self, pool: Pool, piece: Piece, part: HeadSlice, seed: int = SEED, offset: int = 0) -> torch.Tensor:
         """What is in staging afterwards, SPARE bytes included. offset: of the piece in staging."""
         out = torch.full(
-            (offset + framed_bytes(pool.shape.payload_bytes(piece, heads)) + SPARE,),
+            (offset + framed_bytes(pool.shape.payload_bytes(piece, part.heads)) + SPARE,),
             0xEE,
             dtype=torch.uint8,
             device=DEVICE,
         )
         first = piece.token_start // pool.shape.page_tokens
         ids = pool.page_ids[first:].to(DEVICE)
-        rows = PagedRows(pool.bytes_there, ids, pool.shape, piece, head, heads, seed, first_page=first)
+        rows = PagedRows(pool.bytes_there, ids, pool.shape, piece, part, seed, first_page=first)
         assert rows.staged_bytes == len(out) - offset - SPARE
         plan_launch(rows, out[offset:], self.sums, None)()
         assert self.sums.tolist() == [0] * SUMS, "the next launch would begin with this one's sum"
         return out[offset:].cpu()
 
     def scatter(
-        self, staging: torch.Tensor, pool: Pool, piece: Piece, head: int, heads: int, seed: int = SEED, offset: int = 0
+        self, staging: torch.Tensor, pool: Pool, piece: Piece, part: HeadSlice, seed: int = SEED, offset: int = 0
     ) -> bool:
         first = piece.token_start // pool.shape.page_tokens
         ids, there = (
@@ -104,37 +102,28 @@ class Kernels:
         )
         there[offset:] = staging.to(DEVICE)
         verdict = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-        rows = PagedRows(pool.bytes_there, ids, pool.shape, piece, head, heads, seed, first_page=first)
+        rows = PagedRows(pool.bytes_there, ids, pool.shape, piece, part, seed, first_page=first)
         plan_launch(rows, there[offset:], self.sums, verdict)()
         assert self.sums.tolist() == [0] * SUMS
         assert int(verdict) in (VERDICT_OK, VERDICT_WRONG)
         return int(verdict) == VERDICT_OK
 
 
-class Slice(Struct, frozen=True):
-    """What moves: heads of a piece, numbered in either pool."""
-
-    piece: Piece
-    src_head: int
-    dst_head: int
-    heads: int
-
-
-def expected(pool: Pool, piece: Piece, head: int, heads: int) -> torch.Tensor:
-    out = torch.full((framed_bytes(pool.shape.payload_bytes(piece, heads)) + SPARE,), 0xEE, dtype=torch.uint8)
-    copy.gather(pool.rows(piece, head, heads), out)
+def expected(pool: Pool, piece: Piece, part: HeadSlice) -> torch.Tensor:
+    out = torch.full((framed_bytes(pool.shape.payload_bytes(piece, part.heads)) + SPARE,), 0xEE, dtype=torch.uint8)
+    copy.gather(pool.rows(piece, part), out)
     return out
 
 
-def move(src: Pool, dst: Pool, s: Slice, offset: int = 0) -> None:
+def move(src: Pool, dst: Pool, piece: Piece, part: HeadSlice, offset: int = 0) -> None:
     """Gather and scatter with both, and compare every byte."""
     kernels = Kernels()
-    staged = expected(src, s.piece, s.src_head, s.heads)
-    gathered = kernels.gather(src, s.piece, s.src_head, s.heads, offset=offset)
+    staged = expected(src, piece, part)
+    gathered = kernels.gather(src, piece, part, offset=offset)
     assert torch.equal(gathered, staged)
     assert src.same(), "a gather wrote into the pool"
-    assert kernels.scatter(gathered, dst, s.piece, s.dst_head, s.heads, offset=offset)
-    assert copy.scatter(dst.rows(s.piece, s.dst_head, s.heads), staged)
+    assert kernels.scatter(gathered, dst, piece, part, offset=offset)
+    assert copy.scatter(dst.rows(piece, part), staged)
     assert dst.same()
 
 
@@ -152,8 +141,8 @@ def test_attention_pages_of_every_dtype_move_as_torch_moves_them(
     src = Pool(PageShape(2, 2, src_page, head_dim, dtype_bytes), 37, seed=1)
     dst = Pool(PageShape(2, 2, dst_page, head_dim, dtype_bytes), 37, seed=2)
     for start, stop in PIECES:
-        move(src, dst, Slice(Piece(0, 0, 2, start, stop), 0, 0, 2))
-    move(src, dst, Slice(Piece(0, 1, 2, 7, 30), 1, 0, 1))
+        move(src, dst, Piece(0, 0, 2, start, stop), HeadSlice(0, 0, 0, 0, 2))
+    move(src, dst, Piece(0, 1, 2, 7, 30), HeadSlice(0, 0, 1, 0, 1))
 
 
 @pytest.mark.parametrize(
@@ -177,8 +166,8 @@ def test_rows_of_any_size_at_any_alignment_move(row_bytes: int, slack: int, offs
     src = Pool(PageShape(2, 3, 4, row_bytes, 1), 23, seed=3, slack=slack)
     dst = Pool(PageShape(2, 2, 8, row_bytes, 1), 23, seed=4, slack=slack)
     for start, stop in ((0, 23), (3, 6), (7, 8), (4, 16)):
-        move(src, dst, Slice(Piece(0, 0, 2, start, stop), 1, 0, 2), offset)
-    move(src, dst, Slice(Piece(0, 1, 2, 2, 21), 2, 1, 1), offset)
+        move(src, dst, Piece(0, 0, 2, start, stop), HeadSlice(0, 0, 1, 0, 2), offset)
+    move(src, dst, Piece(0, 1, 2, 2, 21), HeadSlice(0, 0, 2, 1, 1), offset)
 
 
 def groups() -> dict[str, LayerGroup]:
@@ -199,14 +188,14 @@ def test_every_kind_of_layer_group_moves(name: str) -> None:
     src, dst = (Pool(PageShape.of(group, page), positions, seed=page, slack=32) for page in (8, 16))
     layers = len(group.layers)
     for start, stop in ((0, positions), (1, 2), (positions - 1, positions)):
-        move(src, dst, Slice(Piece(0, 0, layers, start, stop), 0, 0, group.kv_heads))
-    move(src, dst, Slice(Piece(0, layers - 1, layers, 0, 1), 0, 0, group.kv_heads))
+        move(src, dst, Piece(0, 0, layers, start, stop), HeadSlice(0, 0, 0, 0, group.kv_heads))
+    move(src, dst, Piece(0, layers - 1, layers, 0, 1), HeadSlice(0, 0, 0, 0, group.kv_heads))
 
 
 def test_a_state_longer_than_a_tile_moves() -> None:
     state = LayerGroup.of_states("states", (0, 1), (StatePart("ssm", (3, 7, 300), "float32"),))
     src, dst = Pool(PageShape.of(state, 16), 2, seed=1), Pool(PageShape.of(state, 16), 2, seed=2)
-    move(src, dst, Slice(Piece(0, 0, 2, 0, 2), 0, 0, 1))
+    move(src, dst, Piece(0, 0, 2, 0, 2), HeadSlice(0, 0, 0, 0, 1))
 
 
 @pytest.mark.parametrize(("src_tp", "dst_tp"), [(1, 2), (2, 1), (1, 4), (4, 1), (4, 2), long(8, 2), long(2, 8)])
@@ -221,7 +210,7 @@ def test_the_slices_of_every_tp_pair_move(src_tp: int, dst_tp: int) -> None:
     )
     for s in head_slices(src_tp, dst_tp, kv_heads):
         piece = Piece(0, 0, 2, 2, 19)
-        move(src[s.src_rank], dst[s.dst_rank], Slice(piece, s.src_head_start, s.dst_head_start, s.heads))
+        move(src[s.src_rank], dst[s.dst_rank], piece, s)
 
 
 @pytest.mark.parametrize("number", range(20))
@@ -247,14 +236,14 @@ def test_pieces_drawn_at_random_move(number: int) -> None:
     layer_start, start = rng.randrange(layers), rng.randrange(50)
     piece = Piece(0, layer_start, rng.randint(layer_start + 1, layers), start, rng.randint(start + 1, 50))
     more = [rng.randint(0, pool.shape.kv_heads - heads) for pool in (src, dst)]
-    move(src, dst, Slice(piece, *more, heads), offset=rng.choice([0, 0, 8]))
+    move(src, dst, piece, HeadSlice(0, 0, *more, heads), offset=rng.choice([0, 0, 8]))
 
 
 def test_bytes_that_are_no_number_survive() -> None:
     src, dst = (Pool(PageShape(1, 1, 4, 16, 4), 8, seed=seed) for seed in (1, 2))
     for there in (src.bytes, src.bytes_there):
         there.view(torch.int32).fill_(0x7F800001)  # a signalling NaN, which float arithmetic would make quiet
-    move(src, dst, Slice(Piece(0, 0, 1, 0, 8), 0, 0, 1))
+    move(src, dst, Piece(0, 0, 1, 0, 8), HeadSlice(0, 0, 0, 0, 1))
 
 
 # ---- the checksum
@@ -268,17 +257,18 @@ def small(request: pytest.FixtureRequest) -> Pool:
 
 
 SMALL = Piece(0, 0, 1, 1, 3)
+ONE_HEAD = HeadSlice(0, 0, 0, 0, 1)
 
 
 @pytest.mark.parametrize("small", [long("runs"), "words"], indirect=True)
 def test_every_flipped_bit_of_rows_padding_and_trailer_is_caught(small: Pool) -> None:
     kernels = Kernels()
-    staged = kernels.gather(small, SMALL, 0, 1)[:-SPARE]
+    staged = kernels.gather(small, SMALL, ONE_HEAD)[:-SPARE]
     for bit in range(8 * len(staged)):
         wrong = staged.clone()
         wrong[bit // 8] ^= 1 << bit % 8
-        assert not kernels.scatter(wrong, small, SMALL, 0, 1), f"bit {bit}"
-    assert kernels.scatter(staged, small, SMALL, 0, 1)
+        assert not kernels.scatter(wrong, small, SMALL, ONE_HEAD), f"bit {bit}"
+    assert kernels.scatter(staged, small, SMALL, ONE_HEAD)
 
 
 WORDS = Piece(0, 0, 1, 0, 16)
@@ -287,9 +277,9 @@ WORDS = Piece(0, 0, 1, 0, 16)
 def damaged(damage: Callable[[torch.Tensor], None]) -> bool:
     """Whether a piece of 32 words verifies after `damage` to its rows, as words."""
     pool, kernels = Pool(PageShape(1, 1, 4, 16, 1, planes=1), 16, seed=6), Kernels()
-    staged = kernels.gather(pool, WORDS, 0, 1)[:-SPARE]
+    staged = kernels.gather(pool, WORDS, ONE_HEAD)[:-SPARE]
     damage(staged[:-TRAILER_BYTES].view(torch.int64))
-    return kernels.scatter(staged, pool, WORDS, 0, 1)
+    return kernels.scatter(staged, pool, WORDS, ONE_HEAD)
 
 
 def test_an_undamaged_piece_verifies() -> None:
@@ -335,32 +325,30 @@ def test_rows_that_moved_by_one_are_caught() -> None:
     ],
 )
 def test_a_piece_of_something_else_in_the_same_place_is_caught(other: dict[str, str | int]) -> None:
-    identity = {"request_id": "r-1", "attempt": 1, "trunk": 0, "src_incarnation": "aa", "dst_incarnation": "bb"}
-    identity |= {"group": 0, "layer_start": 0, "layer_stop": 1, "token_start": 1, "token_stop": 3}
-    identity |= {"src_rank": 0, "dst_rank": 1}
+    identity = {"layer_start": 0, "layer_stop": 1, "token_start": 1, "token_stop": 3}
     pool, kernels = Pool(PageShape(1, 1, 2, 16, 1), 4, seed=5), Kernels()
-    mine, stale = (identity_seed(**each) for each in (identity, identity | other))  # type: ignore[arg-type]
-    staged = kernels.gather(pool, SMALL, 0, 1, seed=stale)[:-SPARE]
-    assert kernels.scatter(staged, pool, SMALL, 0, 1, seed=stale)
-    assert not kernels.scatter(staged, pool, SMALL, 0, 1, seed=mine)
+    mine, stale = (identity_seed(slice_of(**each)) for each in (identity, identity | other))
+    staged = kernels.gather(pool, SMALL, ONE_HEAD, seed=stale)[:-SPARE]
+    assert kernels.scatter(staged, pool, SMALL, ONE_HEAD, seed=stale)
+    assert not kernels.scatter(staged, pool, SMALL, ONE_HEAD, seed=mine)
 
 
 def test_a_wrong_piece_writes_its_own_rows_and_nothing_else(small: Pool) -> None:
     kernels = Kernels()
-    staged = expected(small, SMALL, 0, 1)[:-SPARE]
+    staged = expected(small, SMALL, ONE_HEAD)[:-SPARE]
     staged[0] ^= 1
-    assert not kernels.scatter(staged, small, SMALL, 0, 1)
+    assert not kernels.scatter(staged, small, SMALL, ONE_HEAD)
     small.bytes[small.page_ids[0], small.shape.row_bytes] ^= 1  # of the second row of the first page
     assert small.same()
 
 
 def test_launches_follow_each_other_whatever_their_verdicts() -> None:
-    pool, kernels = Pool(PageShape(1, 2, 4, 16, 1), 16, seed=7), Kernels()
+    pool, part, kernels = Pool(PageShape(1, 2, 4, 16, 1), 16, seed=7), HeadSlice(0, 0, 0, 0, 2), Kernels()
     for number in range(6):
         piece = Piece(0, 0, 1, 0, 5 + number)
-        staged = kernels.gather(pool, piece, 0, 2, seed=number)[:-SPARE]
-        assert kernels.scatter(staged, pool, piece, 0, 2, seed=number)
-        assert not kernels.scatter(staged, pool, piece, 0, 2, seed=number + 1)
+        staged = kernels.gather(pool, piece, part, seed=number)[:-SPARE]
+        assert kernels.scatter(staged, pool, piece, part, seed=number)
+        assert not kernels.scatter(staged, pool, piece, part, seed=number + 1)
     assert pool.same()
 
 
@@ -368,22 +356,22 @@ def test_launches_follow_each_other_whatever_their_verdicts() -> None:
 def test_pieces_begun_back_to_back_move_as_one_by_one(row_bytes: int) -> None:
     """Of many sizes, in pages of their own, none waiting for another; those with a wrong trailer are found out."""
     count = 8 if DEVICE == "cpu" else 200
-    rng, shape = random.Random(row_bytes), PageShape(2, 3, 4, row_bytes, 1)
+    rng, shape, part = random.Random(row_bytes), PageShape(2, 3, 4, row_bytes, 1), HeadSlice(0, 0, 1, 0, 2)
     kernels = Kernels()
     launcher = Launcher(0 if DEVICE == "cpu" else torch.cuda.current_stream().cuda_stream)
     pieces = [Piece(0, 0, 2, start, rng.randint(start + 1, 60)) for start in rng.choices(range(60), k=count)]
     pools = [(Pool(shape, 60, seed=number), Pool(shape, 60, seed=number + count)) for number in range(count)]
-    staged = [expected(src, piece, 1, 2)[:-SPARE] for (src, _), piece in zip(pools, pieces, strict=True)]
+    staged = [expected(src, piece, part)[:-SPARE] for (src, _), piece in zip(pools, pieces, strict=True)]
     entries = [torch.zeros_like(each, device=DEVICE) for each in staged]
     verdicts = [torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(count)]
 
-    def bound(of: Pool, number: int, head: int, verdict: torch.Tensor | None) -> Callable[..., None]:
+    def bound(of: Pool, number: int, verdict: torch.Tensor | None) -> Callable[..., None]:
         ids = of.page_ids.to(DEVICE)
-        rows = PagedRows(of.bytes_there, ids, shape, pieces[number], head, 2, SEED)
+        rows = PagedRows(of.bytes_there, ids, shape, pieces[number], part, SEED)
         return launcher.bind(plan_launch(rows, entries[number], kernels.sums, verdict))
 
-    gathers = [bound(src, number, 1, None) for number, (src, _) in enumerate(pools)]
-    scatters = [bound(dst, number, 0, verdicts[number]) for number, (_, dst) in enumerate(pools)]
+    gathers = [bound(src, number, None) for number, (src, _) in enumerate(pools)]
+    scatters = [bound(dst, number, verdicts[number]) for number, (_, dst) in enumerate(pools)]
     for number, begin in enumerate(gathers):
         begin(entries[number], kernels.sums, number == 0)
     for entry, wanted in zip(entries, staged, strict=True):
@@ -397,7 +385,7 @@ def test_pieces_begun_back_to_back_move_as_one_by_one(row_bytes: int) -> None:
         VERDICT_WRONG if number in wrong else VERDICT_OK for number in range(count)
     ]
     for (_, dst), piece, wanted in zip(pools, pieces, staged, strict=True):
-        assert copy.scatter(dst.rows(piece, 0, 2), wanted)
+        assert copy.scatter(dst.rows(piece, part), wanted)
         assert dst.same()
     assert kernels.sums.tolist() == [0] * SUMS
 
@@ -412,7 +400,7 @@ def test_programs_that_take_many_tiles_add_up_to_the_same(monkeypatch: pytest.Mo
     monkeypatch.setattr(kernels_module, "_WORD_BLOCK", 8)
     src, dst = (Pool(PageShape(1, 2, 4, row_bytes, 1), 50, seed=seed) for seed in (1, 2))
     for start, stop in ((0, 50), (3, 41)):
-        move(src, dst, Slice(Piece(0, 0, 1, start, stop), 0, 0, 2))
+        move(src, dst, Piece(0, 0, 1, start, stop), HeadSlice(0, 0, 0, 0, 2))
 
 
 class Settling:
@@ -500,13 +488,13 @@ def test_what_does_not_fit_the_pool_is_refused_before_anything_is_launched(
 ) -> None:
     pool = Pool(PageShape(2, 2, 4, 16, 1), 12, seed=1)
     with pytest.raises(AssertionError, match=says.replace("+", r"\+")):
-        Kernels().gather(pool, piece, head, heads)
+        Kernels().gather(pool, piece, HeadSlice(0, 0, head, head, heads))
 
 
 def test_too_little_staging_is_refused() -> None:
     pool = Pool(PageShape(2, 2, 4, 16, 1), 12, seed=1)
     with pytest.raises(AssertionError, match="bytes of staging"):
-        Kernels().scatter(torch.zeros(16, dtype=torch.uint8), pool, Piece(0, 0, 1, 0, 4), 0, 1)
+        Kernels().scatter(torch.zeros(16, dtype=torch.uint8), pool, Piece(0, 0, 1, 0, 4), ONE_HEAD)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from disagg.messages.pieces import Piece
+from disagg.messages.pieces import HeadSlice, Piece
 from disagg.staging import triton_mover
 from disagg.staging.kernels import Launch
 from disagg.staging.mover import PLANNED_ALIGN, Move, Mover, TorchMover, create_mover
@@ -22,6 +22,7 @@ from disagg.types.errors import ConfigError
 CPU = torch.device("cpu")
 SHAPE = PageShape(2, 2, 4, 8, 2)
 PIECE = Piece(0, 0, 2, 5, 14)
+HEAD = HeadSlice(0, 0, 1, 0, 1)  # the second of the one pool becomes the first of the other
 NBYTES = framed_bytes(SHAPE.payload_bytes(PIECE, 1))
 PAGES, FIRST_PAGE = (3, 0, 5), 1  # page positions 1, 2 and 3 of a sequence
 SEED = 99
@@ -82,16 +83,16 @@ def staging() -> torch.Tensor:
     return torch.zeros(NBYTES + 8, dtype=torch.uint8)
 
 
-def rows_of(mover: Mover, pool: torch.Tensor, head: int, seed: int = SEED) -> PagedRows:
-    return PagedRows(pool, mover.pages(PAGES), SHAPE, PIECE, head, 1, seed, FIRST_PAGE)
+def rows_of(mover: Mover, pool: torch.Tensor, seed: int = SEED) -> PagedRows:
+    return PagedRows(pool, mover.pages(PAGES), SHAPE, PIECE, HEAD, seed, FIRST_PAGE)
 
 
 def gather(mover: Mover, source: torch.Tensor, out: torch.Tensor, seed: int = SEED) -> Move:
-    return mover.plan_gather(rows_of(mover, source, 1, seed), out)(out)
+    return mover.plan_gather(rows_of(mover, source, seed), out)(out)
 
 
 def scatter(mover: Mover, staged: torch.Tensor, target: torch.Tensor, seed: int = SEED) -> Move:
-    return mover.plan_scatter(rows_of(mover, target, 0, seed), staged)()
+    return mover.plan_scatter(rows_of(mover, target, seed), staged)()
 
 
 def rows(of: torch.Tensor, head: int) -> torch.Tensor:
@@ -114,8 +115,8 @@ def test_a_planned_move_reads_what_is_there_when_it_begins(mover: Mover) -> None
     source, target, apart = pool(1), pool(2), staging()
     memory = torch.zeros(8 * PLANNED_ALIGN, dtype=torch.uint8)
     elsewhere, into = memory[:NBYTES], memory[4 * PLANNED_ALIGN : 4 * PLANNED_ALIGN + NBYTES]
-    begin_gather = mover.plan_gather(rows_of(mover, source, 1), elsewhere)
-    begin_scatter = mover.plan_scatter(rows_of(mover, target, 0), into)
+    begin_gather = mover.plan_gather(rows_of(mover, source), elsewhere)
+    begin_scatter = mover.plan_scatter(rows_of(mover, target), into)
     source.copy_(pool(3))
     sent = begin_gather(into)
     assert sent.done() and sent.nbytes == NBYTES
@@ -210,8 +211,8 @@ def test_a_move_is_ordered_behind_a_page_table_or_a_zeroing_and_not_behind_a_mov
     monkeypatch.setattr(triton_mover.Launcher, "bind", noting)
     mover = TritonMover(CPU, Queue(reached=1 << 30))
     staged, target = staging(), pool(2)
-    send = mover.plan_gather(rows_of(mover, pool(1), 1), staged)
-    land = mover.plan_scatter(rows_of(mover, target, 0), staged)
+    send = mover.plan_gather(rows_of(mover, pool(1)), staged)
+    land = mover.plan_scatter(rows_of(mover, target), staged)
     send(staged), land(), send(staged)
     assert ordered == [True, False, False]
     pages = mover.pages([4])

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from disagg.messages.layout import LayerGroup, StatePart
-from disagg.messages.pieces import Piece
+from disagg.messages.pieces import HeadSlice, Piece
 from disagg.staging.copy import gather, scatter
 from disagg.staging.pieces import framed_bytes, split_group_piece
 from disagg.staging.rows import PagedRows, PageShape
@@ -50,8 +50,8 @@ class Rank:
         pages = self.bytes.view(-1, s.layers, s.planes, s.kv_heads, s.page_tokens, s.row_bytes)[self.page_ids]
         return pages.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, : self.positions]
 
-    def paged(self, piece: Piece, head_start: int, heads: int, seed: int) -> PagedRows:
-        return PagedRows(self.bytes, self.page_ids, self.shape, piece, head_start, heads, seed)
+    def paged(self, piece: Piece, part: HeadSlice, seed: int) -> PagedRows:
+        return PagedRows(self.bytes, self.page_ids, self.shape, piece, part, seed)
 
     def fill(self, model: torch.Tensor) -> None:
         """model: [layers, planes, all heads, positions, row bytes]."""
@@ -95,11 +95,11 @@ def exchange(group: LayerGroup, src_tp: int, dst_tp: int) -> None:
         for part in head_slices(src_tp, dst_tp, group.kv_heads, rotation=number):
             source, destination = sources[part.src_rank], destinations[part.dst_rank]
             staging = torch.zeros(framed_bytes(source.shape.payload_bytes(piece, part.heads)), dtype=torch.uint8)
-            gather(source.paged(piece, part.src_head_start, part.heads, number), staging)
+            gather(source.paged(piece, part, number), staging)
             heads = slice(part.dst_head_start, part.dst_head_start + part.heads)
             at = (slice(piece.layer_start, piece.layer_stop), slice(None), heads)
             written[part.dst_rank][(*at, slice(piece.token_start, piece.token_stop))] += 1
-            assert scatter(destination.paged(piece, part.dst_head_start, part.heads, number), staging)
+            assert scatter(destination.paged(piece, part, number), staging)
     for rank, (destination, count) in enumerate(zip(destinations, written, strict=True)):
         where = f"{group.name}, TP {src_tp} to {dst_tp}, {group.kv_heads} heads, rank {rank}"
         assert (count[:, :, :, first:] == 1).all(), f"{where}: a byte was written twice, or never"

@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from disagg.staging.slices import HeadSlice, SliceError, head_slices
+from disagg.messages.pieces import HeadSlice
+from disagg.staging.slices import SliceError, head_slices, head_turns
 
 TPS = (1, 2, 3, 4, 6, 8, 16)
 HEADS = (1, 2, 3, 4, 8, 10, 16)
@@ -38,6 +39,17 @@ def test_every_destination_head_comes_exactly_once_from_a_rank_that_has_it(kv_he
                 filled[piece.dst_rank, piece.dst_head_start + i] += 1
         wanted = [(rank, i) for rank in range(dst_tp) for i in range(len(heads_of(rank, dst_tp, kv_heads)))]
         assert filled == Counter(wanted), (src_tp, dst_tp)
+
+
+@pytest.mark.parametrize("kv_heads", HEADS)
+def test_two_ranks_never_have_more_than_one_slice_whatever_the_turn(kv_heads: int) -> None:
+    """So an identity that names the ranks need not name the heads."""
+    for src_tp, dst_tp in itertools.product(TPS, TPS):
+        if fits(src_tp, kv_heads) and fits(dst_tp, kv_heads):
+            turns = head_turns(src_tp, dst_tp, kv_heads)
+            assert all(len({(part.src_rank, part.dst_rank) for part in parts}) == len(parts) for parts in turns)
+            parts = {part for parts in turns for part in parts}
+            assert len({(part.src_rank, part.dst_rank) for part in parts}) == len(parts), (src_tp, dst_tp)
 
 
 def test_no_more_slices_than_overlapping_rank_ranges() -> None:

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from disagg.messages.control import OpenTransfer
 from disagg.messages.lane import (
@@ -21,7 +22,7 @@ from disagg.messages.lane import (
     SendPiece,
 )
 from disagg.messages.layout import GroupKind, GroupPages, LayerGroup, StatePart
-from disagg.messages.pieces import Piece
+from disagg.messages.pieces import HeadSlice, Piece, RankSlice
 from disagg.models.pool import Pool
 from disagg.staging.pieces import group_piece_bytes
 from disagg.types.ids import LegKey
@@ -80,10 +81,10 @@ class Pair:
         group = self.groups[piece.group]
         entry_id = next(self.entry_ids)
         offset, nbytes = entry_id % 16 * ENTRY_STRIDE, group_piece_bytes(piece, group.kv_heads, group)
-        send = SendPiece(
-            *(LINK, entry_id, KEY, piece, pages, "P", "D", 0, 0, 0, group.kv_heads, offset, nbytes), after_plan
-        )
-        return send, ExpectPiece(LINK, entry_id, KEY, of or piece, "P", "D", 0, 0, 0, group.kv_heads, offset, nbytes)
+        sent = RankSlice(KEY, piece, HeadSlice(0, 0, 0, 0, group.kv_heads), "P", "D")
+        expected = replace(sent, piece=of or piece)
+        send = SendPiece(LINK, entry_id, sent, pages, offset, nbytes, after_plan)
+        return send, ExpectPiece(LINK, entry_id, expected, offset, nbytes)
 
     def move(self, piece: Piece, pages: tuple[int, ...], of: Piece | None = None) -> Landing:
         """Write one piece and let it land."""

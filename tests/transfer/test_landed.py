@@ -7,10 +7,12 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
-from disagg.messages.pieces import Piece
-from disagg.transfer.landed import Arrival, LandedRows, Slice
+from disagg.messages.pieces import HeadSlice, Piece, RankSlice
+from disagg.transfer.landed import Arrival, LandedRows
+from disagg.types.ids import LegKey
 
 PAGE_TOKENS = 3
+KEY = LegKey("r-1", 0, 0)
 GROUPS = (
     LayerGroup("full", (0, 1, 2), 2, 4, "float32"),
     LayerGroup("window", (3,), 2, 4, "float32", GroupKind.WINDOW, window=5),
@@ -21,7 +23,7 @@ Cell = tuple[int, int, int, int]  # group, layer, token, head
 
 
 @st.composite
-def slices(draw: st.DrawFn) -> Slice:
+def slices(draw: st.DrawFn) -> RankSlice:
     group = draw(st.integers(0, len(GROUPS) - 1))
     layers, positions = len(GROUPS[group].layers), 2 if GROUPS[group].is_state else TOKENS
     first_layer, first = draw(st.integers(0, layers - 1)), draw(st.integers(0, positions - 1))
@@ -33,13 +35,13 @@ def slices(draw: st.DrawFn) -> Slice:
         draw(st.integers(first + 1, positions)),
     )
     head = 0 if GROUPS[group].is_state else draw(st.integers(0, 1))
-    return Slice(piece, head, 1)
+    return RankSlice(KEY, piece, HeadSlice(0, 0, 0, head, 1), "P", "D")
 
 
-def cells(rows: Slice) -> set[Cell]:
+def cells(rows: RankSlice) -> set[Cell]:
     piece = rows.piece
     return {
-        (piece.group, layer, token, rows.head_start)
+        (piece.group, layer, token, rows.head_slice.dst_head_start)
         for layer in range(piece.layer_start, piece.layer_stop)
         for token in range(piece.token_start, piece.token_stop)
     }
@@ -51,12 +53,12 @@ class LandedMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.rows = LandedRows()
-        self.under_way: list[tuple[Slice, bool]] = []
+        self.under_way: list[tuple[RankSlice, bool]] = []
         self.verified: set[Cell] = set()
         self.wrong: set[Cell] = set()
 
     @rule(rows=slices(), right=st.booleans())
-    def arrives(self, rows: Slice, right: bool) -> None:
+    def arrives(self, rows: RankSlice, right: bool) -> None:
         arrival = self.rows.judge(rows)
         if any(cells(rows) & cells(other) for other, _ in self.under_way):
             assert arrival is Arrival.WAIT

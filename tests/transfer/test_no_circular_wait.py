@@ -142,7 +142,9 @@ def check_order(world: World) -> None:
             named |= {key for ring in link.rings.values() for pending in ring.pending.values() for key, _ in pending}
             assert not named & waiting, "an entry before the grant"
         for worker in server.workers:
-            gathered = {write.request.key for write in worker.writing} | {send.key for send in worker.to_send}
+            gathered = {write.request.slice.key for write in worker.writing} | {
+                send.slice.key for send in worker.to_send
+            }
             assert not gathered & waiting, "staging before the grant"
 
 

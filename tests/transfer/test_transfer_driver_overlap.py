@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from disagg.messages.control import OpenTransfer
 from disagg.messages.lane import (
@@ -285,7 +285,7 @@ def test_a_frozen_peer_takes_no_more_than_half_of_the_buffers_and_none_once_it_i
     turn(pair.src)
     assert pair.src.writes_in_flight == 2
     for _ in range(5):
-        lively = [msgspec.structs.replace(pair.piece(FIRST, (3,))[0], link=8) for _ in range(2)]
+        lively = [replace(pair.piece(FIRST, (3,))[0], link=8) for _ in range(2)]
         assert pair.tell(pair.src, *lively) == []
         sent = turn(pair.src) + turn(pair.src)
         assert [(type(report), report.link) for report in sent if isinstance(report, PieceSent)] == [(PieceSent, 8)] * 2
@@ -299,7 +299,7 @@ def test_a_frozen_peer_takes_no_more_than_half_of_the_buffers_and_none_once_it_i
 
 def other_attempt(expect: ExpectPiece) -> ExpectPiece:
     """The same entry, taken for one that was written for another incarnation: it will not verify."""
-    return msgspec.structs.replace(expect, dst_incarnation="somebody else")
+    return replace(expect, slice=replace(expect.slice, dst_incarnation="somebody else"))
 
 
 def test_rows_that_have_landed_are_never_replaced_by_a_piece_that_does_not_verify(
@@ -360,7 +360,7 @@ def test_pages_go_back_without_bytes_that_never_verified(pair: Pair, gathers: Sl
 
 def test_entries_of_legs_that_nobody_bound_are_dropped(pair: Pair, gathers: SlowMover) -> None:
     send, expect = pair.piece(FIRST, (3,))
-    stranger = msgspec.structs.replace(expect, key=LegKey("request-2", 0, 0))
+    stranger = replace(expect, slice=replace(expect.slice, key=LegKey("request-2", 0, 0)))
     pair.tell(pair.dst, stranger)
     write(pair, gathers, send)
     (landing,) = turn(pair.dst)

@@ -15,7 +15,7 @@ from disagg.engine.rings import RingTable
 from disagg.messages.lane import Landing, Unbind
 from disagg.messages.layout import GroupPages, LayerGroup
 from disagg.messages.link import Entry, FirstToken
-from disagg.messages.pieces import Piece
+from disagg.messages.pieces import HeadSlice, Piece, RankSlice
 from disagg.staging.copy import gather, scatter
 from disagg.staging.identity import identity_seed
 from disagg.staging.pieces import group_piece_bytes, split_group_piece
@@ -185,7 +185,7 @@ def test_a_notification_after_success_changes_nothing(pair: Pair) -> None:
     pair.bind(GroupPages(0, (9,)), GroupPages(0, ()), GroupPages(0, ()))
     assert pair.move(PIECE, PAGES).ok
     send, expect = pair.piece(PIECE, PAGES)  # asked for twice: the second write is under way when all is here
-    pair.tell(pair.dst, expect, Unbind(expect.key))
+    pair.tell(pair.dst, expect, Unbind(expect.slice.key))
     pair.dst_pool.bytes.fill_(7)
     pair.tell(pair.src, send)
     pair.src.turn()
@@ -301,7 +301,7 @@ def test_a_stale_piece_of_the_previous_request_in_the_same_place_is_not_taken_fo
     torch.set_num_threads(1)
     shape, page_ids = PageShape.of(FULL, PAGE_TOKENS), torch.tensor([0])
     source = torch.arange(shape.nbytes, dtype=torch.int64).remainder(251).to(torch.uint8)[None]
-    ring = RingAllocator(512, 512)
+    ring, head = RingAllocator(512, 512), HeadSlice(0, 0, 0, 0, 1)
     staging = torch.zeros(512, dtype=torch.uint8)
 
     def place(entry: RingEntry) -> torch.Tensor:
@@ -309,21 +309,18 @@ def test_a_stale_piece_of_the_previous_request_in_the_same_place_is_not_taken_fo
         return staging[offset : offset + entry.nbytes]
 
     def identity(request_id: str, attempt: int) -> int:
-        ranks = {"src_rank": 0, "dst_rank": 0}
-        area = {"group": 0, "layer_start": 0, "layer_stop": 2, "token_start": 0, "token_stop": 4}
-        who = {"src_incarnation": "P", "dst_incarnation": "D", "trunk": 0}
-        return identity_seed(request_id=request_id, attempt=attempt, **who, **area, **ranks)
+        return identity_seed(RankSlice(LegKey(request_id, attempt, 0), Piece(0, 0, 2, 0, 4), head, "P", "D"))
 
     nbytes = group_piece_bytes(PIECE, 1, FULL)
     for before, now in ((("a", 0), ("b", 0)), (("a", 0), ("a", 1))):
         for seed_of, fooled in ((lambda *_: 0, True), (identity, False)):  # naive: a checksum of the bytes alone
             first = ring.assign(nbytes)
-            gather(PagedRows(source, page_ids, shape, PIECE, 0, 1, seed_of(*before)), place(first))
+            gather(PagedRows(source, page_ids, shape, PIECE, head, seed_of(*before)), place(first))
             ring.free(first)
             second = ring.assign(nbytes)  # notified too early: what lies there is the other request's
             assert place(second).data_ptr() == place(first).data_ptr()
             pool = torch.full_like(source, 7)
-            assert scatter(PagedRows(pool, page_ids, shape, PIECE, 0, 1, seed_of(*now)), place(second)) == fooled
+            assert scatter(PagedRows(pool, page_ids, shape, PIECE, head, seed_of(*now)), place(second)) == fooled
             assert torch.equal(pool, source) == fooled
             assert fooled or (pool == 7).all(), "dropped, and not one byte written"
             ring.free(second)

@@ -384,7 +384,7 @@ class PairBench:
             self._fill(seed, src_pages, dst_pages)
             deadline_s = time.monotonic() + STEP_TIMEOUT_S
             for rank, process in enumerate(self._ranks.dst):
-                writes = sum(part.rank == rank for parts in slices for part in parts)
+                writes = sum(part.dst_rank == rank for parts in slices for part in parts)
                 process.tell(trial.ReceiveUnstaged(writes, deadline_s))
             for process in self._ranks.dst:
                 process.hear(trial.Done)

@@ -231,8 +231,9 @@ class Rank:
         views: dict[int, RingWriterView] = {}
         queues: dict[int, deque[tuple[int, int]]] = {}  # by decode rank: (index, position)
         for index, (piece, position) in enumerate(zip(command.pieces, command.positions, strict=True)):
-            views.setdefault(piece.dst_rank, RingWriterView(command.capacity_bytes))
-            queues.setdefault(piece.dst_rank, deque()).append((index, position))
+            rank = piece.slice.head_slice.dst_rank
+            views.setdefault(rank, RingWriterView(command.capacity_bytes))
+            queues.setdefault(rank, deque()).append((index, position))
         intervals: list[trial.Interval] = []
 
         def hand_over() -> None:

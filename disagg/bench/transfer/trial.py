@@ -24,7 +24,7 @@ from msgspec import Struct
 from disagg.messages.control import OpenTransfer, TransferOpen
 from disagg.messages.lane import AddPeer, Bind, ExpectPiece, SendPiece
 from disagg.messages.layout import DTYPE_BYTES, GroupPages, LayerGroup
-from disagg.messages.pieces import Piece
+from disagg.messages.pieces import HeadSlice, Piece, RankSlice
 from disagg.staging.pieces import TRAILER_BYTES, group_payload_bytes, group_piece_bytes, split_group_piece
 from disagg.staging.ring import RingAllocator
 from disagg.staging.slices import head_slices, heads_per_rank
@@ -185,19 +185,10 @@ class Start(Struct, frozen=True, tag="start"):
     start_s: float
 
 
-class HeadRange(Struct, frozen=True):
-    """Heads of a slice, numbered within the rank."""
-
-    rank: int  # of the peer
-    src_start: int
-    dst_start: int
-    heads: int
-
-
 class SendUnstaged(Struct, frozen=True, tag="send_unstaged"):
     """At start_s, write every page, layer and plane of these slices by a descriptor of its own, and answer Sent."""
 
-    slices: tuple[HeadRange, ...]
+    slices: tuple[HeadSlice, ...]
     src_pages: tuple[int, ...]
     dst_pages: tuple[int, ...]
     start_s: float
@@ -362,6 +353,7 @@ def plan_trial(
     for computed_by, piece in pieces:
         first, stop = piece.token_start // page_tokens, -(-piece.token_stop // page_tokens)
         for part in slices:
+            rank_slice = RankSlice(key, piece, part, "P", "D")
             nbytes = group_piece_bytes(piece, part.heads, group)
             position = allocators[part.dst_rank].assign(nbytes).position
             offset = position % rings.capacity_bytes
@@ -369,36 +361,14 @@ def plan_trial(
                 SendPiece(
                     link=LINK,
                     entry_id=entry_id,
-                    key=key,
-                    piece=piece,
+                    slice=rank_slice,
                     pages=tuple(src_pages[first:stop]),
-                    src_incarnation="P",
-                    dst_incarnation="D",
-                    src_rank=part.src_rank,
-                    dst_rank=part.dst_rank,
-                    src_head_start=part.src_head_start,
-                    heads=part.heads,
                     arena_offset=offset,
                     nbytes=nbytes,
                     after_plan=computed_by,
                 )
             )
-            expects[part.dst_rank].append(
-                ExpectPiece(
-                    link=LINK,
-                    entry_id=entry_id,
-                    key=key,
-                    piece=piece,
-                    src_incarnation="P",
-                    dst_incarnation="D",
-                    src_rank=part.src_rank,
-                    dst_rank=part.dst_rank,
-                    dst_head_start=part.dst_head_start,
-                    heads=part.heads,
-                    arena_offset=offset,
-                    nbytes=nbytes,
-                )
-            )
+            expects[part.dst_rank].append(ExpectPiece(LINK, entry_id, rank_slice, offset, nbytes))
             send_positions[part.src_rank].append(position)
             expect_positions[part.dst_rank].append(position)
             entry_id += 1
@@ -423,11 +393,11 @@ def plan_trial(
     )
 
 
-def unstaged_slices(shape: Shape, pair: Pair) -> tuple[tuple[HeadRange, ...], ...]:
+def unstaged_slices(shape: Shape, pair: Pair) -> tuple[tuple[HeadSlice, ...], ...]:
     """By source rank: which heads go to which decode rank."""
-    out: list[list[HeadRange]] = [[] for _ in range(pair.src_tp)]
+    out: list[list[HeadSlice]] = [[] for _ in range(pair.src_tp)]
     for part in head_slices(pair.src_tp, pair.dst_tp, shape.kv_heads):
-        out[part.src_rank].append(HeadRange(part.dst_rank, part.src_head_start, part.dst_head_start, part.heads))
+        out[part.src_rank].append(part)
     return tuple(map(tuple, out))
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from disagg.bench.transfer.trial import HeadRange, SendUnstaged, UnstagedPeer
+from disagg.bench.transfer.trial import SendUnstaged, UnstagedPeer
 from disagg.messages.layout import LayerGroup
+from disagg.messages.pieces import HeadSlice
 from disagg.models.pool import Pool
 from disagg.transfer.backends.nixl import load_nixl, ucx_settings
 
@@ -34,7 +35,7 @@ class UnstagedAgent:
             [(pool.bytes.data_ptr(), pool.bytes.nbytes, self._device, "")], self._kind
         )
         self._peers: dict[int, UnstagedPeer] = {}
-        self._prepared: dict[HeadRange, tuple[Any, Any]] = {}
+        self._prepared: dict[HeadSlice, tuple[Any, Any]] = {}
         self._notified = 0
 
     def describe(self, rank: int) -> UnstagedPeer:
@@ -94,16 +95,16 @@ class UnstagedAgent:
         handle.release()
         return True
 
-    def _lists(self, part: HeadRange) -> tuple[Any, Any]:
+    def _lists(self, part: HeadSlice) -> tuple[Any, Any]:
         """Prepared descriptors of every page, layer and plane of a slice, on both sides."""
         if part not in self._prepared:
-            peer, pool = self._peers[part.rank], self._pool
+            peer, pool = self._peers[part.dst_rank], self._pool
             ours = _descriptors(
                 pool.bytes.data_ptr(),
                 self._device,
                 pool.num_large,
                 pool.groups[0],
-                part.src_start,
+                part.src_head_start,
                 part.heads,
                 pool.page_tokens,
             )
@@ -112,7 +113,7 @@ class UnstagedAgent:
                 peer.pool_device,
                 peer.num_pages,
                 peer.group,
-                part.dst_start,
+                part.dst_head_start,
                 part.heads,
                 pool.page_tokens,
             )
