@@ -73,7 +73,9 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
 
 
 class Loaded(Struct, frozen=True, tag="loaded"):
-    """groups: of the whole model, with all KV heads; every rank says the same."""
+    """groups: of the whole model, with all KV heads. weights_hash: see models/identity; files: digests of the small files
+    beside the weights, by name. Every rank says the same but for load_s, or they have loaded different models.
+    """
 
     rank: int
     groups: tuple[LayerGroup, ...]
@@ -81,6 +83,8 @@ class Loaded(Struct, frozen=True, tag="loaded"):
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     load_s: float
+    weights_hash: str
+    files: dict[str, str]
 
 
 class Profiled(Struct, frozen=True, tag="profiled"):

@@ -7,7 +7,6 @@ and what state every recurrent layer keeps. Layers whose cache has one shape and
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +21,14 @@ from disagg.messages.heads import SliceError, check_heads
 from disagg.messages.layout import DTYPE_BYTES, GroupKind, LayerGroup, StatePart
 from disagg.models.attention import ATTENTION_NAME, LayerSlot, active
 from disagg.models.families import ATTENTION_FREE, FAMILIES
+from disagg.models.identity import detach_from_files, hash_threads, stamps, weights_hash
 from disagg.models.pool import TORCH_DTYPES
 from disagg.models.probe import AttentionCall, AttentionProbe
 from disagg.models.ranks import Ranks
 from disagg.models.sharding import shard
 from disagg.models.states import StateProbe, active_states, attach
-from disagg.types.errors import ConfigError
+from disagg.text.model_files import CONFIG, ModelFiles
+from disagg.types.errors import ConfigError, FilesChanged
 
 # By transformers' name of a layer's type: how often the layer calls attention, and how often a recurrent module runs.
 LAYER_TYPES = {
@@ -44,6 +45,8 @@ LAYER_TYPES = {
 
 # Tokens of a sequence where the model itself knows no bound.
 LONGEST_RECURRENCE = 1024 * 1024
+
+CHANGED = "files in {} were written or replaced while they were loaded"
 
 CAUSAL_FOR_TEXT = (None, False, "vision")  # "vision": both ways among the tokens of an image only
 
@@ -90,22 +93,43 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    weights_hash: str  # see models/identity
+    files: Mapping[str, str]  # digests of the small files beside the weights, see text/model_files
 
 
 def load(model_dir: Path, dtype: str, device: str, ranks: Ranks | None = None) -> LoadedModel:
-    """Raises ConfigError when the directory holds no model that this version can serve exactly, or not on these ranks.
+    """Raises ConfigError when the directory holds no model that this version can serve exactly, or not on these ranks; and
+    FilesChanged when its files were written or replaced meanwhile.
 
     ranks: not yet connected; None for one that computes all of it.
     """
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
-    ranks = ranks or Ranks()
-    config = _check_config_file(model_dir)
+    before = stamps(model_dir)
+    try:
+        loaded = _load(model_dir, dtype, device, ranks or Ranks())
+    except ConfigError as error:
+        if stamps(model_dir) != before:
+            raise FilesChanged(f"{CHANGED.format(model_dir)}: {error}") from error
+        raise
+    if stamps(model_dir) != before:
+        raise FilesChanged(CHANGED.format(model_dir))
+    return loaded
+
+
+def _load(model_dir: Path, dtype: str, device: str, ranks: Ranks) -> LoadedModel:
+    files = ModelFiles.read(model_dir)
+    config = _check_config_file(model_dir, files)
     _check_ranks(model_dir, config, ranks.size)
     module, report = _from_pretrained(model_dir, dtype)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ConfigError(f"{model_dir} lacks {len(missing)} weights, such as {missing[0]}")
+    eos_token_ids = _eos_token_ids(module)
+    if device == "cpu":
+        detach_from_files(module)
+    digests = files.digests()
+    identity = weights_hash(module, digests[CONFIG], eos_token_ids, hash_threads(ranks.size))
     if ranks.size == 1:
         torch.nn.Module.to(module, device)
     module.train(False).requires_grad_(False)
@@ -124,7 +148,9 @@ def load(model_dir: Path, dtype: str, device: str, ranks: Ranks | None = None) -
         places=places,
         vocab_size=module.config.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(module),
+        eos_token_ids=eos_token_ids,
+        weights_hash=identity,
+        files=digests,
     )
 
 
@@ -136,10 +162,13 @@ def _from_pretrained(model_dir: Path, dtype: str) -> tuple[PreTrainedModel, dict
             dtype=TORCH_DTYPES[dtype],
             attn_implementation=ATTENTION_NAME,
             local_files_only=True,
+            use_safetensors=True,
             output_loading_info=True,
         )
-    except OSError as error:
-        raise ConfigError(f"{model_dir} has no weights that can be loaded: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # the libraries raise exceptions of every kind for files that make no sense
+        raise ConfigError(f"{model_dir} cannot be loaded: {type(error).__name__}: {str(error)[:2000]}") from error
     module, report = loaded
     return module, report
 
@@ -165,16 +194,15 @@ def _check_ranks(model_dir: Path, config: Mapping[str, Any], tp: int) -> None:
         raise ConfigError(f"{model_dir}: {error}") from error
 
 
-def _check_config_file(model_dir: Path) -> dict[str, Any]:
+def _check_config_file(model_dir: Path, files: ModelFiles) -> dict[str, Any]:
     """What it says."""
-    path = model_dir / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as a model's configuration: {error}") from error
+    path = model_dir / CONFIG
+    if CONFIG not in files.contents:
+        raise ConfigError(f"model directory {model_dir} lacks {CONFIG}")
+    config = files.json(CONFIG)
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise ConfigError(f"{path}: model_type {model_type!r} is not served; served are {', '.join(sorted(FAMILIES))}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(f"{path}: model_type {str(model_type)[:80]!r} is not served; served are {', '.join(sorted(FAMILIES))}")
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(f"{path}: transformers {transformers.__version__} does not know model_type {model_type!r}")
     if not config.get("num_attention_heads") and model_type not in ATTENTION_FREE:

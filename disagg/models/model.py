@@ -6,7 +6,7 @@ logits is the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -60,6 +60,16 @@ class PagedModel:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         return self._loaded.eos_token_ids
+
+    @property
+    def weights_hash(self) -> str:
+        """Of all that was loaded, whatever the rank; see models/identity."""
+        return self._loaded.weights_hash
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """Digests of the small files beside the weights, by name."""
+        return self._loaded.files
 
     @property
     def device(self) -> torch.device:

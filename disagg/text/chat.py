@@ -18,7 +18,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from disagg.text.model_files import json_or_empty, token_content
+from disagg.text.model_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, ModelFiles, token_content
 from disagg.types.errors import ConfigError, InvalidRequest
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -40,9 +40,15 @@ class ChatTemplate:
     @classmethod
     def load(cls, model_dir: Path) -> Self | None:
         """None where the model has no chat template, as base models. chat_template.jinja goes before the rest."""
-        config = json_or_empty(model_dir / "tokenizer_config.json")
-        path = model_dir / "chat_template.jinja"
-        source = path.read_text("utf-8") if path.is_file() else _pick(config.get("chat_template"), model_dir)
+        return cls.of(ModelFiles.read(model_dir, (CHAT_TEMPLATE, TOKENIZER_CONFIG)))
+
+    @classmethod
+    def of(cls, files: ModelFiles) -> Self | None:
+        """The same, from files that were read already."""
+        config = files.json(TOKENIZER_CONFIG)
+        source = files.text(CHAT_TEMPLATE)
+        if source is None:
+            source = _pick(config.get("chat_template"), files.model_dir)
         if source is None:
             return None
         texts = {role: token_content(config.get(role)) for role in _SPECIAL_TOKENS}
@@ -74,10 +80,9 @@ def _pick(template: object, model_dir: Path) -> str | None:
     if template is None or isinstance(template, str):
         return template
     if isinstance(template, list):
-        named = {row.get("name"): row.get("template") for row in template if isinstance(row, Mapping)}
-        default = named.get("default")
-        if isinstance(default, str):
-            return default
+        for row in template:
+            if isinstance(row, Mapping) and row.get("name") == "default" and isinstance(row.get("template"), str):
+                return str(row["template"])
     raise ConfigError(
         f"chat_template of {model_dir / 'tokenizer_config.json'} must be a string, or a list of named templates with "
         "one named 'default'"

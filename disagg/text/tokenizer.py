@@ -13,8 +13,11 @@ from typing import Any, Self
 import tokenizers
 
 from disagg.text.decoders import StagedDecoder, byte_level_bytes, byte_of, staged_decoder
-from disagg.text.model_files import json_or_empty, token_content
+from disagg.text.model_files import CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, ModelFiles, token_content
 from disagg.types.errors import ConfigError
+
+
+MAX_VOCAB_SIZE = 1 << 24  # the largest known has a million ids
 
 
 class Tokenizer:
@@ -44,24 +47,33 @@ class Tokenizer:
     @classmethod
     def load(cls, model_dir: Path) -> Self:
         """Raises ConfigError naming the file that is missing or cannot be used."""
-        path = model_dir / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(f"model directory {model_dir} lacks tokenizer.json")
-        try:
-            inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception for every kind of bad file
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-        config = json_or_empty(model_dir / "config.json")
+        return cls.of(ModelFiles.read(model_dir))
+
+    @classmethod
+    def of(cls, files: ModelFiles) -> Self:
+        """The same, from files that were read already."""
+        path = files.model_dir / TOKENIZER
+        if TOKENIZER not in files.contents:
+            raise ConfigError(f"model directory {files.model_dir} lacks {TOKENIZER}")
+        config = files.json(CONFIG)
         text_config = config.get("text_config")
         if isinstance(text_config, dict):
             config = {**config, **text_config}
-        generation = json_or_empty(model_dir / "generation_config.json")
-        tokenizer_config = json_or_empty(model_dir / "tokenizer_config.json")
-        eos_ids = [*_ids(generation.get("eos_token_id")), *_ids(config.get("eos_token_id"))]
+        vocab_size = config.get("vocab_size")
+        if vocab_size is not None and (not isinstance(vocab_size, int) or not 0 < vocab_size < MAX_VOCAB_SIZE):
+            raise ConfigError(
+                f"{files.model_dir / CONFIG}: vocab_size is {str(vocab_size)[:40]!r}; it must be from 1 to {MAX_VOCAB_SIZE - 1}"
+            )
+        tokenizer_config = files.json(TOKENIZER_CONFIG)
+        eos_ids = [*_ids(files.json(GENERATION).get("eos_token_id")), *_ids(config.get("eos_token_id"))]
+        inner = _parse(files.contents[TOKENIZER], path)
         named = token_content(tokenizer_config.get("eos_token"))
         if named is not None and (token_id := inner.token_to_id(named)) is not None:
             eos_ids.append(token_id)
-        return cls(inner, config.get("vocab_size"), tuple(dict.fromkeys(eos_ids)))
+        try:
+            return cls(inner, vocab_size, tuple(dict.fromkeys(eos_ids)))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: as the model's post-processor does, e.g. BOS. A rendered chat brings its own."""
@@ -99,6 +111,15 @@ class Tokenizer:
     def new_decoder(self) -> StagedDecoder:
         """A fresh incremental decoder for one text."""
         return staged_decoder(self._decoder_spec)
+
+
+def _parse(content: bytes, path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_buffer(content)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # plain Exception for every kind of bad file, and a panic is not even that
+        raise ConfigError(f"{path} cannot be read: {str(error)[:400]}") from error
 
 
 def _decoder_spec(inner: tokenizers.Tokenizer) -> Mapping[str, Any]:

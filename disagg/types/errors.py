@@ -2,6 +2,7 @@
 
     DisaggError
     ├── ConfigError            the operator's: a bad flag, file, or model directory; the process does not start
+    ├── FilesChanged           the operator's, and it passes: a model's files changed while they were read; try again
     ├── RequestError           the client's: fix the request; never retried
     │   ├── InvalidRequest         a field is wrong (INVALID_ARGUMENT / 400)
     │   └── UnknownModel           no such model here (NOT_FOUND / 404)
@@ -25,6 +26,10 @@ class DisaggError(Exception):
 
 class ConfigError(DisaggError):
     """Configuration that cannot work. Says the path of the setting, its value, and what is allowed."""
+
+
+class FilesChanged(DisaggError):
+    """A model's files were written or replaced while they were loaded: what is in memory may be of two models."""
 
 
 class RequestError(DisaggError):

@@ -173,6 +173,8 @@ class WorkerProcess:
                     max_model_len=model.max_model_len,
                     eos_token_ids=model.eos_token_ids,
                     load_s=load_s,
+                    weights_hash=model.weights_hash,
+                    files=dict(model.files),
                 )
             case Profile():
                 assert self._executor is not None
