@@ -23,6 +23,7 @@ from disagg.router.service import Router
 from disagg.telemetry.metrics import new_registry
 from disagg.telemetry.stacks import format_stacks
 from disagg.text.chat import ChatTemplate
+from disagg.text.model_files import ModelFiles
 from disagg.wire import pb
 from disagg.wire.inference import ModelInfo
 from disagg.wire.services import ServerStub, open_channel
@@ -100,12 +101,13 @@ async def _serve(config: Config, heartbeat: Callable[[], None]) -> int:
 async def _until(config: Config, stopping: asyncio.Event) -> None:
     registry = new_registry()
     model_dir = await asyncio.to_thread(_model_dir, config)
-    running = await run_router(config, model_dir, registry=registry)
+    files = await asyncio.to_thread(ModelFiles.read, model_dir)
+    running = await run_router(config, model_dir, registry=registry, files=files)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(running.close, config.router.drain_s)
         app = create_app(
             RouterFace(running.router, config.router.servers),
-            ChatTemplate.load(model_dir),
+            ChatTemplate.of(files),
             registry,
             version=version(),
             max_prompts=config.router.max_prompts_per_request,

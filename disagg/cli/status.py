@@ -16,7 +16,14 @@ from disagg.cli.memory import legend, memory_lines
 from disagg.cli.terminal import for_terminal, get_http
 from disagg.types.plain import NAME_CHARS, one_line
 
-_STATE_STYLES = {"ready": "green", "loading": "yellow", "draining": "yellow", "no-peer": "yellow", "dead": "red"}
+_STATE_STYLES = {
+    "ready": "green",
+    "loading": "yellow",
+    "draining": "yellow",
+    "no-peer": "yellow",
+    "mismatch": "red",
+    "dead": "red",
+}
 
 
 def show_status(base_url: str, as_json: bool, memory: bool = False) -> None:
@@ -37,6 +44,9 @@ def print_pools(console: Console, status: Mapping[str, Any]) -> None:
     """status: of /status."""
     for role in ("prefill", "decode"):
         console.print(pool_table(role, [each for each in status.get("servers", []) if each.get("role") == role]))
+    for server in status.get("servers", []):
+        if reason := server.get("reason"):
+            console.print(f"{server.get('name')}: {reason}", markup=False, soft_wrap=True)
     draining = ", draining" if status.get("state") == "draining" else ""
     for router in status.get("routers", []):
         console.print(

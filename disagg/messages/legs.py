@@ -24,13 +24,14 @@ class PeerRef(Struct, frozen=True):
 
 
 class ServerState(enum.StrEnum):
-    """`dead` is a router's verdict; a server never says it of itself."""
+    """The last two are a router's verdicts; a server never says them of itself."""
 
     LOADING = "loading"
     READY = "ready"
     NO_PEER = "no-peer"
     DRAINING = "draining"
     DEAD = "dead"
+    MISMATCH = "mismatch"  # its model's files are not the router's
 
 
 # ---- router -> server
@@ -41,7 +42,7 @@ class StartLeg(Struct, frozen=True):
 
     token_ids: the prompt's, then outputs accepted in earlier attempts; num_prompt: how many are the prompt's. Output index
     of the first token to be produced is len(token_ids) - num_prompt. deadline_s: seconds left. cache_salt: one prefix
-    cache per salt.
+    cache per salt. incarnation: of the recipient's workers, as the router knows them; others give the leg back.
     """
 
     key: LegKey
@@ -52,6 +53,7 @@ class StartLeg(Struct, frozen=True):
     peer: PeerRef
     deadline_s: float
     cache_salt: str = ""
+    incarnation: str = ""
 
 
 class AbortLeg(Struct, frozen=True):
@@ -165,7 +167,9 @@ class LoadReport(Struct, frozen=True):
 class ServerHello(Struct, frozen=True):
     """Who a server is; sent first on every stream, and again when a new incarnation of its workers is up.
 
-    fingerprint: digest of the KV layout; only equals are paired. model: the served model's name.
+    fingerprint: digest of the KV layout and the weights; only equals are paired. model: the served model's name.
+    weights_hash: of what the workers loaded, and files: digests of the small files that were beside it, by name; both empty
+    while it loads, and of a server that does not say them. note: what the operator should know, if anything.
     """
 
     name: str
@@ -180,6 +184,9 @@ class ServerHello(Struct, frozen=True):
     max_tokens_in_pool: int
     link_address: str
     load: LoadReport
+    weights_hash: str = ""
+    files: dict[str, str] = {}
+    note: str = ""
 
 
 RouterMessage = StartLeg | AbortLeg

@@ -75,7 +75,9 @@ def weights_hash(module: torch.nn.Module, config_digest: str, eos_token_ids: Seq
     named = sorted((name, each) for name, each in module.state_dict().items() if isinstance(each, torch.Tensor))
     digest = hashlib.sha256(f"1 {config_digest} {tuple(eos_token_ids)}".encode())
     with ThreadPoolExecutor(max(1, threads)) as pool:
-        hashes = iter(list(pool.map(_hash_segment, (part for _, tensor in _distinct(named) for part in _segments(tensor)))))
+        hashes = iter(
+            list(pool.map(_hash_segment, (part for _, tensor in _distinct(named) for part in _segments(tensor))))
+        )
     known: dict[tuple[object, ...], bytes] = {}
     for _, tensor in _distinct(named):
         known[_place(tensor)] = b"".join(next(hashes) for _ in _segments(tensor))
@@ -105,7 +107,7 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _segments(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Its bytes in order, SEGMENT_BYTES at a time."""
-    yield from tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(SEGMENT_BYTES)
+    yield from torch.split(tensor.detach().contiguous().reshape(-1).view(torch.uint8), SEGMENT_BYTES)
 
 
 def _hash_segment(part: torch.Tensor) -> bytes:

@@ -202,7 +202,9 @@ def _check_config_file(model_dir: Path, files: ModelFiles) -> dict[str, Any]:
     config = files.json(CONFIG)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(f"{path}: model_type {str(model_type)[:80]!r} is not served; served are {', '.join(sorted(FAMILIES))}")
+        raise ConfigError(
+            f"{path}: model_type {str(model_type)[:80]!r} is not served; served are {', '.join(sorted(FAMILIES))}"
+        )
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(f"{path}: transformers {transformers.__version__} does not know model_type {model_type!r}")
     if not config.get("num_attention_heads") and model_type not in ATTENTION_FREE:

@@ -15,6 +15,7 @@ from disagg.config.tree import Config, ModelConfig
 from disagg.convert.inspect import inspect_model
 from disagg.router.grpc_service import InferenceService
 from disagg.router.service import Router
+from disagg.text.model_files import ModelFiles
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import ConfigError
 from disagg.wire.services import INFERENCE, Health, enable_reflection, inference_handler, make_server
@@ -53,15 +54,20 @@ class RunningRouter:
         await self._server.stop(_GOODBYE_S)
 
 
-async def run_router(config: Config, model_dir: Path, *, registry: CollectorRegistry) -> RunningRouter:
-    """Loads the tokenizer, dials the servers and listens. Raises ConfigError."""
-    tokenizer = await asyncio.to_thread(Tokenizer.load, model_dir)
+async def run_router(
+    config: Config, model_dir: Path, *, registry: CollectorRegistry, files: ModelFiles | None = None
+) -> RunningRouter:
+    """Loads the tokenizer, dials the servers and listens. Raises ConfigError. files: of model_dir, if they were read."""
+    if files is None:
+        files = await asyncio.to_thread(ModelFiles.read, model_dir)
+    tokenizer = await asyncio.to_thread(Tokenizer.of, files)
     router = Router(
         config,
         tokenizer,
         model_name=config.model.public_name,
         max_model_len=max_model_len(config.model, model_dir),
         registry=registry,
+        files=files.digests(),
     )
     server = make_server(inference_handler(InferenceService(router)))
     health = Health(server, (INFERENCE,))

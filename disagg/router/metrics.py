@@ -45,6 +45,9 @@ class RouterMetrics:
         )
         self.running = Gauge("disagg_router_running", "Requests dispatched and not finished", registry=registry)
         self.waiting = Gauge("disagg_router_waiting", "Requests waiting for a place or a server", registry=registry)
+        self.mismatched = Gauge(
+            "disagg_router_servers_mismatched", "Servers whose model files are not this router's", registry=registry
+        )
         self.attempts = Counter(
             "disagg_router_attempts", "Dispatches, by what made them necessary", ["cause"], registry=registry
         )

@@ -21,13 +21,15 @@ Rank = tuple[float, ...]
 class RequestFacts(Struct, frozen=True):
     """What a policy may know of a request. Tokens: to be computed by prefill; the most that decode has to hold.
 
-    serial: which request of this router it is, from 0.
+    serial: which request of this router it is, from 0. weights: of which tokens were accepted, so that only they may give
+    the rest; empty while there are none.
     """
 
     prefill_tokens: int
     total_tokens: int
     choices: int = 1
     serial: int = 0
+    weights: str = ""
 
 
 class Policy(Protocol):
@@ -84,12 +86,12 @@ def pick_pair(
     """
     layouts: dict[tuple[str, str], tuple[list[ServerView], list[ServerView]]] = {}
     for server in view.servers:
-        if server.usable and server.hello is not None:
+        if server.usable and server.hello is not None and facts.weights in ("", server.weights):
             layout = layouts.setdefault((server.hello.fingerprint, server.hello.model), ([], []))
             layout[server.role is Role.DECODE].append(server)
     whole = [(prefills, decodes) for prefills, decodes in layouts.values() if prefills and decodes]
     if not whole:
-        return NoPair(_why_none(view))
+        return NoPair(_why_none(view, facts.weights))
 
     best: tuple[tuple[object, ...], ServerView, ServerView] | None = None
     for all_prefills, all_decodes in whole:
@@ -121,7 +123,10 @@ def pick_pair(
         return NoPair(NoPairReason.TOO_LARGE, limit_tokens=limit)
     _, prefill, decode = best
     return Pair(
-        prefill=prefill.peer_ref, decode=decode.peer_ref, max_total_tokens=min(_length(prefill), _limit(decode))
+        prefill=prefill.peer_ref,
+        decode=decode.peer_ref,
+        max_total_tokens=min(_length(prefill), _limit(decode)),
+        weights=prefill.weights,
     )
 
 
@@ -146,10 +151,21 @@ def _limit(server: ServerView) -> int:
     return min(server.hello.max_model_len, server.hello.max_tokens_in_pool)
 
 
-def _why_none(view: ClusterView) -> NoPairReason:
+def _why_none(view: ClusterView, weights: str) -> NoPairReason:
+    """weights: as in RequestFacts."""
     roles = {server.role for server in view.servers}
-    if len(roles) == len(Role) and all(server.usable for server in view.servers):
-        return NoPairReason.NO_COMPATIBLE
+    settled = len(roles) == len(Role) and all(server.usable or server.mismatched for server in view.servers)
+    if weights and any(_all_have_others(view, role, weights) for role in roles):
+        return NoPairReason.OTHER_WEIGHTS
+    if settled:
+        mismatched = any(server.mismatched for server in view.servers)
+        return NoPairReason.MISMATCH if mismatched else NoPairReason.NO_COMPATIBLE
     if any(view.state(server) is ServerState.LOADING for server in view.servers):
         return NoPairReason.LOADING
     return NoPairReason.EMPTY_POOL
+
+
+def _all_have_others(view: ClusterView, role: Role, weights: str) -> bool:
+    """Every server of a role is known to have other weights. One that loads or is lost may come with these again."""
+    servers = view.of_role(role)
+    return all((server.usable or server.mismatched) and server.weights != weights for server in servers)

@@ -11,6 +11,7 @@ An *attempt* sends its legs to one pair, one leg per trunk (see `LegKey`). Rules
 - A replay takes all unfinished choices, grouped by equal outputs, and retires the whole attempt. Tokens accepted stay.
 - Where the KV did not come over and the decode server is well, the next attempt prefers that server: what landed is in its
   prefix cache, and shortens the next transfer.
+- Once a token is accepted, only servers with the weights that gave it may give the rest.
 - What prefill gave back unstarted does not count as an attempt.
 - A request that was present when two worker groups died is poison: it is not tried a third time.
 """
@@ -252,11 +253,13 @@ class RequestMachine:
     def facts(self) -> RequestFacts:
         unfinished = self.table.unfinished()
         prompt = len(self.prompt_token_ids)
+        begun = self.pair is not None and any(self.table.token_ids(choice) for choice in range(self.params.n))
         return RequestFacts(
             prefill_tokens=prompt + max((len(self.table.token_ids(choice)) for choice in unfinished), default=0),
             total_tokens=prompt + max(1, self.params.max_tokens),
             choices=max(1, len(unfinished)),
             serial=self._serial,
+            weights=self.pair.weights if begun and self.pair is not None else "",
         )
 
     @property
@@ -308,6 +311,7 @@ class RequestMachine:
                     peer=peer,
                     deadline_s=max(0.001, self._deadline_s - event.now_s),
                     cache_salt=self._cache_salt,
+                    incarnation=server.incarnation,
                 )
                 sends.append(Send(server.name, leg))
         begun = Attempted(self.attempt, pair, self._cause, prefill_tokens, len(self.table.unfinished()))
@@ -315,8 +319,10 @@ class RequestMachine:
 
     def _no_pair(self, event: NoPairFound) -> list[Instruction]:
         no_pair = event.no_pair
-        if no_pair.reason is NoPairReason.NO_COMPATIBLE:
+        if no_pair.reason in (NoPairReason.NO_COMPATIBLE, NoPairReason.MISMATCH):
             return self._fail(NoCompatiblePeer(no_pair.reason.value))
+        if no_pair.reason is NoPairReason.OTHER_WEIGHTS:
+            return self._fail(RequestFailed(f"the answer cannot be continued: {no_pair.reason.value}"))
         if no_pair.reason is NoPairReason.TOO_LARGE and self.attempt == 0:
             prompt, asked = len(self.prompt_token_ids), max(1, self.params.max_tokens)
             return self._fail(

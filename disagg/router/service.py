@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -57,7 +57,7 @@ from disagg.router.request import (
     VerdictTimeout,
 )
 from disagg.router.requests import Finished, GenerateRequest, Started, Update, Usage
-from disagg.router.streams import Dialer, ServerStream
+from disagg.router.streams import NO_FILES, Dialer, ServerStream
 from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import (
@@ -132,7 +132,9 @@ class Router:
         dial: Dialer = dial_server,
         clock: Callable[[], float] = time.monotonic,
         linger_s: float = LINGER_S,
+        files: Mapping[str, str] = NO_FILES,
     ) -> None:
+        """files: digests of the files that the tokenizer and the chat template come from, by name."""
         self._config = config.router
         self._tokenizer = tokenizer
         self._model_name = model_name
@@ -154,6 +156,7 @@ class Router:
                 dial=dial,
                 owner=self,
                 clock=clock,
+                files=files,
             )
             for ref in self._config.servers
         }
@@ -173,6 +176,8 @@ class Router:
         self._changed: list[Callable[[], None]] = []
         self._metrics.running.set_function(lambda: self._inflight)
         self._metrics.waiting.set_function(lambda: len(self._waiting))
+        self._metrics.mismatched.set_function(lambda: sum(server.mismatched for server in self._view().servers))
+        self._weights: frozenset[str] = frozenset()  # of all servers, when last heard
 
     # ---- life
 
@@ -480,6 +485,14 @@ class Router:
     # ---- streams call these
 
     def server_changed(self, name: str) -> None:
+        weights = frozenset(s.hello.weights_hash for s in self._streams.values() if s.hello is not None) - {""}
+        if len(weights) > 1 and weights != self._weights:
+            logger.warning(
+                "servers of %s have different weights (%s): only equals are paired, and answers depend on which are taken",
+                self._model_name,
+                ", ".join(sorted(each[:12] for each in weights)),
+            )
+        self._weights = weights
         self._pump_soon()
         self._notify()
 
@@ -706,4 +719,6 @@ def _server_status(server: ServerView, view: ClusterView) -> dict[str, Any]:
         "incarnation": hello.incarnation if hello is not None else "",
         "connected": server.connected,
         "error": server.error,
+        "weights": hello.weights_hash if hello is not None else "",
+        "reason": server.reason,
     }

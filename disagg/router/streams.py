@@ -14,14 +14,16 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from disagg.config.tree import ServerRef
 from disagg.messages.channel import FRAME_MESSAGES, Frame, ReliableChannel
 from disagg.messages.legs import LoadReport, RouterMessage, ServerHello, ServerMessage, StartLeg
 from disagg.router.view import CachedPages, ServerView
+from disagg.text.model_files import differing
 from disagg.types.errors import ProtocolError, Unavailable
 from disagg.types.ids import Role, ServerName
 from disagg.wire.server import RouterHello, ServerSays
@@ -34,6 +36,7 @@ REFUSED_TWICE_WITHIN_S = 0.5
 TICK_S = 0.1  # how soon frames are acknowledged and overdue ones are noticed
 FRESH_HEARTBEATS = 3.0
 FRAME_TOKENS = 1 << 20  # of prompts in one frame, unless a single one has more
+NO_FILES: Mapping[str, str] = MappingProxyType({})
 
 
 class Connection(Protocol):
@@ -88,7 +91,9 @@ class ServerStream:
         dial: Dialer,
         owner: StreamOwner,
         clock: Callable[[], float],
+        files: Mapping[str, str] = NO_FILES,
     ) -> None:
+        """files: digests of what this router makes tokens and text with, by name."""
         self.name = ServerName(ref.name)
         self.role = Role(ref.role)
         self.address = ref.address
@@ -99,6 +104,8 @@ class ServerStream:
         self.lost = False
         self.error = ""
         self.name_taken = False  # which is what `error` says, then
+        self.differing: tuple[str, ...] = ()
+        self._files = files
         self._model = model
         self._router_name = router_name
         self._router_incarnation = router_incarnation
@@ -163,6 +170,7 @@ class ServerStream:
             outstanding_choices=outstanding_choices,
             cached=self.cached,
             error=self.error,
+            differing=self.differing,
         )
 
     # ---- dialling
@@ -322,6 +330,7 @@ class ServerStream:
     def _greeted(self, hello: ServerHello) -> None:
         before, self.hello, self.load = self.hello, hello, hello.load
         was_lost, self.lost = self.lost, False
+        self._compare_files(hello)
         if before is None or before.incarnation != hello.incarnation:
             self.cached.clear()
         if before is None or was_lost or not before.incarnation:  # it has none while it loads
@@ -329,6 +338,20 @@ class ServerStream:
         if before.incarnation != hello.incarnation:
             crashed = before.pid == hello.pid
             self._report(before.incarnation, crashed, f"it came back as another incarnation, {hello.incarnation}")
+
+    def _compare_files(self, hello: ServerHello) -> None:
+        """A router never loads its files again, so that no request is of two tokenizers: it says what has to be done."""
+        before, self.differing = self.differing, differing(self._files, hello.files)
+        if self.differing and self.differing != before:
+            logger.error(
+                "server %s (incarnation %s) is not used: its %s is not what this router has loaded; restart whichever of the "
+                "two has the old files",
+                self.name,
+                hello.incarnation,
+                ", ".join(self.differing),
+            )
+        elif before and not self.differing:
+            logger.info("server %s has the same model files as this router again", self.name)
 
     def _forgotten(self, hello: ServerHello) -> None:
         """The server does not know our channel. If it is the incarnation that we knew, our legs there are gone too."""

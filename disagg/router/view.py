@@ -2,9 +2,10 @@
 
 A server's state is the router's judgement over what the server said and whether it can be heard:
 
-    never heard                         loading
-    lost (lease over, refused, ...)     dead
-    it said loading or draining         that
+    never heard                                loading
+    lost (lease over, refused, ...)            dead
+    it said loading or draining                that
+    its model's files are not the router's     mismatch
     it said ready, and a ready server of the other role has the same fingerprint and model    ready
     it said ready, and there is none    no-peer
 """
@@ -55,8 +56,9 @@ class ServerView(Struct, frozen=True, kw_only=True):
     """One configured server. hello, load: its latest, None when it was never heard.
 
     connected: its stream is up. lost: given up by the router. fresh: heard within the last few heartbeats.
-    outstanding_prompt_tokens, outstanding_choices: what this router sent it and does not know to be done. cached: the one
-    part that is not frozen, because it is too large to be copied for each decision.
+    outstanding_prompt_tokens, outstanding_choices: what this router sent it and does not know to be done. differing: which
+    of its model's files are not those that this router makes tokens and text with. cached: the one part that is not frozen,
+    because it is too large to be copied for each decision.
     """
 
     name: ServerName
@@ -71,10 +73,37 @@ class ServerView(Struct, frozen=True, kw_only=True):
     outstanding_choices: int = 0
     cached: CachedPages = field(default_factory=CachedPages)
     error: str = ""
+    differing: tuple[str, ...] = ()
 
     @property
     def said_ready(self) -> bool:
+        """It is ready, and its model is the one that this router's text is of."""
+        return self._ready and not self.differing
+
+    @property
+    def mismatched(self) -> bool:
+        """It would be ready but for its model's files."""
+        return self._ready and bool(self.differing)
+
+    @property
+    def _ready(self) -> bool:
         return not self.lost and self.hello is not None and self.load is not None and self.load.state in _READY
+
+    @property
+    def weights(self) -> str:
+        """What tokens of one answer must have in common; of a server that does not say it, all that it has in common."""
+        assert self.hello is not None
+        return self.hello.weights_hash or self.hello.fingerprint
+
+    @property
+    def reason(self) -> str:
+        """What the operator should know, if anything."""
+        if self.differing:
+            return (
+                f"its {', '.join(self.differing)} is not what this router has loaded, so nothing is sent to it; restart "
+                "whichever of the two has the old files"
+            )
+        return self.hello.note if self.hello is not None else ""
 
     @property
     def usable(self) -> bool:
@@ -105,6 +134,8 @@ class ClusterView(Struct, frozen=True):
             return ServerState.LOADING
         if server.load.state not in _READY:
             return server.load.state
+        if server.differing:
+            return ServerState.MISMATCH
         if any(other.said_ready and server.fits(other) for other in self.servers):
             return ServerState.READY
         return ServerState.NO_PEER
@@ -120,11 +151,13 @@ class ClusterView(Struct, frozen=True):
 
 
 class Pair(Struct, frozen=True):
-    """Where one attempt runs. max_total_tokens: the longest prompt plus output that the decode server can hold."""
+    """Where one attempt runs. max_total_tokens: the longest prompt plus output that the decode server can hold. weights:
+    of both servers, as ServerView.weights."""
 
     prefill: PeerRef
     decode: PeerRef
     max_total_tokens: int
+    weights: str = ""
 
 
 class NoPairReason(enum.Enum):
@@ -133,6 +166,10 @@ class NoPairReason(enum.Enum):
     LOADING = "servers are still loading"
     EMPTY_POOL = "no server of one role is ready"
     NO_COMPATIBLE = "prefill and decode servers are ready, but their KV layouts or models differ"
+    MISMATCH = (
+        "servers have loaded another tokenizer, chat template or configuration than this router; see their reasons"
+    )
+    OTHER_WEIGHTS = "every server has other weights now than those that the answer was begun with"
     NO_PLACE = "the router is at its limit of requests in flight"
     TOO_LARGE = "no pair can hold a request of this length"
 

@@ -24,7 +24,7 @@ class Exporter:
     """`export` often; `retire` a tally when its engine ends, so that counters never go back."""
 
     def __init__(self, metrics: EngineMetrics, registry: CollectorRegistry) -> None:
-        self._metrics = metrics
+        self.metrics = metrics
         self._seen: dict[str, float] = {}
         self._steps_after_abort = Gauge(
             "disagg_steps_after_abort", "Most steps in which an aborted leg was still computed", registry=registry
@@ -38,7 +38,7 @@ class Exporter:
         router_expiries: int,
         link_expiries: int,
     ) -> None:
-        metrics = self._metrics
+        metrics = self.metrics
         metrics.requests_running.set(load.running)
         metrics.requests_waiting.set(load.waiting)
         metrics.set_memory(load.memory)
@@ -57,7 +57,7 @@ class Exporter:
             del self._seen[name]
 
     def _tally(self, tally: Tally) -> None:
-        metrics = self._metrics
+        metrics = self.metrics
         for counter, name, value in (
             (metrics.engine_steps, "steps", tally.steps),
             (metrics.prefill_tokens, "prefill", tally.prefill_tokens),

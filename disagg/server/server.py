@@ -71,6 +71,7 @@ from disagg.server.device import (
     ucx_choice,
 )
 from disagg.server.exporter import Exporter
+from disagg.server.identity import SHOWN_DIGITS, ModelIdentity, changed, disagreement, identity_of
 from disagg.server.links import Links
 from disagg.server.pids import host_id, started
 from disagg.server.routers import RouterStreams
@@ -91,6 +92,7 @@ RESTART_MOST_S = 10.0
 STEADY_S = 30.0  # up for this long: the next restart is quick again
 BARRIER_S = 30.0
 DUMP_S = 5.0
+NOTE_CHARS = 1000  # of what routers are told for the operator
 GEMV_COPY_BYTES = 2 << 30  # a decode server on CPU keeps two copies of weights up to this size
 
 
@@ -104,6 +106,8 @@ class Server:
         self._name = config.server.name or f"{role.value}-0"
         self._state = ServerState.LOADING
         self._facts: ModelFacts | None = None
+        self._identity: ModelIdentity | None = None  # of the last group that came up
+        self._note = ""  # what the operator should know of this server
         self._model_dir = Path()
         self._device: Device = "cpu"
         self._max_model_len = 0
@@ -213,6 +217,15 @@ class Server:
                 reason = await self._group.wait_lost()
             except GroupLost as error:
                 reason = str(error)
+                self._note = f"its workers could not start: {reason}"[:NOTE_CHARS]
+            except ConfigError as error:
+                if self._identity is None:
+                    raise
+                # It worked before, so it is what the model's files have become, perhaps for a moment while they are replaced.
+                reason = str(error)
+                self._note = f"the model in {self._model_dir} could be served before, and cannot now: {reason}"[
+                    :NOTE_CHARS
+                ]
             logger.error("the workers of %s are lost: %s", self._name, reason)
             await health.set_serving(False)
             await self._take_down(reason)
@@ -224,13 +237,17 @@ class Server:
     def _find_model(self) -> None:
         model = self._config.model
         self._model_dir = resolve(model.name, Path(model.cache_dir).expanduser())
+        self._inspect_model()
+
+    def _inspect_model(self) -> None:
+        """What the files say now; again for every group, since they may have been replaced. Raises ConfigError."""
         self._facts = inspect_model(self._model_dir)
         tp = self._config.server.tp
         try:
             check_heads(tp, self._facts.num_heads, self._facts.num_kv_heads)
         except SliceError as error:
             raise ConfigError(f"server.tp = {tp}: {error}") from error
-        self._max_model_len = _model_len(model.max_model_len, self._facts.max_model_len)
+        self._max_model_len = _model_len(self._config.model.max_model_len, self._facts.max_model_len)
 
     def _find_device(self) -> None:
         """What the configuration leaves to the device is decided here. Raises ConfigError for what does not go with it."""
@@ -242,6 +259,8 @@ class Server:
     async def _bring_up(self) -> None:
         """Start a new incarnation: processes, model, pool, transfer agents, engine; then READY."""
         config = self._config
+        if self._identity is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._inspect_model)
         assert self._facts is not None
         try:
             group = WorkerGroup(
@@ -268,9 +287,10 @@ class Server:
             meet_s=timeout_s,
             collective_s=config.worker.step_deadline_s,
         )
-        loaded = await group.call(load, timeout_s)
+        loaded = [rank for rank in await group.call(load, timeout_s) if isinstance(rank, Loaded)]
+        if why := disagreement(loaded):
+            raise GroupLost(why)
         first = loaded[0]
-        assert isinstance(first, Loaded)
         groups = tuple(layers.keeping_all() for layers in first.groups) if config.engine.keep_windows else first.groups
         on_rank = tuple(layers.on_rank(config.server.tp) for layers in groups)
         self._check_pieces(on_rank)
@@ -301,7 +321,7 @@ class Server:
             layout=layout,
             num_large=num_large,
             prefix_cache=config.engine.prefix_cache,
-            cache_root=f"{self._facts.weights_hash} {dtype}",
+            cache_root=f"{first.weights_hash} {dtype}",
             max_slots=config.engine.max_running,
             chunk_tokens=config.engine.chunk_tokens,
             max_model_len=self._max_model_len,
@@ -321,23 +341,32 @@ class Server:
         )
         fingerprint = Fingerprint(
             PROTOCOL_VERSION,
-            self._facts.weights_hash,
+            first.weights_hash,
             config.engine.page_tokens,
             config.engine.checkpoint_tokens,
             groups,
         )
         self._fingerprint = fingerprint.digest()
+        self._take_identity(identity_of(first))
         self._engine = DecodeEngine(facts) if self._role is Role.DECODE else PrefillEngine(facts)
         self._state = ServerState.DRAINING if self._stop.is_set() else ServerState.READY
         self._routers.announce()
         logger.info(
-            "%s is ready: incarnation %s, %s in %s, model loaded in %.1f s",
+            "%s is ready: incarnation %s, %s in %s, weights %s, model loaded in %.1f s",
             self._name,
             group.incarnation,
             self._facts.model_type,
             dtype,
+            first.weights_hash[:SHOWN_DIGITS],
             first.load_s,
         )
+
+    def _take_identity(self, identity: ModelIdentity) -> None:
+        if change := changed(str(self._model_dir), self._identity, identity):
+            logger.error("%s: %s", self._name, change)
+            self._exporter.metrics.model_changes.inc()
+        self._note = change[:NOTE_CHARS]
+        self._identity = identity
 
     def _open_transfer(self, incarnation: str) -> OpenTransfer:
         """An arena for what lands, or gather buffers for what leaves."""
@@ -452,7 +481,7 @@ class Server:
         now = time.monotonic()
         match message:
             case StartLeg():
-                if engine is None or self._state is not ServerState.READY:
+                if engine is None or self._state is not ServerState.READY or not self._is_meant(message):
                     self._refuse(router, message)
                     return
                 logger.info("leg begins: %d tokens", len(message.token_ids), extra=_log_of(message.key))
@@ -463,9 +492,14 @@ class Server:
                 elif engine is not None:
                     self._do(engine.abort_leg(message, now))
 
+    def _is_meant(self, start: StartLeg) -> bool:
+        """Not by a router that has not heard of our new workers yet, whose model may be another."""
+        return self._group is not None and start.incarnation in ("", self._group.incarnation)
+
     def _refuse(self, router: int, start: StartLeg) -> None:
         """Not begun, so given back: it costs the request no attempt."""
-        self._routers.tell(router, LegEnd(start.key, Outcome.GIVEN_BACK, f"{self._name} is {self._state.value}"))
+        why = "has other workers now" if self._state is ServerState.READY else f"is {self._state.value}"
+        self._routers.tell(router, LegEnd(start.key, Outcome.GIVEN_BACK, f"{self._name} {why}"))
         self._routers.flush()
 
     def _lease_end(self, router: int, reason: str) -> None:
@@ -592,6 +626,9 @@ class Server:
             max_tokens_in_pool=engine.max_tokens_in_pool if engine is not None else 0,
             link_address=self._link_address,
             load=self._load(),
+            weights_hash=self._identity.weights_hash if engine is not None and self._identity is not None else "",
+            files=dict(self._identity.files) if engine is not None and self._identity is not None else {},
+            note=self._note,
         )
 
     def _load(self) -> LoadReport:

@@ -48,6 +48,9 @@ class EngineMetrics:
         self.step_seconds = Histogram(
             "disagg_step_seconds", "Computing one step, on rank 0", buckets=STEP_SECONDS, registry=registry
         )
+        self.model_changes = Counter(
+            "disagg_model_changes", "Times that workers came up with another model than those before", registry=registry
+        )
         self.router_messages = Counter(
             "disagg_router_messages", "Frames with tokens sent to routers", registry=registry
         )

@@ -33,7 +33,9 @@ LIMITS: Final[Mapping[str, int]] = MappingProxyType(
         CHAT_TEMPLATE: 1 << 20,
     }
 )
-_OF_TEXT: Final = frozenset({TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE})  # a directory of weights alone has none of them
+_OF_TEXT: Final = frozenset(
+    {TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE}
+)  # a directory of weights alone has none of them
 
 
 @dataclass(frozen=True, slots=True)

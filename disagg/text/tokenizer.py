@@ -16,7 +16,6 @@ from disagg.text.decoders import StagedDecoder, byte_level_bytes, byte_of, stage
 from disagg.text.model_files import CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, ModelFiles, token_content
 from disagg.types.errors import ConfigError
 
-
 MAX_VOCAB_SIZE = 1 << 24  # the largest known has a million ids
 
 

@@ -66,7 +66,7 @@ OUTCOME_FROM_PROTO = {int(v): k for k, v in OUTCOME_TO_PROTO.items()}
 ROLE_TO_PROTO = {Role.PREFILL: pb.server.ROLE_PREFILL, Role.DECODE: pb.server.ROLE_DECODE}
 ROLE_FROM_PROTO = {int(v): k for k, v in ROLE_TO_PROTO.items()}
 
-# ServerState.DEAD has no row: a server never says it of itself.
+# ServerState.DEAD and MISMATCH have no row: a server never says them of itself.
 STATE_TO_PROTO = {
     ServerState.LOADING: pb.server.SERVER_STATE_LOADING,
     ServerState.READY: pb.server.SERVER_STATE_READY,
@@ -74,6 +74,10 @@ STATE_TO_PROTO = {
     ServerState.DRAINING: pb.server.SERVER_STATE_DRAINING,
 }
 STATE_FROM_PROTO = {int(v): k for k, v in STATE_TO_PROTO.items()}
+
+
+MAX_MODEL_FILES = 64
+MAX_NOTE_CHARS = 4096
 
 
 class RouterHello(Struct, frozen=True):
@@ -171,6 +175,7 @@ def _fill_start_leg(out: pb.server.StartLeg, leg: StartLeg) -> None:
     out.peer.incarnation = leg.peer.incarnation
     out.deadline_s = leg.deadline_s
     out.cache_salt = leg.cache_salt
+    out.incarnation = leg.incarnation
 
 
 def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
@@ -196,6 +201,7 @@ def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
         peer=PeerRef(name=message.peer.name, address=message.peer.address, incarnation=message.peer.incarnation),
         deadline_s=read_seconds(message, "deadline_s"),
         cache_salt=message.cache_salt,
+        incarnation=message.incarnation,
     )
 
 
@@ -348,6 +354,10 @@ def _fill_server_hello(out: pb.server.ServerHello, hello: ServerHello) -> None:
     out.max_tokens_in_pool = hello.max_tokens_in_pool
     out.link_address = hello.link_address
     _fill_load(out.load, hello.load)
+    out.weights_hash = hello.weights_hash
+    for name, sha256 in hello.files.items():
+        out.files.add(name=name, sha256=sha256)
+    out.note = hello.note
 
 
 def _read_server_hello(message: pb.server.ServerHello) -> ServerHello:
@@ -355,6 +365,10 @@ def _read_server_hello(message: pb.server.ServerHello) -> ServerHello:
     if not message.name:
         refuse(message, "name", "is empty")
     require(message, "load")
+    if len(message.files) > MAX_MODEL_FILES:
+        refuse(message, "files", f"has {len(message.files)} entries; at most {MAX_MODEL_FILES} are read")
+    if len(message.note) > MAX_NOTE_CHARS:
+        refuse(message, "note", f"has {len(message.note)} characters; at most {MAX_NOTE_CHARS} are read")
     return ServerHello(
         name=message.name,
         role=read_enum(message, "role", ROLE_FROM_PROTO),
@@ -368,6 +382,9 @@ def _read_server_hello(message: pb.server.ServerHello) -> ServerHello:
         max_tokens_in_pool=message.max_tokens_in_pool,
         link_address=message.link_address,
         load=_read_load(message.load),
+        weights_hash=message.weights_hash,
+        files={file.name: file.sha256 for file in message.files},
+        note=message.note,
     )
 
 

@@ -29,6 +29,8 @@ def server(name: str, role: Role, state: ServerState = ServerState.READY, **chan
         max_tokens_in_pool=changes.pop("pool", 1000),
         link_address=f"{name}:1",
         load=load,
+        weights_hash=changes.pop("weights", ""),
+        note=changes.pop("note", ""),
     )
     made = ServerView(name=ServerName(name), role=role, address=f"{name}:1", hello=hello, load=load, connected=True)
     return replace(made, **changes)
@@ -135,3 +137,51 @@ def test_cached_pages_follow_what_the_server_says_group_by_group() -> None:
     cached.clear()
     assert cached.counts() == ()
     assert not cached.holds(1, b"c")
+
+
+def test_a_server_whose_files_are_not_the_routers_gets_nothing_and_says_why() -> None:
+    spoilt = d("d0", differing=("tokenizer.json",))
+    view = ClusterView((p("p0"), spoilt))
+    assert view.state(spoilt) is ServerState.MISMATCH
+    assert view.state(view.servers[0]) is ServerState.NO_PEER
+    assert not view.has_pair
+    assert "tokenizer.json" in spoilt.reason and "restart" in spoilt.reason
+    assert pick(*view.servers) == NoPair(NoPairReason.MISMATCH)
+    assert pick(p("p0"), spoilt, d("d1", ServerState.LOADING)) == NoPair(NoPairReason.LOADING)
+    assert pick(p("p0"), spoilt, d("d1")) == ("p0", "d1")
+    assert d("d0", note="other weights").reason == "other weights"
+
+
+def test_a_server_that_loads_is_not_said_to_have_other_files() -> None:
+    loading = d("d0", ServerState.LOADING, differing=("tokenizer.json",))
+    assert ClusterView((p("p0"), loading)).state(loading) is ServerState.LOADING
+
+
+def test_an_answer_that_has_begun_goes_on_with_the_same_weights_only() -> None:
+    begun = replace(FACTS, weights="old")
+    old = {"weights": "old", "fingerprint": "old f"}
+    new = {"weights": "new", "fingerprint": "new f"}
+    idle_new = (p("p1", **new), d("d1", **new))
+    busy_old = (p("p0", outstanding_prompt_tokens=99, **old), d("d0", outstanding_choices=9, **old))
+    assert pick(*busy_old, *idle_new) == ("p1", "d1")
+    assert pick(*busy_old, *idle_new, facts=begun) == ("p0", "d0")
+    assert pick(*busy_old, *idle_new, facts=begun, avoid=("p0", "d0")) == ("p0", "d0")
+    assert pick(*idle_new, facts=begun) == NoPair(NoPairReason.OTHER_WEIGHTS)
+    # One that loads, or is lost, may come back with the weights that are asked for.
+    assert pick(*idle_new, d("d0", ServerState.LOADING), facts=begun) == NoPair(NoPairReason.OTHER_WEIGHTS)
+    assert pick(
+        *idle_new, p("p0", ServerState.LOADING, **old), d("d0", ServerState.LOADING, **old), facts=begun
+    ) == NoPair(NoPairReason.LOADING)
+    assert pick(*idle_new, p("p0", lost=True), d("d0", **old), facts=begun) == NoPair(NoPairReason.EMPTY_POOL)
+
+
+def test_weights_need_not_be_paired_alike_to_be_the_same() -> None:
+    """Servers with another page size have another layout, and may go on with the answer as a pair."""
+    other_pages = {"weights": "w", "fingerprint": "other pages"}
+    assert pick(p("p0", **other_pages), d("d0", **other_pages), facts=replace(FACTS, weights="w")) == ("p0", "d0")
+
+
+def test_of_a_server_that_does_not_say_its_weights_all_must_be_the_same() -> None:
+    servers = (p("p0", fingerprint="f"), d("d0", fingerprint="f"))
+    assert pick(*servers, facts=replace(FACTS, weights="f")) == ("p0", "d0")
+    assert pick(*servers, facts=replace(FACTS, weights="g")) == NoPair(NoPairReason.OTHER_WEIGHTS)

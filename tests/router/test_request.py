@@ -18,8 +18,9 @@ from disagg.types.sampling import SamplingParams
 PROMPT = (1, 2, 3)
 
 
-def pair(prefill: str = "p0", decode: str = "d0") -> Pair:
-    return Pair(PeerRef(prefill, f"{prefill}:1", f"{prefill}-i"), PeerRef(decode, f"{decode}:1", f"{decode}-i"), 100)
+def pair(prefill: str = "p0", decode: str = "d0", weights: str = "w") -> Pair:
+    refs = (PeerRef(name, f"{name}:1", f"{name}-i") for name in (prefill, decode))
+    return Pair(*refs, max_total_tokens=100, weights=weights)
 
 
 def machine(n: int = 1, max_tokens: int = 8, **changes: Any) -> r.RequestMachine:
@@ -431,3 +432,33 @@ def test_whatever_happens_a_request_ends_once_with_a_right_prefix(data: st.DataO
     for choice in range(n):
         assert got[choice] == outputs[choice][: len(got[choice])]
     assert m.attempts_counted <= 3
+
+
+def test_a_leg_names_the_workers_that_it_is_meant_for() -> None:
+    sends = [i for i in machine().handle(r.PairPicked(pair(), 40.0)) if isinstance(i, r.Send)]
+    assert [(send.server, send.message.incarnation) for send in sends] == [("p0", "p0-i"), ("d0", "d0-i")]
+
+
+def test_weights_are_free_until_a_token_is_accepted_and_then_stay() -> None:
+    m = machine(n=2)
+    assert m.facts.weights == ""
+    m.handle(r.PairPicked(pair(weights="old"), 40.0))
+    assert m.facts.weights == ""
+    lost(m, "d0")
+    assert m.facts.weights == ""  # nothing was said: any model may answer
+    m.handle(r.PairPicked(pair(weights="new"), 41.0))
+    tokens(m, "p0", 1, 0, 7)
+    lost(m, "d0")
+    assert m.facts.weights == "new"  # for both choices: they are one answer
+    m.handle(r.PairPicked(pair(weights="new"), 42.0))
+    assert m.facts.weights == "new"
+
+
+def test_an_answer_that_no_server_can_continue_fails_and_says_so() -> None:
+    m = running()
+    tokens(m, "p0", 0, 0, 7)
+    lost(m, "d0")
+    error = failure(m.handle(r.NoPairFound(NoPair(NoPairReason.OTHER_WEIGHTS))))
+    assert isinstance(error, RequestFailed) and "other weights" in str(error)
+    error = failure(machine().handle(r.NoPairFound(NoPair(NoPairReason.MISMATCH))))
+    assert isinstance(error, NoCompatiblePeer) and "tokenizer" in str(error)

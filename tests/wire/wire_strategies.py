@@ -79,6 +79,7 @@ def start_legs(draw):
         peer=draw(st.builds(legs.PeerRef, text, text, text)),
         deadline_s=draw(seconds),
         cache_salt=draw(text),
+        incarnation=draw(text),
     )
 
 
@@ -96,14 +97,23 @@ def leg_tokens(draw):
     )
 
 
-states = st.sampled_from([state for state in legs.ServerState if state is not legs.ServerState.DEAD])
+verdicts = {legs.ServerState.DEAD, legs.ServerState.MISMATCH}  # of routers
+states = st.sampled_from([state for state in legs.ServerState if state not in verdicts])
 group_memories = st.builds(legs.GroupMemory, text, text, u64, u64, u64, u64)
 memories = st.builds(legs.MemoryReport, text, u64, u64, u64, u64, u64, tuples(group_memories))
 loads = st.builds(legs.LoadReport, states, u32, u32, u64, u64, u64, u64, st.none() | memories)
 cached_pages = tuples(st.tuples(u32, st.binary(max_size=36)))
 kv_updates = st.builds(KvUpdate, st.builds(legs.KvEvents, cached_pages, cached_pages), st.booleans())
 server_hellos = st.builds(
-    legs.ServerHello, name, st.sampled_from(Role), u32, u32, tuples(u32), text, text, text, u32, u64, text, loads
+    legs.ServerHello,
+    name,
+    st.sampled_from(Role),
+    u32,
+    u32,
+    tuples(u32),
+    *(text, text, text, u32, u64, text, loads, text),
+    st.dictionaries(name, text, max_size=3),
+    text,
 )
 router_hellos = st.builds(RouterHello, name, name, name, u64, text)
 attach_replies = st.builds(AttachReply, u64, st.booleans())

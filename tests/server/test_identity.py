@@ -1,0 +1,101 @@
+"""What a worker group has loaded, and what is said when it is not what it should be."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from msgspec.structs import replace
+
+from disagg.config.tree import Config
+from disagg.messages.control import Loaded
+from disagg.messages.layout import LayerGroup
+from disagg.messages.legs import LegEnd, Outcome, PeerRef, ServerState, StartLeg
+from disagg.server.identity import ModelIdentity, changed, disagreement, identity_of
+from disagg.server.server import Server
+from disagg.types.ids import LegKey, Role
+from disagg.types.sampling import SamplingParams
+
+GROUPS = (LayerGroup("full", (0,), 1, 8, "float32"),)
+LOADED = Loaded(0, GROUPS, 10, 100, (2,), 0.5, "a" * 64, {"config.json": "c", "tokenizer.json": "t"})
+IDENTITY = identity_of(LOADED)
+
+
+def test_ranks_that_loaded_one_model_are_a_group_however_long_it_took() -> None:
+    assert disagreement([LOADED, replace(LOADED, rank=1, load_s=9.0)]) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weights_hash": "b" * 64}, "weights aaaaaaaaaaaa and bbbbbbbbbbbb"),
+        ({"files": {"config.json": "c", "tokenizer.json": "u"}}, "tokenizer.json"),
+        ({"files": {"config.json": "c"}}, "tokenizer.json"),
+        ({"eos_token_ids": (3,)}, "different things"),
+    ],
+    ids=["weights", "tokenizer", "no tokenizer", "eos"],
+)
+def test_ranks_that_loaded_different_models_are_named(change: dict[str, object], said: str) -> None:
+    ranks = [LOADED, replace(LOADED, rank=1), replace(LOADED, rank=2, **change)]
+    assert "ranks 0 and 2" in disagreement(ranks)
+    assert said in disagreement(ranks)
+
+
+def test_only_another_model_than_before_is_said() -> None:
+    assert changed("/m", None, IDENTITY) == ""
+    assert changed("/m", IDENTITY, IDENTITY) == ""
+    other = ModelIdentity("b" * 64, IDENTITY.files)
+    said = changed("/m", IDENTITY, other)
+    assert "/m" in said and "aaaaaaaaaaaa and bbbbbbbbbbbb" in said
+    said = changed("/m", IDENTITY, ModelIdentity(IDENTITY.weights_hash, {"config.json": "c", "tokenizer.json": "u"}))
+    assert "tokenizer.json" in said and "weights" not in said
+
+
+class _Group:
+    incarnation = "new"
+
+
+def ready_server(monkeypatch: pytest.MonkeyPatch) -> tuple[Server, list[LegEnd], list[StartLeg]]:
+    """A server whose engine and routers only remember."""
+    made = Server(Config(), Role.PREFILL, lambda: None)
+    ends: list[LegEnd] = []
+    started: list[StartLeg] = []
+
+    class _Engine:
+        def start_leg(self, _router: int, leg: StartLeg, *_now: float) -> list[object]:
+            started.append(leg)
+            return []
+
+    monkeypatch.setattr(made, "_state", ServerState.READY)
+    monkeypatch.setattr(made, "_group", _Group())
+    monkeypatch.setattr(made, "_engine", _Engine())
+    monkeypatch.setattr(made, "_do", lambda instructions: None)
+    monkeypatch.setattr(made._routers, "tell", lambda router, message: ends.append(message))
+    return made, ends, started
+
+
+async def test_a_leg_that_was_meant_for_earlier_workers_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router repeats what a broken stream lost: by then the workers may have another model."""
+    server, ends, started = ready_server(monkeypatch)
+    params = SamplingParams(max_tokens=1)
+    leg = StartLeg(LegKey("r", 1, 0), (1,), 1, params, (0,), PeerRef("d0", "d0:1", "i"), 9.0, incarnation="old")
+    server._router_message(0, leg)
+    assert [end.outcome for end in ends] == [Outcome.GIVEN_BACK] and "other workers" in ends[0].reason
+    assert started == []
+    for meant in ("new", ""):  # a router of an older version does not say it
+        server._router_message(0, replace(leg, incarnation=meant))
+    assert len(started) == 2 and len(ends) == 1
+
+
+async def test_another_model_after_a_restart_is_logged_counted_and_told_to_routers(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _, _ = ready_server(monkeypatch)
+    server._take_identity(IDENTITY)
+    server._take_identity(IDENTITY)
+    assert server._note == "" and not caplog.records
+    with caplog.at_level(logging.ERROR):
+        server._take_identity(ModelIdentity("b" * 64, IDENTITY.files))
+    assert "aaaaaaaaaaaa and bbbbbbbbbbbb" in caplog.text
+    assert "aaaaaaaaaaaa and bbbbbbbbbbbb" in server._note
+    assert server._registry.get_sample_value("disagg_model_changes_total") == 1
