@@ -6,20 +6,20 @@ config.json leaves out what its transformers class has a default for, the defaul
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-import numpy as np
 from msgspec import Struct
 
 from disagg.convert.safetensors_file import WeightFile, find_weight_files, read_header
 from disagg.types.errors import ConfigError
+from disagg.types.small_files import CONFIG_BYTES, json_object, read_small
 
-SAMPLE_BYTES: Final = 64 * 1024
+MAX_NUMBER: Final = 1 << 40
+MAX_COUNT: Final = 1 << 16  # layers, heads, experts
+_COUNTED: Final = ("layers", "heads", "experts")  # in the names of numbers of which each makes modules
+MAX_NAME_CHARS: Final = 80
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 
@@ -84,7 +84,6 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     torch_dtype: str  # of most of the checkpoint's bytes, e.g. "bfloat16"
     weight_bytes: int
     num_parameters: int  # as stored: tied weights count once
-    weights_hash: str
     sliding_window: int | None  # None where every layer sees everything
     layer_types: tuple[str, ...]  # one per layer: "full_attention", "sliding_attention", or what config.json says
     eos_token_ids: tuple[int, ...]
@@ -94,81 +93,107 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
 def inspect_model(model_dir: Path) -> ModelFacts:
     """Reads a few hundred kilobytes, whatever the model's size. Raises ConfigError naming the file and what it lacks."""
-    top = _read_json(model_dir / "config.json")
+    path = model_dir / "config.json"
+    top = _read_json(path)
     nested = top.get("text_config")
     text: dict[str, Any] = {**top, **nested} if isinstance(nested, dict) else top
-    model_type = str(text.get("model_type", top.get("model_type", "")))
+    model_type = str(text.get("model_type", top.get("model_type", "")))[:MAX_NAME_CHARS]
     config = {**_CLASS_DEFAULTS.get(model_type, {}), **text}
-    files = [read_header(path) for path in find_weight_files(model_dir)]
+    _check_counts(path, config)
+    files = [read_header(file) for file in find_weight_files(model_dir)]
 
-    num_layers = _number(model_dir, config, "num_layers")
-    num_heads = _number(model_dir, config, "num_heads")
-    architectures = top.get("architectures") or text.get("architectures") or [""]
-    layer_types = _layer_types(config, model_type, num_layers)
+    num_layers = _number(path, config, "num_layers")
+    num_heads = _number(path, config, "num_heads")
+    layer_types = _layer_types(path, config, model_type, num_layers)
     if len(layer_types) != num_layers:
-        raise ConfigError(f"{model_dir / 'config.json'} has {len(layer_types)} layer_types for {num_layers} layers")
-    bos = config.get("bos_token_id")
+        raise ConfigError(f"{path} has {len(layer_types)} layer_types for {num_layers} layers")
+    head_dim = _optional(path, config, "head_dim") or _number(path, config, "hidden_size") // num_heads
+    if not head_dim:
+        raise ConfigError(f"{path} has more heads than its hidden_size has room for")
+    bos = _ids(path, config.get("bos_token_id"), "bos_token_id")
+    window = _optional(path, config, "sliding_window") if SLIDING in layer_types else None
     return ModelFacts(
-        architecture=str(architectures[0]),
-        model_type=str(top.get("model_type", model_type)),
+        architecture=_architecture(top.get("architectures") or text.get("architectures")),
+        model_type=str(top.get("model_type", model_type))[:MAX_NAME_CHARS],
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_number(model_dir, config, "num_kv_heads", num_heads),
-        head_dim=config.get("head_dim") or _number(model_dir, config, "hidden_size") // num_heads,
-        vocab_size=_vocab_size(model_dir, config),
-        max_model_len=_number(model_dir, config, "max_model_len"),
+        num_kv_heads=_number(path, config, "num_kv_heads", num_heads),
+        head_dim=head_dim,
+        vocab_size=_number(path, config, "vocab_size"),
+        max_model_len=_number(path, config, "max_model_len"),
         torch_dtype=_main_dtype(files),
-        weight_bytes=sum(_tensor_bytes(file) for file in files),
-        num_parameters=sum(_num_values(file) for file in files),
-        weights_hash=_weights_hash(model_dir, files),
-        sliding_window=config.get("sliding_window") if SLIDING in layer_types else None,
+        weight_bytes=sum(tensor.nbytes for file in files for tensor in file.tensors.values()),
+        num_parameters=sum(tensor.num_values for file in files for tensor in file.tensors.values()),
+        sliding_window=window,
         layer_types=layer_types,
         eos_token_ids=_eos_token_ids(model_dir, config),
-        bos_token_id=bos[0] if isinstance(bos, list) else bos,
+        bos_token_id=bos[0] if bos else None,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
     )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text("utf-8"))
+        return json_object(read_small(path, CONFIG_BYTES), path)
     except FileNotFoundError as error:
         raise ConfigError(f"model directory {path.parent} lacks {path.name}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return content
 
 
-def _number(model_dir: Path, config: Mapping[str, Any], fact: str, default: int | None = None) -> int:
-    for name in _ALIASES[fact]:
-        value = config.get(name)
-        if isinstance(value, int):
+def _check_counts(path: Path, config: Mapping[str, Any]) -> None:
+    """transformers makes a module for each of what these count, so a wrong number would keep it busy for ever."""
+    for name, value in config.items():
+        if isinstance(value, int) and value > MAX_COUNT and any(word in name for word in _COUNTED):
+            raise ConfigError(f"{path}: {name[:MAX_NAME_CHARS]} is {_clip(value)}; at most {MAX_COUNT} can be served")
+
+
+def _number(path: Path, config: Mapping[str, Any], fact: str, default: int | None = None) -> int:
+    """A positive number, under one of its names."""
+    names = _ALIASES.get(fact, (fact,))
+    for name in names:
+        if config.get(name) is not None and (value := _optional(path, config, name)):
             return value
     if default is None:
-        raise ConfigError(f"{model_dir / 'config.json'} lacks {_ALIASES[fact][0]} (or {', '.join(_ALIASES[fact][1:])})")
+        others = f" (or {', '.join(names[1:])})" if len(names) > 1 else ""
+        raise ConfigError(f"{path} lacks {names[0]}{others}")
     return default
 
 
-def _vocab_size(model_dir: Path, config: Mapping[str, Any]) -> int:
-    size = config.get("vocab_size")
-    if not isinstance(size, int):
-        raise ConfigError(f"{model_dir / 'config.json'} lacks vocab_size")
-    return size
+def _optional(path: Path, config: Mapping[str, Any], name: str) -> int | None:
+    """A positive number; None where it is absent, null or 0."""
+    value = config.get(name)
+    if value is None or value == 0:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
+        raise ConfigError(f"{path}: {name} is {_clip(value)}; it must be a number from 1 to {MAX_NUMBER}")
+    return value
 
 
-def _layer_types(config: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[str, ...]:
+def _clip(value: object) -> str:
+    """At most a few characters of whatever it is."""
+    if isinstance(value, int) and abs(value) > MAX_NUMBER:
+        return "a very large number" if value > 0 else "a very small number"
+    return repr(value)[:MAX_NAME_CHARS] if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+
+
+def _architecture(names: object) -> str:
+    first = names[0] if isinstance(names, list) and names else ""
+    return first[:MAX_NAME_CHARS] if isinstance(first, str) else ""
+
+
+def _layer_types(path: Path, config: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[str, ...]:
     """What each layer attends to. Older configurations say it in one of several indirect ways."""
-    if config.get("layer_types"):
-        return tuple(config["layer_types"])
+    said = config.get("layer_types")
+    if said:
+        if not isinstance(said, list) or not all(isinstance(each, str) for each in said):
+            raise ConfigError(f"{path}: layer_types must be a list of names")
+        return tuple(each[:MAX_NAME_CHARS] for each in said)
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         return (FULL,) * num_layers
     pattern = config.get("sliding_window_pattern")
     if isinstance(pattern, int) and pattern > 0:
         return tuple(SLIDING if layer % pattern else FULL for layer in range(1, num_layers + 1))
     if model_type in ("qwen2", "qwen2_moe", "qwen3"):
-        first = config["max_window_layers"]
+        first = _optional(path, config, "max_window_layers") or 0
         return tuple(SLIDING if layer >= first else FULL for layer in range(num_layers))
     return (SLIDING,) * num_layers
 
@@ -176,42 +201,25 @@ def _layer_types(config: Mapping[str, Any], model_type: str, num_layers: int) ->
 def _eos_token_ids(model_dir: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """generation_config.json's first, then config.json's, each id once."""
     path = model_dir / "generation_config.json"
-    found: list[int] = []
-    for source in (_read_json(path) if path.is_file() else {}, config):
-        ids = source.get("eos_token_id")
-        found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    generation = _read_json(path) if path.is_file() else {}
+    found = _ids(path, generation.get("eos_token_id"), "eos_token_id")
+    found += _ids(model_dir / "config.json", config.get("eos_token_id"), "eos_token_id")
     return tuple(dict.fromkeys(found))
 
 
-def _tensor_bytes(file: WeightFile) -> int:
-    return sum(tensor.data_offsets[1] - tensor.data_offsets[0] for tensor in file.tensors.values())
-
-
-def _num_values(file: WeightFile) -> int:
-    return sum(int(np.prod(tensor.shape, dtype=np.int64)) for tensor in file.tensors.values())
+def _ids(path: Path, value: object, name: str) -> list[int]:
+    ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= MAX_NUMBER for each in ids):
+        raise ConfigError(f"{path}: {name} must be an id, or a list of ids")
+    return ids
 
 
 def _main_dtype(files: list[WeightFile]) -> str:
     sizes: dict[str, int] = {}
     for file in files:
         for tensor in file.tensors.values():
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.data_offsets[1] - tensor.data_offsets[0]
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
     if not sizes:
         raise ConfigError(f"{files[0].path} holds no tensors")
     main = max(sizes, key=lambda dtype: sizes[dtype])
     return _TORCH_NAMES.get(main, main.lower())
-
-
-def _weights_hash(model_dir: Path, files: list[WeightFile]) -> str:
-    """Tells checkpoints apart without reading them: headers, sizes, configuration, and both ends of each file."""
-    digest = hashlib.sha256()
-    digest.update(hashlib.sha256((model_dir / "config.json").read_bytes()).digest())
-    for file in files:
-        digest.update(msgspec.json.encode((file.path.name, file.file_bytes, len(file.header))))
-        digest.update(file.header)
-        with file.path.open("rb") as opened:
-            opened.seek(8 + len(file.header))
-            digest.update(opened.read(SAMPLE_BYTES))
-            opened.seek(max(0, file.file_bytes - SAMPLE_BYTES))
-            digest.update(opened.read(SAMPLE_BYTES))
-    return digest.hexdigest()

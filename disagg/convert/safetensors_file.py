@@ -7,6 +7,7 @@ has no bfloat16. Knows names, dtypes, shapes and bytes; nothing of models.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Mapping
@@ -19,12 +20,27 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from disagg.types.errors import ConfigError
+from disagg.types.small_files import read_small
 
 StoredDtype = Literal["F32", "BF16"]
 STORED_BYTES: Final[Mapping[str, int]] = {"F32": 4, "BF16": 2}
 SINGLE_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 _MAX_HEADER_BYTES: Final = 100_000_000  # the format's own limit
+_MAX_INDEX_BYTES: Final = 64 << 20  # the largest known has 9 MB
+_MAX_FILES: Final = 4096
+_MAX_NAME_CHARS: Final = 255
+_MAX_DIMS: Final = 16
+# Bits of one value, of every dtype that the format has.
+DTYPE_BITS: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
 
 
 class TensorHeader(Struct, frozen=True):
@@ -34,14 +50,25 @@ class TensorHeader(Struct, frozen=True):
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
+    @property
+    def nbytes(self) -> int:
+        return self.data_offsets[1] - self.data_offsets[0]
+
+    @property
+    def num_values(self) -> int:
+        return math.prod(self.shape)
+
 
 class WeightFile(Struct, frozen=True):
-    """One safetensors file: its directory and the raw bytes of its header."""
+    """One safetensors file and its directory."""
 
     path: Path
     file_bytes: int
-    header: bytes
     tensors: dict[str, TensorHeader]
+
+
+class _Index(Struct):
+    weight_map: dict[str, str]
 
 
 def find_weight_files(model_dir: Path) -> tuple[Path, ...]:
@@ -52,39 +79,75 @@ def find_weight_files(model_dir: Path) -> tuple[Path, ...]:
     index = model_dir / INDEX_NAME
     single = model_dir / SINGLE_NAME
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{index} is not a safetensors index with a weight_map: {error!r}") from error
+        names = _names_of(index)
         missing = [name for name in names if not (model_dir / name).is_file()]
         if missing:
-            raise ConfigError(f"model directory {model_dir} lacks {', '.join(missing)}, which {INDEX_NAME} names")
+            raise ConfigError(
+                f"model directory {model_dir} lacks {len(missing)} files that {INDEX_NAME} names: {', '.join(missing[:3])}"
+            )
         return tuple(model_dir / name for name in names)
     if single.is_file():
         return (single,)
-    files = tuple(sorted(model_dir.glob("*.safetensors")))
+    files = tuple(sorted(model_dir.glob("*.safetensors"))[: _MAX_FILES + 1])
     if not files:
         raise ConfigError(f"model directory {model_dir} lacks safetensors weights ({SINGLE_NAME} or {INDEX_NAME})")
+    if len(files) > _MAX_FILES:
+        raise ConfigError(f"model directory {model_dir} has more than {_MAX_FILES} safetensors files")
     return files
 
 
+def _names_of(index: Path) -> list[str]:
+    """Of the files that an index lists. They are in its directory, or below it."""
+    try:
+        names = sorted(set(msgspec.json.decode(read_small(index, _MAX_INDEX_BYTES), type=_Index).weight_map.values()))
+    except (ValueError, RecursionError, FileNotFoundError) as error:
+        raise ConfigError(f"{index} is not a safetensors index with a weight_map: {error}") from error
+    if len(names) > _MAX_FILES:
+        raise ConfigError(f"{index} names {len(names)} files; at most {_MAX_FILES} are read")
+    for name in names:
+        if not 0 < len(name) <= _MAX_NAME_CHARS or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ConfigError(f"{index} names {name[:80]!r}, which is no file in its directory")
+    return names
+
+
 def read_header(path: Path) -> WeightFile:
-    """Reads only the header. Raises ConfigError where the file is truncated or no safetensors file."""
-    file_bytes = path.stat().st_size
+    """Reads only the header. Raises ConfigError where the file is truncated or no safetensors file.
+
+    Costs at most four times the header's bytes, of which there are fewer than the file has.
+    """
     try:
         with path.open("rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
             (header_bytes,) = struct.unpack("<Q", file.read(8))
-            if header_bytes > min(_MAX_HEADER_BYTES, file_bytes):
+            if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
                 raise ValueError(f"its header would be {header_bytes} bytes long")
-            header = file.read(header_bytes)
-        rows = {name: row for name, row in json.loads(header).items() if name != "__metadata__"}
-        tensors = msgspec.convert(rows, dict[str, TensorHeader])
-    except (struct.error, ValueError, AttributeError, msgspec.ValidationError) as error:
+            rows = msgspec.json.decode(file.read(header_bytes), type=dict[str, msgspec.Raw])
+        rows.pop("__metadata__", None)
+        tensors = {name: msgspec.json.decode(row, type=TensorHeader) for name, row in rows.items()}
+        _check_tensors(tensors)
+    except (struct.error, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a safetensors file: {error}") from error
     needed = 8 + header_bytes + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if needed > file_bytes:
         raise ConfigError(f"{path} is cut short: its header promises {needed} bytes, it holds {file_bytes}")
-    return WeightFile(path, file_bytes, header, tensors)
+    return WeightFile(path, file_bytes, tensors)
+
+
+def _check_tensors(tensors: Mapping[str, TensorHeader]) -> None:
+    """Each has the bytes that its shape needs, and none shares them with another. Raises ValueError."""
+    end, before = 0, ""
+    for name, tensor in sorted(tensors.items(), key=lambda row: row[1].data_offsets):
+        first, last = tensor.data_offsets
+        if first < end:
+            raise ValueError(f"tensors {before[:80]!r} and {name[:80]!r} share bytes")
+        if len(tensor.shape) > _MAX_DIMS or any(length < 0 for length in tensor.shape):
+            raise ValueError(f"tensor {name[:80]!r} has no shape that a tensor can have")
+        bits = DTYPE_BITS.get(tensor.dtype)
+        if bits is None:
+            raise ValueError(f"tensor {name[:80]!r} has dtype {tensor.dtype[:20]!r}, which this version does not know")
+        if last < first or tensor.nbytes * 8 != tensor.num_values * bits:
+            raise ValueError(f"tensor {name[:80]!r} has {tensor.nbytes} bytes for a shape of {list(tensor.shape)}")
+        end, before = last, name
 
 
 def write_weights(

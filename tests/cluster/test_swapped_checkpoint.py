@@ -22,6 +22,7 @@ from tests.cluster.cluster import Cluster
 from tests.models import reference
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
+FLAGS = ("--dtype", "float32", "--page-tokens", "4", "--chunk-tokens", "16", "--kv-memory", "1MiB")
 OUTPUTS = 40
 CLIENTS = 6
 WEIGHTS = "model.safetensors"
@@ -112,7 +113,10 @@ class Load:
                 "return_token_ids": True,
                 "n": 1 + rng.randrange(2),
             }
-            reply = httpx.post(f"{self.cluster.http}/v1/completions", json=body, timeout=300)
+            try:
+                reply = httpx.post(f"{self.cluster.http}/v1/completions", json=body, timeout=300)
+            except httpx.TransportError as error:
+                reply = httpx.Response(599, text=f"the connection broke: {error!r}")
             with self._lock:
                 if reply.status_code == 200:
                     self._answers += [(number, tuple(choice["token_ids"])) for choice in reply.json()["choices"]]
@@ -126,6 +130,10 @@ class Load:
             taken = self._answers, self._refusals
             self._answers, self._refusals = [], []
         return taken
+
+    @property
+    def refused(self) -> bool:
+        return bool(self._refusals)
 
     def wait_answers(self, count: int) -> None:
         before = len(self._answers)
@@ -170,8 +178,33 @@ def count(answers: list[tuple[int, Outputs]], *models: dict[int, Outputs]) -> Co
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_checkpoint_overwritten_under_load_gives_no_wrong_text_and_is_said(tmp_path: Path) -> None:
-    check(tmp_path, "in place")
+def test_a_checkpoint_overwritten_under_a_pair_gives_no_wrong_text_and_is_said(tmp_path: Path) -> None:
+    models = Models(tmp_path / "models")
+    old = models.answers[0]
+    with Cluster(tmp_path / "run", *FLAGS, "--model", str(models.current)) as cluster, Load(cluster).running() as load:
+        load.wait_answers(CLIENTS)
+        load.take()
+        models.in_place()
+        new = models.answers_of(models.current)
+        load.wait_answers(2 * CLIENTS)
+        answers, refusals = load.take()
+        assert count(answers, old) == {0: len(answers)}  # nobody has loaded it yet
+        assert refusals == []
+
+        kill_workers(cluster, "prefill-0")
+        check_told(cluster, "prefill-0", "in place")
+        cluster.wait(lambda: {s["state"] for s in cluster.status()["servers"]} == {"no-peer"}, 60, "no pair")
+        cluster.wait(lambda: load.refused, 60, "a refusal")
+        answers, refusals = load.take()
+        assert count(answers, old) == {0: len(answers)}
+        assert refused_for(refusals, "models differ"), refusals
+
+        kill_workers(cluster, "decode-0")
+        cluster.wait_healthy()
+        load.wait_answers(CLIENTS)
+        answers, refusals = load.take()
+        assert count(answers, old, new)[-1] == 0
+        assert refused_for(refusals, "models differ", "other weights", "no server of one role"), refusals
 
 
 @pytest.mark.slow
@@ -183,9 +216,8 @@ def test_a_checkpoint_swapped_in_every_way_under_load_gives_no_wrong_text_and_is
 def check(tmp_path: Path, *ways: str) -> None:
     """Each way in turn, and at last the tokenizer alone."""
     models = Models(tmp_path / "models")
-    flags = ("--model", str(models.current), "--dtype", "float32", "--page-tokens", "4", "--chunk-tokens", "16")
-    pools = ("--prefill", "2", "--decode", "2", "--kv-memory", "1MiB")
-    with Cluster(tmp_path / "run", *flags, *pools) as cluster:
+    flags = ("--model", str(models.current), "--prefill", "2", "--decode", "2")
+    with Cluster(tmp_path / "run", *FLAGS, *flags) as cluster:
         load = Load(cluster)
         with load.running():
             load.wait_answers(CLIENTS)

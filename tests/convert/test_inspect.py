@@ -97,22 +97,8 @@ def test_shards_add_up(tmp_path: Path) -> None:
     facts = inspect_model(folder)
     assert (facts.num_parameters, facts.weight_bytes) == (12, 48)
     (folder / "model-2.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"lacks model-2\.safetensors"):
+    with pytest.raises(ConfigError, match=r"lacks 1 files .*: model-2\.safetensors"):
         inspect_model(folder)
-
-
-def test_the_hash_sees_weights_names_and_configuration(tmp_path: Path) -> None:
-    folder = model(tmp_path)
-    weights, bias = folder / "model.safetensors", np.ones(2, np.float32)
-    seen = [inspect_model(folder).weights_hash, inspect_model(folder).weights_hash]
-    save_file({"w": np.zeros((3, 5), np.float16), "b": bias}, weights)
-    seen.append(inspect_model(folder).weights_hash)
-    save_file({"v": np.zeros((3, 5), np.float16), "b": bias}, weights)
-    seen.append(inspect_model(folder).weights_hash)
-    model(folder, rope_theta=5.0)
-    seen.append(inspect_model(folder).weights_hash)
-    assert seen[0] == seen[1]
-    assert len(set(seen)) == 4
 
 
 def test_a_truncated_weight_file_is_refused(tmp_path: Path) -> None:
