@@ -35,6 +35,11 @@ def check_config(config: Config) -> None:
 def warnings_of(config: Config) -> tuple[str, ...]:
     """Sentences for the log of the process that starts with this configuration."""
     found = []
+    if config.debug.remote:
+        found.append(
+            "debug.remote = true: whoever reaches the HTTP port can read what every request is doing, and the stacks of "
+            "every process; keep it inside a trusted network"
+        )
     hosts = {
         "server.host": config.server.host,
         "server.advertise_host": config.server.advertise_host,

@@ -119,6 +119,12 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_prompts_per_request: PositiveInt = 128
     max_attempts: PositiveInt = 3
     request_deadline_s: Seconds = 600.0
+    max_connections: PositiveInt = 4096  # of clients, over HTTP and over gRPC each
+    max_calls_per_connection: PositiveInt = 1024  # gRPC calls open at once on one connection
+    head_s: Seconds = 10.0  # from a connection's or request's first byte to the end of its head
+    body_s: Seconds = 60.0  # from there to the end of its body, or of a gRPC request message
+    idle_s: Seconds = 75.0  # a connection without a request is closed after this
+    stall_s: Seconds = 60.0  # an answer of which the client takes nothing for this long is given up
     lease_s: Seconds = 10.0
     heartbeat_s: Seconds = 1.0
     drain_s: Seconds = 30.0
@@ -138,6 +144,12 @@ class DebugConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """What people ask of a process that misbehaves."""
 
     remote: bool = False  # whether /debug/* answers clients on other machines, too
+
+
+class DebugConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who may look inside."""
+
+    remote: bool = False  # whether /debug/* answers clients on other machines too
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -42,7 +42,7 @@ class InferenceService(InferenceServicer):
         self, request: pb.inference.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.inference.GenerateResponse]:
         try:
-            asked = GenerateRequest(**generate_request_from_proto(request))
+            asked = self._asked(request)
             left_s = context.time_remaining()
             if left_s is not None and math.isfinite(left_s):
                 deadline_s = max(0.001, left_s)
@@ -52,6 +52,14 @@ class InferenceService(InferenceServicer):
                     yield _to_proto(update)
         except DisaggError as error:
             await abort_with(context, error)
+
+    def _asked(self, request: pb.inference.GenerateRequest) -> GenerateRequest:
+        """Raises InvalidRequest, which counts as a request that was refused."""
+        try:
+            return GenerateRequest(**generate_request_from_proto(request))
+        except DisaggError as error:
+            self._router.note_refused(error, request.request_id)
+            raise
 
     async def tokenize(self, request: pb.inference.TokenizeRequest, context: Context) -> pb.inference.TokenizeResponse:
         try:
@@ -74,9 +82,12 @@ class InferenceService(InferenceServicer):
 
     async def abort(self, request: pb.inference.AbortRequest, context: Context) -> pb.inference.AbortResponse:
         try:
-            return pb.inference.AbortResponse(found=self._router.abort(abort_request_from_proto(request)))
+            found = self._router.abort(*abort_request_from_proto(request))
         except DisaggError as error:
             await abort_with(context, error)
+        if not found:  # unknown and not the caller's look the same, so that nobody can try ids out
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no request of this id and abort_token runs here")
+        return pb.inference.AbortResponse(found=True)
 
 
 def _to_proto(update: Update) -> pb.inference.GenerateResponse:

@@ -14,13 +14,16 @@ from prometheus_client import CollectorRegistry
 from disagg.config.tree import Config, ModelConfig
 from disagg.convert.inspect import inspect_model
 from disagg.router.grpc_service import InferenceService
+from disagg.router.metrics import GrpcMetrics
 from disagg.router.service import Router
 from disagg.text.model_files import ModelFiles
 from disagg.text.tokenizer import Tokenizer
-from disagg.types.errors import ConfigError
-from disagg.wire.services import INFERENCE, Health, enable_reflection, inference_handler, make_server
+from disagg.types.errors import ConfigError, InvalidRequest
+from disagg.wire.guard import Guard
+from disagg.wire.services import INFERENCE, Health, client_options, enable_reflection, inference_handler, make_server
 
-_GOODBYE_S = 1.0  # for calls that have their answer to be told so
+_GOODBYE_S = 2.0  # after the drain: for calls to be told how they ended
+_COUNTED_METHOD = f"/{INFERENCE}/Generate"  # whose refusals count as requests that were refused
 
 
 class RunningRouter:
@@ -69,7 +72,7 @@ async def run_router(
         registry=registry,
         files=files.digests(),
     )
-    server = make_server(inference_handler(InferenceService(router)))
+    server = _grpc_server(config, router, registry)
     health = Health(server, (INFERENCE,))
     enable_reflection(server, (INFERENCE,))
     host = f"[{config.router.host}]" if ":" in config.router.host else config.router.host
@@ -81,6 +84,24 @@ async def run_router(
     await router.start()
     await server.start()
     return RunningRouter(router, server, port, health)
+
+
+def _grpc_server(config: Config, router: Router, registry: CollectorRegistry) -> grpc.aio.Server:
+    metrics = GrpcMetrics(registry)
+    bounds = config.router
+
+    def refused(method: str, reason: str, error: InvalidRequest | None) -> None:
+        metrics.ended.labels(reason=reason).inc()
+        if error is not None and method == _COUNTED_METHOD:
+            router.note_refused(error)
+
+    guard = Guard(bounds.body_s, bounds.stall_s, refused)
+    metrics.calls.set_function(lambda: guard.open_calls)
+    return make_server(
+        inference_handler(InferenceService(router)),
+        interceptors=(guard,),
+        options=client_options(bounds.max_connections, bounds.max_calls_per_connection, bounds.head_s, bounds.idle_s),
+    )
 
 
 def max_model_len(model: ModelConfig, model_dir: Path) -> int:

@@ -67,3 +67,18 @@ class RouterMetrics:
         self.servers_lost = Counter(
             "disagg_router_servers_lost", "Servers, or their incarnations, given up", ["server"], registry=registry
         )
+
+
+class GrpcMetrics:
+    """Calls of the gRPC face."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.calls = Gauge(
+            "disagg_router_grpc_calls", "Open gRPC calls, also of health and reflection", registry=registry
+        )
+        self.ended = Counter(
+            "disagg_router_grpc_ended",
+            "Calls that ended before or outside of their method, by why",
+            ["reason"],
+            registry=registry,
+        )

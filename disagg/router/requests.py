@@ -31,11 +31,15 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
 
 
 class Started(Struct, frozen=True):
-    """The request was accepted (validated and tokenized). First update of every request that is."""
+    """The request was accepted (validated and tokenized). First update of every request that is.
+
+    abort_token: known to whoever began the request, and to nobody else: what Abort asks for. Never logged.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     created_unix_s: float
+    abort_token: str = ""
 
 
 class LogprobEntry(Struct, frozen=True):

@@ -101,6 +101,7 @@ class _Live:
         self.machine = machine
         self.texts = texts
         self.mailbox = Mailbox()
+        self.abort_token = secrets.token_hex(16)  # proves to `abort` that the caller began this request
         self.arrived_s = arrived_s
         self.arrived_unix_s = arrived_unix_s
         self.dispatched = False  # it has a place among max_inflight
@@ -171,7 +172,8 @@ class Router:
         self._ended_s: deque[float] = deque(maxlen=256)
         self._pump_handle: asyncio.Handle | None = None
         self._closing = False
-        self._idle = asyncio.Event()
+        self._readers = 0  # answers that a face is still reading; the engines may be done with them
+        self._idle = asyncio.Event()  # nothing runs and nothing is left to be read
         self._idle.set()
         self._changed: list[Callable[[], None]] = []
         self._metrics.running.set_function(lambda: self._inflight)
@@ -186,7 +188,7 @@ class Router:
             stream.start()
 
     async def close(self, drain_s: float) -> None:
-        """Takes nothing new, lets what runs finish for `drain_s`, and ends the rest with Unavailable."""
+        """Takes nothing new, lets what runs finish and be read for `drain_s`, and ends the rest with Unavailable."""
         self._closing = True
         self._notify()
         for live in [live for live in self._live.values() if not live.dispatched]:
@@ -209,23 +211,29 @@ class Router:
         try:
             live = await self._accept(request)
         except DisaggError as error:
-            self._metrics.requests.labels(outcome=_outcome(error)).inc()
-            logger.info(
-                "request refused: %s", error, extra={"request_id": "", "client_request_id": request.client_request_id}
-            )
+            self.note_refused(error, request.client_request_id)
             raise
+        self._readers += 1
+        self._idle.clear()
         try:
             async with aclosing(live.mailbox.updates()) as updates:
                 async for update in updates:
                     yield update
         finally:
+            self._readers -= 1
             if live.machine.phase is not Phase.ENDED:
                 self._drive(live, ClientGone("the client went away"))
+            self._note_idle()
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request with Cancelled; whether it was running here."""
+    def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:
+        """Counts a request that was not accepted; faces say so of those that they could not even read."""
+        self._metrics.requests.labels(outcome=_outcome(error)).inc()
+        logger.info("request refused: %s", error, extra={"request_id": "", "client_request_id": client_request_id})
+
+    def abort(self, request_id: str, abort_token: str) -> bool:
+        """Ends a request with Cancelled. False if it does not run here, or the token is not what its `Started` said."""
         live = self._live.get(request_id)
-        if live is None:
+        if live is None or not secrets.compare_digest(live.abort_token.encode(), abort_token.encode()):
             return False
         self._drive(live, ClientGone("the request was aborted"))
         return True
@@ -356,7 +364,7 @@ class Router:
         self._waiting.append(live)
         left_s = deadline_s - (self._clock() - arrived_s)
         self._after(live, max(0.0, left_s), DeadlinePassed())
-        live.mailbox.put(Started(request_id, prompt, arrived_unix_s))
+        live.mailbox.put(Started(request_id, prompt, arrived_unix_s, live.abort_token))
         self._pump_soon()
         return live
 
@@ -658,9 +666,12 @@ class Router:
             extra=live.log,
         )
         live.mailbox.put(end)
-        if not self._live:
-            self._idle.set()
+        self._note_idle()
         self._pump_soon()
+
+    def _note_idle(self) -> None:
+        if not self._live and not self._readers:
+            self._idle.set()
 
     # ---- what is outstanding where
 

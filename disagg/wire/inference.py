@@ -169,6 +169,8 @@ class StartedLike(Protocol):
     def prompt_token_ids(self) -> tuple[int, ...]: ...
     @property
     def created_unix_s(self) -> float: ...
+    @property
+    def abort_token(self) -> str: ...
 
 
 class ChoiceDeltaLike(Protocol):
@@ -221,6 +223,7 @@ class StartedView(Struct, frozen=True):
     request_id: str
     prompt_token_ids: tuple[int, ...]
     created_unix_s: float
+    abort_token: str = ""
 
 
 class ChoiceDeltaView(Struct, frozen=True):
@@ -252,6 +255,7 @@ def started_to_proto(started: StartedLike) -> pb.inference.GenerateResponse:
     out.started.request_id = started.request_id
     out.started.prompt_token_ids.extend(started.prompt_token_ids)
     out.started.created_unix_s = started.created_unix_s
+    out.started.abort_token = started.abort_token
     return out
 
 
@@ -292,7 +296,9 @@ def update_from_proto(message: pb.inference.GenerateResponse) -> UpdateView | No
     kind = message.WhichOneof("update")
     if kind == "started":
         started = message.started
-        return StartedView(started.request_id, tuple(started.prompt_token_ids), started.created_unix_s)
+        return StartedView(
+            started.request_id, tuple(started.prompt_token_ids), started.created_unix_s, started.abort_token
+        )
     if kind == "delta":
         return _read_delta(message.delta)
     if kind == "finished":
@@ -418,11 +424,13 @@ def list_models_response_from_proto(message: pb.inference.ListModelsResponse) ->
     return tuple(ModelInfo(model.name, model.max_model_len) for model in message.models)
 
 
-def abort_request_from_proto(message: pb.inference.AbortRequest) -> str:
-    """The id of the request to end. Raises InvalidRequest."""
+def abort_request_from_proto(message: pb.inference.AbortRequest) -> tuple[str, str]:
+    """The id of the request to end, and its abort token. Raises InvalidRequest."""
     if not message.request_id:
         _invalid("request_id", "is missing; send the one of `started`")
-    return message.request_id
+    if not message.abort_token:
+        _invalid("abort_token", "is missing; send the one of `started`")
+    return message.request_id, message.abort_token
 
 
 def _require_model(model: str) -> None:

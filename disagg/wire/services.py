@@ -7,8 +7,9 @@ messages; `wire.inference`, `wire.server` and `wire.peer` turn those into values
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -62,9 +63,26 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
-def make_server(*handlers: grpc.GenericRpcHandler) -> grpc.aio.Server:
+def client_options(max_connections: int, max_calls: int, head_s: float, idle_s: float) -> tuple[tuple[str, int], ...]:
+    """Bounds of a server that is open to clients, on top of SERVER_OPTIONS. max_calls: open at once on one connection.
+
+    A connection that has not greeted within head_s, or had no call for idle_s, is closed; a client dials again by itself.
+    """
+    return (
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_concurrent_streams", max_calls),
+        ("grpc.server_handshake_timeout_ms", math.ceil(head_s * 1000)),
+        ("grpc.max_connection_idle_ms", math.ceil(idle_s * 1000)),
+    )
+
+
+def make_server(
+    *handlers: grpc.GenericRpcHandler,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    options: tuple[tuple[str, int], ...] = (),
+) -> grpc.aio.Server:
     """A server that is not listening yet."""
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=(*SERVER_OPTIONS, *options), interceptors=interceptors)
     server.add_generic_rpc_handlers(handlers)
     return server
 

@@ -12,7 +12,7 @@ from disagg.config.load import dump_config
 from disagg.config.tree import Config
 from disagg.messages.legs import Outcome
 from disagg.models.families import FAMILIES
-from disagg.router.metrics import RouterMetrics
+from disagg.router.metrics import GrpcMetrics, RouterMetrics
 from disagg.server.exporter import Exporter
 from disagg.telemetry.metrics import EngineMetrics
 from tests.repository.source import PACKAGE, ROOT
@@ -39,6 +39,7 @@ def metrics() -> set[tuple[str, str]]:
     registry = CollectorRegistry()
     Exporter(EngineMetrics(registry), registry)
     RouterMetrics(registry)
+    GrpcMetrics(registry)
     return {(f"{m.name}_total" if m.type == "counter" else m.name, m.type) for m in registry.collect()}
 
 

@@ -158,12 +158,42 @@ async def test_abort_names_a_running_request(face: Face) -> None:
     call = face.generate()
     started = update_from_proto(await call.read())
     assert isinstance(started, StartedView)
-    abort = pb.inference.AbortRequest
-    assert not (await face.stub.abort(abort(request_id="other"))).found
-    assert (await face.stub.abort(abort(request_id=started.request_id))).found
+    answer = await face.stub.abort(abort_request(started.request_id, started.abort_token))
+    assert answer.found
     with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
         await read_to_end(call)
     assert await call.code() is grpc.StatusCode.CANCELLED
+
+
+def abort_request(request_id: str, abort_token: str) -> pb.inference.AbortRequest:
+    return pb.inference.AbortRequest(request_id=request_id, abort_token=abort_token)
+
+
+async def test_abort_takes_only_what_its_caller_began(face: Face) -> None:
+    """Whoever knows only the id, which logs and answers show, ends nothing, and does not learn whether it runs."""
+    face.servers["d0"].script = silent
+    mine, other = face.generate(), face.generate()
+    started, of_other = [update_from_proto(await call.read()) for call in (mine, other)]
+    assert isinstance(started, StartedView)
+    assert isinstance(of_other, StartedView)
+    refusals = []
+    for named in (
+        abort_request(started.request_id, of_other.abort_token),
+        abort_request("0" * 24, started.abort_token),
+        abort_request(started.request_id, "\u00e9"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await face.stub.abort(named)
+        refusals.append((caught.value.code(), caught.value.details()))
+    assert refusals == [refusals[0]] * 3
+    assert refusals[0][0] is grpc.StatusCode.NOT_FOUND
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await face.stub.abort(abort_request(started.request_id, ""))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert len((await face.running.router.dump())["requests"]) == 2
+    async with open_channel(f"127.0.0.1:{face.running.grpc_port}") as elsewhere:  # as through a load balancer
+        assert (await InferenceStub(elsewhere).abort(abort_request(started.request_id, started.abort_token))).found
+    other.cancel()
 
 
 async def test_tokens_text_and_models(face: Face) -> None:

@@ -512,8 +512,9 @@ async def test_abort_ends_a_request_with_cancelled(cluster: Cluster) -> None:
     updates = router.generate(request())
     started = await anext(updates)
     assert isinstance(started, Started)
-    assert not router.abort("unknown")
-    assert router.abort(started.request_id)
+    assert not router.abort("unknown", started.abort_token)
+    assert not router.abort(started.request_id, "unknown")
+    assert router.abort(started.request_id, started.abort_token)
     with pytest.raises(Cancelled):
         async for _ in updates:
             pass

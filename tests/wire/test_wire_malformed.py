@@ -213,6 +213,7 @@ def test_a_negative_parameter_reaches_validation_as_it_is(name):
         (inference.tokenize_request_from_proto, pb.inference.TokenizeRequest(), "model"),
         (inference.detokenize_request_from_proto, pb.inference.DetokenizeRequest(), "model"),
         (inference.abort_request_from_proto, pb.inference.AbortRequest(), "request_id"),
+        (inference.abort_request_from_proto, pb.inference.AbortRequest(request_id="r"), "abort_token"),
     ],
 )
 def test_other_calls_name_the_missing_field(read, message, param):

@@ -57,7 +57,7 @@ class EchoInference(services.InferenceServicer):
         return inference.list_models_response_to_proto([inference.ModelInfo("m", 100)])
 
     async def abort(self, request, context):
-        return pb.inference.AbortResponse(found=inference.abort_request_from_proto(request) == "id-1")
+        return pb.inference.AbortResponse(found=inference.abort_request_from_proto(request) == ("id-1", "secret"))
 
 
 class EndingServer(services.ServerServicer):
@@ -164,7 +164,7 @@ async def test_a_client_generates_tokenizes_lists_and_aborts():
         assert list((await stub.tokenize(pb.inference.TokenizeRequest(text="a bb ccc"))).token_ids) == [1, 2, 3]
         assert (await stub.detokenize(pb.inference.DetokenizeRequest(token_ids=[4, 5]))).text == "4-5"
         assert (await stub.list_models(pb.inference.ListModelsRequest())).models[0].name == "m"
-        assert (await stub.abort(pb.inference.AbortRequest(request_id="id-1"))).found
+        assert (await stub.abort(pb.inference.AbortRequest(request_id="id-1", abort_token="secret"))).found
 
 
 @pytest.mark.parametrize(

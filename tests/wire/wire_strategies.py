@@ -206,7 +206,7 @@ def choice_deltas(draw):
     )
 
 
-started = st.builds(StartedView, text, token_ids, seconds)
+started = st.builds(StartedView, text, token_ids, seconds, text)
 finished = st.builds(FinishedView, st.builds(UsageView, u32, u32, u32), tuples(events), u32)
 
 generate_fields = st.fixed_dictionaries(
