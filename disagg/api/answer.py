@@ -23,8 +23,9 @@ from disagg.api.errors import INTERNAL, Fault, fault_of
 from disagg.api.ports import RouterPort
 from disagg.api.replies import ChatWriter, Chunk, ChunkUsage, CompletionWriter, UsageReply, merge_deltas, usage_reply
 from disagg.router.requests import ChoiceDelta, Finished, GenerateRequest, Started, Update, Usage
-from disagg.types.errors import DisaggError
+from disagg.types.errors import DisaggError, Unavailable
 
+_CLOSING = "the router is shutting down"
 _EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -40,10 +41,16 @@ class Answer(Response):
         self._router = router
         self._call = call
         self._fingerprint = fingerprint
+        self._begun = False  # the status has been sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises DisaggError if a request fails before anything was sent."""
-        await until_gone(receive, self._run(send))
+        try:
+            await until_gone(receive, self._run(send))
+        except asyncio.CancelledError:  # the server ends; whoever was being answered is told
+            if not self._begun:
+                raise Unavailable(_CLOSING) from None
+            raise
 
     async def _run(self, send: Send) -> None:
         call = self._call
@@ -73,6 +80,7 @@ class Answer(Response):
         per_choice = [[merge_deltas(c, deltas[p, c]) for c in range(self._call.n)] for p in range(len(started))]
         body = msgspec.json.encode(writer.whole(per_choice, usage_reply(usages.values())))
         headers = {"content-type": "application/json", "content-length": str(len(body))}
+        self._begun = True
         await _send_start(send, started, headers)
         await send({"type": "http.response.body", "body": body})
 
@@ -85,11 +93,15 @@ class Answer(Response):
     ) -> None:
         # Waiting for the first token makes a plain HTTP status of what goes wrong before it: clients retry those.
         first = await anext(updates, None)
+        self._begun = True
         await _send_start(send, started, _EVENT_HEADERS)
         try:
             await self._events(send, writer, started, first, updates)
         except DisaggError as error:
             await _send_last(send, _error_event(fault_of(error)))
+        except asyncio.CancelledError:  # the client is gone, and nothing is sent; or the server ends
+            await _send_last(send, _error_event(fault_of(Unavailable(_CLOSING))))
+            raise
         except Exception:
             await _send_last(send, _error_event(INTERNAL))
             raise

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import ipaddress
 import socket
 import time
 from collections.abc import Iterator
@@ -24,7 +26,8 @@ from starlette.requests import ClientDisconnect
 
 from disagg.api.answer import Answer
 from disagg.api.bodies import parse_chat, parse_completion
-from disagg.api.errors import INTERNAL, BadField, BodyTooLarge, Fault, fault_of, fault_of_http
+from disagg.api.connections import UNSENT_BYTES, Bounds, Connection, Crowd, HttpMetrics
+from disagg.api.errors import INTERNAL, BadField, BodyTooLarge, Fault, UnreadableBody, fault_of, fault_of_http
 from disagg.api.ports import ChatTemplatePort, RouterPort, ServedModel
 from disagg.types.errors import ConfigError, DisaggError, UnknownModel
 from disagg.types.plain import quoted
@@ -32,7 +35,8 @@ from disagg.types.plain import quoted
 MAX_BODY_BYTES = 16 << 20
 MAX_PROMPTS = 128
 CLIENT_REQUEST_ID_CHARS = 128
-KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that it is they who close them
+GOODBYE_S = 2.0  # after the drain: for the last words of what did not end in time
+NO_BOUNDS = Bounds()
 
 
 def create_app(
@@ -43,10 +47,12 @@ def create_app(
     version: str,
     max_prompts: int = MAX_PROMPTS,
     max_body_bytes: int = MAX_BODY_BYTES,
+    debug_remote: bool = False,
 ) -> FastAPI:
     """The face of one router. chat_template None: the model cannot chat, and clients are told so.
 
-    version: of this software; also what replies carry as `system_fingerprint`.
+    version: of this software; also what replies carry as `system_fingerprint`. debug_remote: /debug answers everybody, not
+    only clients on this machine.
     """
     app = FastAPI(
         title="disagg", version=version, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
@@ -57,13 +63,17 @@ def create_app(
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await _body(request, max_body_bytes)
-        return Answer(router, parse_completion(body, max_prompts, _client_request_id(request)), fingerprint)
+        with _refusals_noted(router, request):
+            body = await _body(request, max_body_bytes)
+            call = parse_completion(body, max_prompts, _client_request_id(request))
+        return Answer(router, call, fingerprint)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = await _body(request, max_body_bytes)
-        return Answer(router, parse_chat(body, chat_template, _client_request_id(request)), fingerprint)
+        with _refusals_noted(router, request):
+            body = await _body(request, max_body_bytes)
+            call = parse_chat(body, chat_template, _client_request_id(request))
+        return Answer(router, call, fingerprint)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -97,6 +107,7 @@ def create_app(
 
     @app.get("/debug/timeline")
     async def timeline(request: Request) -> Response:
+        _check_debug(request, debug_remote)
         asked = request.query_params.get("request_id")
         if not asked:
             raise BadField("request_id is required", "request_id", "missing_required_parameter")
@@ -107,7 +118,8 @@ def create_app(
         return _json({"request_id": request_id, "events": events})
 
     @app.get("/debug/dump")
-    async def dump() -> Response:
+    async def dump(request: Request) -> Response:
+        _check_debug(request, debug_remote)
         content = await router.dump()
         return Response(content, media_type="text/plain") if isinstance(content, str) else _json(content)
 
@@ -128,8 +140,36 @@ def _model_card(model: ServedModel, created: int) -> dict[str, object]:
     }
 
 
+def _check_debug(request: Request, remote: bool) -> None:
+    """Raises HTTPException. Looks at the socket's other end: what a proxy says of its client, any client can say."""
+    if not remote and not (request.client and _is_loopback(request.client.host)):
+        raise HTTPException(403, "answered on this machine only, unless the setting debug.remote is true")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)  # how an IPv6 socket names a client that came over IPv4
+    return (mapped or address).is_loopback
+
+
+@contextlib.contextmanager
+def _refusals_noted(router: RouterPort, request: Request) -> Iterator[None]:
+    """What is refused before the router sees it is counted by the router all the same."""
+    try:
+        yield
+    except DisaggError as error:
+        router.note_refused(error, _client_request_id(request))
+        raise
+
+
 async def _body(request: Request, limit: int) -> bytes:
-    """The request's body. Raises BodyTooLarge, before reading it where its length is announced."""
+    """The request's body. Raises BodyTooLarge, before reading it where its length is announced; or UnreadableBody."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise UnreadableBody("compressed bodies are not served; send the body without a content-encoding")
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
         raise BodyTooLarge(f"the body has {announced} bytes; at most {limit} are allowed")
@@ -162,7 +202,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> Response:
-        fault = fault_of_http(error.status_code, request.method, request.url.path, error.detail)
+        # Not request.url, which is made of the Host header too, and raises if a client puts nonsense there.
+        fault = fault_of_http(error.status_code, request.method, request.scope["path"], error.detail)
         return reply(fault, dict(error.headers or {}))
 
     @app.exception_handler(ClientDisconnect)
@@ -180,9 +221,13 @@ def _add_error_handlers(app: FastAPI) -> None:
 class HttpServer:
     """A running HTTP server. Made by `serve`."""
 
-    def __init__(self, server: uvicorn.Server, listener: socket.socket, running: asyncio.Task[None]) -> None:
+    def __init__(
+        self, server: uvicorn.Server, listener: socket.socket, running: asyncio.Task[None], crowd: Crowd
+    ) -> None:
         self._server = server
         self._running = running
+        self._crowd = crowd
+        self._sweeping = asyncio.create_task(crowd.sweep_always(), name="http-sweep")
         self.host: str = listener.getsockname()[0]
         self.port: int = listener.getsockname()[1]
 
@@ -195,14 +240,25 @@ class HttpServer:
         """Until the server ends. Raises what ended it, if that was a failure."""
         await asyncio.shield(self._running)
 
-    async def shutdown(self, grace_s: float) -> None:
-        """Takes no new connections, waits grace_s for running calls to end, then cancels them. Idempotent."""
+    async def shutdown(self, grace_s: float, goodbye_s: float = GOODBYE_S) -> None:
+        """Takes no new connections, and waits grace_s for running calls to end and for clients to read what they were sent.
+
+        Then what is left has goodbye_s: nobody waits for a slow reader any more, so that ends, and errors that the router
+        has raised meanwhile, go to the kernel, which delivers them. What still runs then is told that it is over. Idempotent.
+        """
         calls = self._server.server_state.tasks
         # uvicorn annotates whole seconds but hands the number to asyncio.wait_for, which takes any.
-        self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
+        self._server.config.timeout_graceful_shutdown = grace_s + goodbye_s  # type: ignore[assignment]
         self._server.should_exit = True
-        await self.wait()
-        await asyncio.gather(*calls, return_exceptions=True)
+        hurry = asyncio.get_running_loop().call_later(grace_s, self._crowd.hurry)
+        try:
+            await self.wait()
+            await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            hurry.cancel()
+            self._sweeping.cancel()
+        await asyncio.sleep(0)  # for transports to pass on what calls wrote as they were cancelled
+        self._crowd.cut()
 
 
 class _Server(uvicorn.Server):
@@ -221,26 +277,29 @@ class _Server(uvicorn.Server):
         self.up.set()
 
 
-async def serve(app: FastAPI, host: str, port: int) -> HttpServer:
+async def serve(
+    app: FastAPI, host: str, port: int, bounds: Bounds = NO_BOUNDS, metrics: HttpMetrics | None = None
+) -> HttpServer:
     """Starts to serve in this event loop; returns once connections are taken. port 0: any free one.
 
     Raises ConfigError if the address cannot be had.
     """
     listener = await _listen(host, port)
+    crowd = Crowd(bounds, metrics or HttpMetrics(CollectorRegistry()))
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=functools.partial(Connection, crowd),  # type: ignore[arg-type]  # which makes one for each connection
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        proxy_headers=False,  # a client's word for its address, which decides who may debug, is not taken
     )
     server = _Server(config)
     running = asyncio.create_task(server.serve([listener]), name="http-server")
     up = asyncio.create_task(server.up.wait())
-    handle = HttpServer(server, listener, running)
+    handle = HttpServer(server, listener, running, crowd)
     await asyncio.wait((running, up), return_when=asyncio.FIRST_COMPLETED)
     if running.done():
         up.cancel()
@@ -259,6 +318,8 @@ async def _listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"router.host is {host!r}, which is no address to listen at: {error.strerror}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit it: what a slow client has no room for yet stays with the router, which merges it.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         listener.bind(address)
     except OSError as error:
         listener.close()

@@ -38,6 +38,10 @@ class BodyTooLarge(InvalidRequest):
     """The request's body has more bytes than are allowed."""
 
 
+class UnreadableBody(InvalidRequest):
+    """The request's body is encoded in a way that is not served."""
+
+
 class Fault(Struct, frozen=True):
     """One error as HTTP says it. retry_after_s: whole seconds, where trying again may help."""
 
@@ -61,6 +65,7 @@ class Fault(Struct, frozen=True):
 # The first row whose class fits counts, so subclasses come before their bases.
 _ROWS: tuple[tuple[type[DisaggError], int, str, str | None], ...] = (
     (BodyTooLarge, 413, "invalid_request_error", "request_too_large"),
+    (UnreadableBody, 415, "invalid_request_error", "unsupported_encoding"),
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
     (RequestError, 400, "invalid_request_error", None),
     (Overloaded, 429, "rate_limit_error", "rate_limit_exceeded"),
@@ -73,7 +78,7 @@ _ROWS: tuple[tuple[type[DisaggError], int, str, str | None], ...] = (
 
 INTERNAL = Fault(500, "server_error", "the server failed on this request; its log says why", code="internal_error")
 
-_HTTP_CODES = {404: "unknown_url", 405: "method_not_supported"}
+_HTTP_CODES = {403: "forbidden", 404: "unknown_url", 405: "method_not_supported"}
 
 
 def fault_of(error: DisaggError) -> Fault:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from disagg.messages.legs import TimelineEvent
 from disagg.router.requests import GenerateRequest, Update
+from disagg.types.errors import DisaggError
 
 
 class ServedModel(Protocol):
@@ -28,6 +29,10 @@ class RouterPort(Protocol):
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
         """The updates of one request. Raises DisaggError; before `Started` if the request was not accepted."""
+        ...
+
+    def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:
+        """Counts a request that the face refused before there was a GenerateRequest."""
         ...
 
     def models(self) -> Sequence[ServedModel]: ...

@@ -13,8 +13,9 @@ import grpc
 import uvloop
 
 from disagg.api.app import create_app, serve
+from disagg.api.connections import Bounds, HttpMetrics
 from disagg.cli.version import version
-from disagg.config.tree import Config, ServerRef
+from disagg.config.tree import Config, RouterConfig, ServerRef
 from disagg.convert.model_dir import resolve
 from disagg.messages.legs import TimelineEvent
 from disagg.router.main import run_router
@@ -24,12 +25,12 @@ from disagg.telemetry.metrics import new_registry
 from disagg.telemetry.stacks import format_stacks
 from disagg.text.chat import ChatTemplate
 from disagg.text.model_files import ModelFiles
+from disagg.types.errors import DisaggError
 from disagg.wire import pb
 from disagg.wire.inference import ModelInfo
 from disagg.wire.services import ServerStub, open_channel
 
 HEARTBEAT_S = 1.0
-HTTP_GRACE_S = 1.0  # after the drain, for answers that are on their way out
 SERVER_DUMP_S = 15.0  # a server that hangs must not hide what the others say
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,9 @@ class RouterFace:
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
         return self._router.generate(request)
+
+    def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:
+        self._router.note_refused(error, client_request_id)
 
     def models(self) -> Sequence[ModelInfo]:
         return self._router.models()
@@ -111,8 +115,11 @@ async def _until(config: Config, stopping: asyncio.Event) -> None:
             registry,
             version=version(),
             max_prompts=config.router.max_prompts_per_request,
+            debug_remote=config.debug.remote,
         )
-        http = await serve(app, config.router.host, config.router.http_port)
+        http = await serve(
+            app, config.router.host, config.router.http_port, _bounds(config.router), HttpMetrics(registry)
+        )
         log.info("router is listening", extra={"http": http.base_url, "grpc_port": running.grpc_port})
         stop = asyncio.create_task(stopping.wait())
         end = asyncio.create_task(http.wait())
@@ -121,10 +128,22 @@ async def _until(config: Config, stopping: asyncio.Event) -> None:
         if end.done():
             end.result()  # raises what ended it
         log.info("draining", extra={"drain_s": config.router.drain_s})
-        await running.close(config.router.drain_s)  # meanwhile HTTP still answers: new requests get 503
+        until_s = asyncio.get_running_loop().time() + config.router.drain_s
+        await running.drain(config.router.drain_s)  # meanwhile HTTP still answers: new requests get 503
+        left_s = max(0.0, until_s - asyncio.get_running_loop().time())
         stack.pop_all()
-        await http.shutdown(HTTP_GRACE_S)
+        await asyncio.gather(running.close(left_s), http.shutdown(left_s))
         await end
+
+
+def _bounds(router: RouterConfig) -> Bounds:
+    return Bounds(
+        max_connections=router.max_connections,
+        head_s=router.head_s,
+        body_s=router.body_s,
+        idle_s=router.idle_s,
+        stall_s=router.stall_s,
+    )
 
 
 def _model_dir(config: Config) -> Path:

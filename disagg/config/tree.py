@@ -146,12 +146,6 @@ class DebugConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     remote: bool = False  # whether /debug/* answers clients on other machines, too
 
 
-class DebugConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Who may look inside."""
-
-    remote: bool = False  # whether /debug/* answers clients on other machines too
-
-
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Everything, for every role. A process uses the parts of its role."""
 

@@ -49,12 +49,17 @@ class RunningRouter:
                 await self._health.set_serving(healthy)
                 told = healthy
 
+    async def drain(self, drain_s: float) -> None:
+        """Takes nothing new; lets running requests finish, and be read, for `drain_s`, and ends the rest with an error."""
+        await self.router.drain(drain_s)
+
     async def close(self, drain_s: float) -> None:
-        """Lets running requests finish for `drain_s`, then ends everything."""
+        """Drains, then ends everything. Calls that a client still reads have `drain_s` and a little more."""
+        until_s = asyncio.get_running_loop().time() + drain_s
         await self.router.close(drain_s)
         self._health_task.cancel()
         await asyncio.gather(self._health_task, return_exceptions=True)
-        await self._server.stop(_GOODBYE_S)
+        await self._server.stop(max(0.0, until_s - asyncio.get_running_loop().time()) + _GOODBYE_S)
 
 
 async def run_router(

@@ -187,7 +187,7 @@ class Router:
         for stream in self._streams.values():
             stream.start()
 
-    async def close(self, drain_s: float) -> None:
+    async def drain(self, drain_s: float) -> None:
         """Takes nothing new, lets what runs finish and be read for `drain_s`, and ends the rest with Unavailable."""
         self._closing = True
         self._notify()
@@ -199,6 +199,10 @@ class Router:
         except TimeoutError:
             for live in list(self._live.values()):
                 self._drive(live, ShutDown(Unavailable("the router is shutting down")))
+
+    async def close(self, drain_s: float) -> None:
+        """Drains, and lets go of the servers."""
+        await self.drain(drain_s)
         await asyncio.gather(*(stream.flush(FLUSH_S) for stream in self._streams.values()))
         await asyncio.gather(*(stream.close() for stream in self._streams.values()))
         if self._pump_handle is not None:

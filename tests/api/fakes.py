@@ -44,6 +44,7 @@ class FakeRouter:
 
     def __init__(self) -> None:
         self.requests: list[GenerateRequest] = []
+        self.noted: list[tuple[DisaggError, str]] = []  # refused by the face
         self.aborted: list[str] = []  # iterators closed before their end
         self.running: set[str] = set()
         self.refusal: DisaggError | None = None  # raised instead of Started
@@ -138,6 +139,9 @@ class FakeRouter:
         return LogprobEntry(self.words.index(word), word, self.raw.get(word, word.encode()), logprob)
 
     # ---- the rest of RouterPort
+
+    def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:
+        self.noted.append((error, client_request_id))
 
     def models(self) -> Sequence[Card]:
         return (Card(MODEL, MAX_MODEL_LEN),)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry
 
+from disagg.api.connections import HttpMetrics
 from disagg.config.load import dump_config
 from disagg.config.tree import Config
 from disagg.messages.legs import Outcome
@@ -40,6 +41,7 @@ def metrics() -> set[tuple[str, str]]:
     Exporter(EngineMetrics(registry), registry)
     RouterMetrics(registry)
     GrpcMetrics(registry)
+    HttpMetrics(registry)
     return {(f"{m.name}_total" if m.type == "counter" else m.name, m.type) for m in registry.collect()}
 
 

@@ -1,0 +1,415 @@
+"""The open HTTP port: slow, idle, too many and malformed clients. Real sockets; each answer is read as bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import httpx
+import pytest
+import uvloop
+from fastapi import FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from disagg.api.app import HttpServer, create_app, serve
+from disagg.api.connections import AHEAD_BYTES, HEAD_BYTES, Bounds, HttpMetrics, Phase, overdue
+from tests.api.fakes import MODEL, FakeChatTemplate, FakeRouter
+
+DEADLINE_S = 30.0
+BOUNDS = Bounds(max_connections=8, head_s=0.4, body_s=0.4, idle_s=0.6, stall_s=0.8)
+
+
+@pytest.fixture(scope="module")
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """What the router's process runs on; its transports differ from asyncio's in what they do with a slow client."""
+    return uvloop.EventLoopPolicy()
+
+
+class Port:
+    """A server with little patience, and raw connections to it."""
+
+    def __init__(self, server: HttpServer, registry: CollectorRegistry) -> None:
+        self.server = server
+        self.registry = registry
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def open(self, sent: bytes = b"", **limits: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(self.server.host, self.server.port, **limits)
+        self._writers.append(writer)
+        writer.write(sent)
+        await writer.drain()
+        return reader, writer
+
+    async def answer(self, sent: bytes) -> tuple[int, bytes]:
+        """The status and the whole of what came until the server closed the connection."""
+        reader, _ = await self.open(sent)
+        async with asyncio.timeout(DEADLINE_S):
+            raw = await reader.read()
+        return int(raw.split(b" ", 2)[1]), raw
+
+    def ended(self, reason: str) -> float:
+        return self.registry.get_sample_value("disagg_router_http_ended_total", {"reason": reason}) or 0.0
+
+    def open_connections(self) -> float:
+        return self.registry.get_sample_value("disagg_router_http_connections") or 0.0
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+@pytest.fixture
+async def port(app: FastAPI) -> AsyncIterator[Port]:
+    registry = CollectorRegistry()
+    server = await serve(app, "127.0.0.1", 0, BOUNDS, HttpMetrics(registry))
+    made = Port(server, registry)
+    yield made
+    made.close()
+    await made.until(lambda: made.open_connections() == 0)
+    await server.shutdown(grace_s=1.0)
+
+
+def post(body: bytes = b"", *headers: bytes, path: bytes = b"/v1/completions", version: bytes = b"1.1") -> bytes:
+    lines = [b"POST " + path + b" HTTP/" + version, b"host: face", *headers]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def completion(**fields: object) -> bytes:
+    body = json.dumps({"model": MODEL, "prompt": "a b", "temperature": 0, **fields}).encode()
+    return post(body, b"content-length: %d" % len(body))
+
+
+def error_of(raw: bytes) -> dict[str, object]:
+    head, _, body = raw.partition(b"\r\n\r\n")
+    assert b"application/json" in head
+    assert b"connection: close" in head.lower()
+    error = json.loads(body)["error"]
+    assert isinstance(error, dict)
+    return error
+
+
+# ---- too slow
+
+
+@pytest.mark.parametrize("sent", [b"", b"P", b"POST /v1/completions HTTP/1.1\r\nhost: face\r\nx-a: "])
+async def test_a_head_that_does_not_come_is_refused(port: Port, sent: bytes) -> None:
+    status, raw = await port.answer(sent)
+    assert status == 408
+    assert error_of(raw)["code"] == "request_timeout"
+    assert port.ended("head_timeout") == 1
+
+
+async def test_a_head_that_comes_byte_by_byte_is_refused(port: Port) -> None:
+    reader, writer = await port.open()
+
+    async def dribble() -> None:
+        for byte in b"POST /v1/completions HTTP/1.1\r\nx-filler: " + b"x" * 10_000:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.02)
+
+    dribbling = asyncio.create_task(dribble())
+    async with asyncio.timeout(DEADLINE_S):
+        assert b" 408 " in await reader.read()
+    dribbling.cancel()
+
+
+@pytest.mark.parametrize("header", [b"content-length: 5000", b"transfer-encoding: chunked"])
+async def test_a_body_that_comes_byte_by_byte_is_refused_and_starts_nothing(
+    port: Port, router: FakeRouter, header: bytes
+) -> None:
+    reader, writer = await port.open(post(b"", header))
+
+    async def dribble() -> None:
+        for _ in range(1000):
+            writer.write(b"1\r\nx\r\n")
+            await asyncio.sleep(0.02)
+
+    dribbling = asyncio.create_task(dribble())
+    async with asyncio.timeout(DEADLINE_S):
+        raw = await reader.read()
+    dribbling.cancel()
+    assert raw.startswith(b"HTTP/1.1 408 ")
+    assert "0.4 s" in str(error_of(raw)["message"])
+    assert port.ended("body_timeout") == 1
+    assert router.requests == []
+
+
+async def test_a_connection_without_a_request_is_closed_whatever_blank_lines_it_sends(port: Port) -> None:
+    reader, writer = await port.open(b"GET /version HTTP/1.1\r\nhost: face\r\n\r\n")
+    await reader.readuntil(b"}")
+
+    async def blank() -> None:
+        for _ in range(1000):
+            writer.write(b"\r\n")
+            await asyncio.sleep(0.02)
+
+    blanks = asyncio.create_task(blank())
+    async with asyncio.timeout(DEADLINE_S):
+        with contextlib.suppress(ConnectionError):  # it may write as the other side closes
+            await reader.read()
+    blanks.cancel()
+    assert port.ended("idle") + port.ended("head_timeout") == 1
+
+
+async def test_a_request_under_way_is_never_too_slow_itself(port: Port, router: FakeRouter) -> None:
+    router.gate = asyncio.Event()
+    reader, _ = await port.open(completion())
+    await port.until(lambda: router.running)
+    await asyncio.sleep(3 * max(BOUNDS.head_s, BOUNDS.body_s, BOUNDS.idle_s))
+    router.gate.set()
+    assert b" one two three" in await reader.readuntil(b"]")
+
+
+async def test_a_client_that_never_reads_is_given_up_and_its_request_is_aborted(port: Port, router: FakeRouter) -> None:
+    router.words = [f" {'x' * 5000}{i}" for i in range(4000)]  # 20 MB: more than any socket holds
+    sock = socket.create_connection((port.server.host, port.server.port))
+    sock.sendall(completion(stream=True, max_tokens=190))
+    await port.until(lambda: port.ended("stalled") == 1)
+    await port.until(lambda: router.aborted == ["r0"])
+    sock.close()
+
+
+async def test_a_client_that_reads_a_little_is_not_given_up(port: Port, router: FakeRouter) -> None:
+    router.words = [f" {'x' * 20_000}{i}" for i in range(190)]
+    # A small window, so that the little that is read is seen on the other side.
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+    sock.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(sock, (port.server.host, port.server.port))
+    await loop.sock_sendall(sock, completion(stream=True, max_tokens=190))
+    for _ in range(24):  # three times stall_s
+        assert await loop.sock_recv(sock, 4096)
+        await asyncio.sleep(0.1)
+    assert port.ended("stalled") == 0
+    assert router.running == {"r0"}
+    sock.close()
+    await port.until(lambda: router.aborted == ["r0"])
+
+
+# ---- too many
+
+
+async def test_idle_connections_make_room_for_those_that_ask(port: Port) -> None:
+    for _ in range(200):
+        await port.open()
+    status, _ = await port.answer(b"GET /version HTTP/1.0\r\n\r\n")
+    assert status == 200
+    assert port.open_connections() <= BOUNDS.max_connections + 1
+    assert port.ended("crowded") >= 200 - BOUNDS.max_connections
+
+
+async def test_who_is_being_served_stays_and_who_comes_is_told(port: Port, router: FakeRouter) -> None:
+    router.gate = asyncio.Event()
+    served = [await port.open(completion()) for _ in range(BOUNDS.max_connections)]
+    await port.until(lambda: len(router.running) == BOUNDS.max_connections)
+    status, raw = await port.answer(completion())
+    assert status == 503
+    assert error_of(raw)["code"] == "too_many_connections"
+    assert b"retry-after: 1" in raw
+    status, _ = await port.answer(b"GET /health HTTP/1.1\r\nhost: face\r\n\r\n")
+    assert status == 200  # probes are answered
+    router.gate.set()
+    for reader, _ in served:
+        assert b" one two three" in await reader.readuntil(b"]")
+
+
+# ---- too much
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /" + b"x" * HEAD_BYTES,
+        b"GET / HTTP/1.1\r\nx: " + b"x" * HEAD_BYTES,
+        b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * (HEAD_BYTES // 5) + b"\r\n",
+        b"GET /?" + b"x" * HEAD_BYTES + b" HTTP/1.1\r\nhost: face\r\n\r\n",
+        post(b"1\r\nx\r\n0\r\nx: " + b"x" * (1 << 20), b"transfer-encoding: chunked"),  # trailers
+        post(b"1\r\nx\r\n0\r\n" + b"x: y\r\n" * (HEAD_BYTES // 5), b"transfer-encoding: chunked"),
+    ],
+)
+async def test_a_head_is_bounded(port: Port, sent: bytes) -> None:
+    status, raw = await port.answer(sent)
+    assert status == 431
+    assert str(HEAD_BYTES) in str(error_of(raw)["message"])
+
+
+async def test_a_chunked_body_is_read_to_the_limit_only(port: Port, router: FakeRouter) -> None:
+    reader, writer = await port.open(post(b"", b"transfer-encoding: chunked"))
+    head = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
+
+    async def send() -> None:
+        while True:
+            writer.write(b"4000\r\n" + b"x" * 0x4000 + b"\r\n")
+            await writer.drain()
+
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(send(), DEADLINE_S)
+    assert (await head).startswith(b"HTTP/1.1 413 ")
+    assert router.requests == []
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (b"content-length: 100001", 413),
+        (b"content-length: 100001\r\nexpect: 100-continue", 413),
+        (b"content-length: 5\r\ncontent-encoding: gzip", 415),
+        (b"transfer-encoding: chunked\r\ncontent-encoding: br", 415),
+    ],
+)
+async def test_what_will_not_be_read_is_refused_before_it_comes(port: Port, header: bytes, status: int) -> None:
+    reader, _ = await port.open(post(b"", header))
+    async with asyncio.timeout(DEADLINE_S):
+        head = await reader.readuntil(b"\r\n\r\n")
+    assert int(head.split(b" ", 2)[1]) == status
+
+
+async def test_pipelined_requests_are_answered_in_order(port: Port) -> None:
+    status, raw = await port.answer(
+        b"GET /version HTTP/1.1\r\nhost: a\r\n\r\nGET /v1/models HTTP/1.1\r\nhost: a\r\n\r\nGET /health HTTP/1.0\r\n\r\n"
+    )
+    assert status == 200
+    assert raw.count(b"HTTP/1.1 200") == 3
+    assert raw.index(b'"version"') < raw.index(b'"object":"list"') < raw.index(b'"healthy"')
+
+
+async def test_more_is_not_taken_ahead_than_is_allowed(port: Port, router: FakeRouter) -> None:
+    router.gate = asyncio.Event()
+    _, writer = await port.open(completion())
+    await port.until(lambda: router.running)
+    writer.write(b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n" * (AHEAD_BYTES // 10))
+    await port.until(lambda: port.ended("pipeline") > 0)
+    router.gate.set()
+
+
+async def test_a_client_that_pipelines_and_goes_away_aborts_its_request(port: Port, router: FakeRouter) -> None:
+    router.gate = asyncio.Event()
+    _, writer = await port.open(completion() + completion())
+    await port.until(lambda: router.running)
+    writer.close()
+    await port.until(lambda: router.aborted == ["r0"])
+    assert len(router.requests) == 1
+
+
+# ---- not HTTP, or HTTP that is not served
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET http://[::1 HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        post(b"", b"content-length: 5", b"content-length: 6"),
+        post(b"", b"content-length: 5", b"transfer-encoding: chunked"),
+        post(b"", b"content-length: -1"),
+        post(b"zz\r\n", b"transfer-encoding: chunked"),
+        b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+    ],
+)
+async def test_what_cannot_be_read_is_a_400_in_our_words(port: Port, sent: bytes) -> None:
+    status, raw = await port.answer(sent)
+    assert status == 400
+    assert error_of(raw)["type"] == "invalid_request_error"
+
+
+async def test_garbage_behind_a_request_does_not_disturb_its_answer(port: Port, router: FakeRouter) -> None:
+    router.gate = asyncio.Event()
+    reader, writer = await port.open(completion(stream=True))
+    await reader.readuntil(b" two")
+    writer.write(b"\x00\x01 garbage\r\n\r\n")
+    await port.until(lambda: port.ended("malformed") == 1)
+    router.gate.set()
+    async with asyncio.timeout(DEADLINE_S):
+        rest = await reader.read()
+    assert b"HTTP/1.1" not in rest
+    assert b"[DONE]" in rest
+
+
+@pytest.mark.parametrize("host", [b"[", b"a b", b"\xff\xfe", b"[::1", b"a:99999999"])
+@pytest.mark.parametrize("path", [b"/nothing", b"/v1/models/x", b"/debug/timeline"])
+async def test_a_host_header_of_nonsense_is_no_failure_of_ours(port: Port, host: bytes, path: bytes) -> None:
+    status, _ = await port.answer(b"GET " + path + b" HTTP/1.0\r\nhost: " + host + b"\r\n\r\n")
+    assert 400 <= status < 500
+
+
+async def test_an_upgrade_to_what_is_not_spoken_is_ignored_or_refused(port: Port) -> None:
+    upgrade = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk"
+    status, raw = await port.answer(b"GET /version HTTP/1.1\r\nhost: a\r\n" + upgrade + b"\r\n\r\n")
+    assert status == 200
+    assert b"connection: close" in raw
+    body = json.dumps({"model": MODEL, "prompt": "a"}).encode()
+    status, raw = await port.answer(post(body, b"content-length: %d" % len(body), upgrade))
+    assert status == 400
+    assert error_of(raw)["code"] == "unsupported_upgrade"
+
+
+async def test_http_1_0_is_served(port: Port) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "a", "stream": True}).encode()
+    status, raw = await port.answer(post(body, b"content-length: %d" % len(body), version=b"1.0"))
+    assert status == 200
+    assert b"[DONE]" in raw
+
+
+# ---- who may debug
+
+
+@pytest.mark.parametrize("path", ["/debug/dump", "/debug/timeline?request_id=r0"])
+@pytest.mark.parametrize(
+    ("peer", "served"),
+    [("127.0.0.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("10.0.0.7", False), ("fe80::1", False)],
+)
+async def test_debug_answers_this_machine_only(router: FakeRouter, path: str, peer: str, served: bool) -> None:
+    router.timelines["r0"] = ()
+    for remote in (False, True):
+        app = create_app(router, FakeChatTemplate(), CollectorRegistry(), version="1", debug_remote=remote)
+        transport = httpx.ASGITransport(app, client=(peer, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://face") as http:
+            reply = await http.get(path, headers={"x-forwarded-for": "127.0.0.1"})
+            assert (reply.status_code == 200) == (served or remote)
+            if reply.status_code != 200:
+                assert reply.status_code == 403
+                assert "debug.remote" in reply.json()["error"]["message"]
+            for open_path in ("/health", "/status", "/metrics"):
+                assert (await http.get(open_path)).status_code == 200
+
+
+async def test_a_client_cannot_say_where_it_is(port: Port) -> None:
+    """uvicorn believes X-Forwarded-For of a client on loopback, which is where reverse proxies are."""
+    status, raw = await port.answer(b"GET /debug/dump HTTP/1.0\r\nx-forwarded-for: 10.0.0.7\r\n\r\n")
+    assert status == 200, raw
+
+
+# ---- counting and deciding
+
+
+async def test_what_is_refused_while_parsing_is_told_to_the_router(http: httpx.AsyncClient, router: FakeRouter) -> None:
+    headers = {"x-request-id": "mine"}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        for body in (b"{", b"[]", b'{"model": 1}', b"x" * 100_001):
+            assert (await http.post(path, content=body, headers=headers)).status_code in (400, 413)
+    assert len(router.noted) == 8
+    assert {client_id for _, client_id in router.noted} == {"mine"}
+    await http.post("/v1/completions", json={"model": "other", "prompt": "a"})
+    assert len(router.noted) == 8  # the router has refused that one itself
+
+
+@given(st.sampled_from(Phase), st.floats(0, 1e6), st.floats(0.01, 1e3))
+def test_only_answers_may_take_for_ever(phase: Phase, age_s: float, limit_s: float) -> None:
+    bounds = Bounds(head_s=limit_s, body_s=limit_s, idle_s=limit_s, stall_s=limit_s)
+    assert overdue(phase, age_s, bounds) <= (phase is not Phase.ANSWER)
+    assert overdue(phase, 1e7, bounds) == (phase is not Phase.ANSWER)
+    assert not overdue(phase, 0.0, bounds)
