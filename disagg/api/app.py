@@ -29,6 +29,7 @@ from disagg.api.bodies import parse_chat, parse_completion
 from disagg.api.connections import UNSENT_BYTES, Bounds, Connection, Crowd, HttpMetrics
 from disagg.api.errors import INTERNAL, BadField, BodyTooLarge, Fault, UnreadableBody, fault_of, fault_of_http
 from disagg.api.ports import ChatTemplatePort, RouterPort, ServedModel
+from disagg.router.tenants import tenant_of
 from disagg.types.errors import ConfigError, DisaggError, UnknownModel
 from disagg.types.plain import quoted
 
@@ -37,6 +38,8 @@ MAX_PROMPTS = 128
 CLIENT_REQUEST_ID_CHARS = 128
 GOODBYE_S = 2.0  # after the drain: for the last words of what did not end in time
 NO_BOUNDS = Bounds()
+# Headers that tell clients of one address apart; the first one counts.
+CREDENTIALS = ("authorization", "api-key", "x-api-key")
 
 
 def create_app(
@@ -65,14 +68,14 @@ def create_app(
     async def completions(request: Request) -> Response:
         with _refusals_noted(router, request):
             body = await _body(request, max_body_bytes)
-            call = parse_completion(body, max_prompts, _client_request_id(request))
+            call = parse_completion(body, max_prompts, _client_request_id(request), _tenant(request))
         return Answer(router, call, fingerprint)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         with _refusals_noted(router, request):
             body = await _body(request, max_body_bytes)
-            call = parse_chat(body, chat_template, _client_request_id(request))
+            call = parse_chat(body, chat_template, _client_request_id(request), _tenant(request))
         return Answer(router, call, fingerprint)
 
     @app.get("/v1/models")
@@ -186,6 +189,12 @@ async def _body(request: Request, limit: int) -> bytes:
 def _client_request_id(request: Request) -> str:
     """For the logs only, so cut rather than refused."""
     return request.headers.get("x-request-id", "")[:CLIENT_REQUEST_ID_CHARS]
+
+
+def _tenant(request: Request) -> str:
+    address = request.client.host if request.client is not None else ""
+    credentials = next((request.headers[name] for name in CREDENTIALS if name in request.headers), "")
+    return tenant_of(address, credentials)
 
 
 # ---- errors

@@ -139,7 +139,7 @@ class Call(Struct, frozen=True, kw_only=True):
     usage_each: bool = False
 
 
-def parse_completion(body: bytes, max_prompts: int, client_request_id: str = "") -> Call:
+def parse_completion(body: bytes, max_prompts: int, client_request_id: str = "", tenant: str = "") -> Call:
     """Raises InvalidRequest naming the field."""
     parsed = _convert(_fields(body, "completion"), CompletionBody)
     if parsed.best_of not in (None, parsed.n):
@@ -152,10 +152,10 @@ def parse_completion(body: bytes, max_prompts: int, client_request_id: str = "")
     if len(prompts) > max_prompts:
         raise InvalidRequest(f"prompt holds {len(prompts)} prompts; at most {max_prompts} are allowed", "prompt")
     max_tokens = COMPLETION_MAX_TOKENS if parsed.max_tokens is None else _positive(parsed.max_tokens, "max_tokens")
-    return _call("completion", parsed, prompts, max_tokens, parsed.logprobs, client_request_id)
+    return _call("completion", parsed, prompts, max_tokens, parsed.logprobs, client_request_id, tenant)
 
 
-def parse_chat(body: bytes, template: ChatTemplatePort | None, client_request_id: str = "") -> Call:
+def parse_chat(body: bytes, template: ChatTemplatePort | None, client_request_id: str = "", tenant: str = "") -> Call:
     """Raises InvalidRequest naming the field."""
     fields = _fields(body, "chat")
     if isinstance(fields.get("messages"), list):
@@ -175,7 +175,7 @@ def parse_chat(body: bytes, template: ChatTemplatePort | None, client_request_id
         )
     logprobs = (parsed.top_logprobs or 0) if parsed.logprobs else None
     prompt = template.render([_for_template(i, m) for i, m in enumerate(parsed.messages)], add_generation_prompt=True)
-    return _call("chat", parsed, (prompt,), _chat_max_tokens(parsed), logprobs, client_request_id)
+    return _call("chat", parsed, (prompt,), _chat_max_tokens(parsed), logprobs, client_request_id, tenant)
 
 
 def _call(
@@ -185,6 +185,7 @@ def _call(
     max_tokens: int,
     logprobs: int | None,
     client_request_id: str,
+    tenant: str,
 ) -> Call:
     options = body.stream_options or StreamOptions()
     if body.stream_options is not None and not body.stream:
@@ -216,6 +217,7 @@ def _call(
             params=params,
             seed=seed,
             cache_salt=body.cache_salt,
+            tenant=tenant,
             client_request_id=client_request_id,
             add_special_tokens=kind == "completion",
         )

@@ -53,7 +53,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_waiting: PositiveInt = 4096  # legs queued before new ones are refused
     ungranted_share: Annotated[float, Meta(gt=0, le=1)] = 0.5  # finished but ungranted KV, share of the prefill pool
     grant_headroom_tokens: NonNegativeInt = 64  # of output per choice, for which a grant reserves pages
-    preempt_after_s: Seconds = 2.0  # the oldest grant waits this long before running sequences give way to it
+    lookahead_tokens: NonNegativeInt = 512  # for which all that decodes must be able to go on for more to begin
+    preempt_after_s: Seconds = 2.0  # one that gave way waits this long before younger ones give way to it
     preemption: Literal["latest", "fewest_tokens"] = "latest"  # who gives way when pages run out
 
 

@@ -1,9 +1,14 @@
 """The sequences that decode: which of them run, which gave way for want of pages, and what their plans named.
 
-    join ──> running ──── no page left, or a grant waits ────> leaving ──> parked
-                │  ^                                                         │
-                │  └──────── pages again: computed from the prefix cache on ─┘
-                └──── stop ──> leaving ──> gone
+    join ──> running ──────── no page left ────────> leaving ──> parked
+              │  ^ ^                                               │
+              │  │ └──── pages again: computed from the prefix ────┘
+              │  │       cache on, and a slot        waiting (for its first slot)
+              │  └──────────────────────────────────────┘
+              └──── stop ──> leaving ──> gone
+
+Only want of pages makes a sequence give way, never want of slots. Who has been parked longest by *age*, the order in which
+answers began, goes on first, and if it waits for long, younger ones give way to it.
 
 A sequence that leaves keeps its pages and its slot until the last plan that names it has reported (and, just after a
 transfer, until no rank has them bound). What a parked one has computed is not lost while its pages stay in the prefix
@@ -15,6 +20,7 @@ Knows sequences, pages, slots and plans; nothing of legs, links or routers.
 
 from __future__ import annotations
 
+import bisect
 import enum
 from dataclasses import dataclass, field
 
@@ -33,12 +39,14 @@ class Phase(enum.Enum):
     RUNNING = "running"
     GIVING_WAY = "giving way"  # no new plan names it; one in flight may
     PARKED = "parked"  # holds nothing
+    WAITING = "waiting"  # has not begun, and holds nothing: other choices of its leg have
     DONE = "done"
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice that decodes. tokens: prompt and outputs, as far as they are known here; limit: most it may have.
+    arrival: its age, by the order in which answers began, and then by choice.
 
     position: tokens whose computation has been scheduled; promised: tokens that plans so far will have made known.
     """
@@ -63,6 +71,7 @@ class Sequence:
     bound: bool = True  # a rank may still scatter into its pages
     recomputes: bool = False  # its pages were reserved for chunks
     joined_tokens: int = 0  # how many it had when it last joined
+    shared_tokens: int = 0  # of its first tokens, whose pages others may hold too
     parked_s: float = 0.0
     too_little_at: int = -1  # KvMemory.releases when there were too few pages to go on
 
@@ -87,7 +96,7 @@ class DecodeBatch:
     pipeline: PlanPipeline = field(init=False)
     encoder: MirrorEncoder = field(init=False)
     running: dict[int, Sequence] = field(default_factory=dict)  # by seq_id, oldest first
-    parked: list[Sequence] = field(default_factory=list)  # longest first
+    parked: list[Sequence] = field(default_factory=list)  # oldest first
     _named: dict[int, Sequence] = field(default_factory=dict)  # by seq_id: all that a plan in flight may name
     _leaving: list[Sequence] = field(default_factory=list)
     short: bool = False  # a running sequence lacked a page in the last plan: what comes free is for it first
@@ -140,15 +149,16 @@ class DecodeBatch:
         self.encoder.end(sequence.seq_id)
         self._leaving.append(sequence)
 
-    def give_way(self, reason: str, outputs: int = 0) -> None:
+    def give_way(self, reason: str, outputs: int = 0, to_arrival: int = -1) -> None:
         """Preempt one running sequence by policy, unless pages are coming free anyway.
 
         outputs: only one that has made so many tokens since it last joined, so that each turn brings it forward.
+        to_arrival: only one that is younger.
         """
         could = tuple(
             Running(s.seq_id, s.arrival, len(s.tokens))
             for s in self.running.values()
-            if len(s.tokens) - s.joined_tokens >= outputs
+            if len(s.tokens) - s.joined_tokens >= outputs and s.arrival > to_arrival
         )
         if self._leaving or not could:
             return
@@ -175,11 +185,11 @@ class DecodeBatch:
             if sequence.phase is Phase.GIVING_WAY:
                 sequence.phase = Phase.PARKED
                 sequence.parked_s = now_s
-                self.parked.append(sequence)
+                bisect.insort(self.parked, sequence, key=lambda each: each.arrival)
         self._leaving = waiting
 
-    def resume(self, sequence: Sequence) -> bool:
-        """A parked sequence joins again if there are a slot and pages for all that it has, and some more."""
+    def resume(self, sequence: Sequence, now_s: float) -> bool:
+        """One that is parked, or waits, joins if there are a slot and pages for all that it has, and some more."""
         memory, tokens = self.memory, len(sequence.tokens)
         if sequence.too_little_at == memory.releases:
             return False
@@ -194,7 +204,9 @@ class DecodeBatch:
             sequence.too_little_at = memory.releases
             return False
         self.tally.recomputed_tokens += tokens - 1 - pages.computed
-        self.parked.remove(sequence)
+        if sequence.phase is Phase.PARKED:
+            self.parked.remove(sequence)
+            self.tally.observe("parked", now_s - sequence.parked_s)
         sequence.recomputes = True
         sequence.pages, sequence.slot, sequence.computed, sequence.last_plan = pages, slots[0], pages.computed, -1
         self.join(sequence)

@@ -2,12 +2,17 @@
 
 Events in, instructions out; no I/O, no clock, no torch. One leg goes through here so:
 
-    StartLeg -> waiting for Announce -> waiting for pages, slots, ring -> binding -> granted -> pieces land
-             -> complete (and first tokens here) -> a sequence per choice in the batch -> LegEnd -> pages freed
+    StartLeg -> waiting for Announce -> waiting for pages, a slot, ring -> binding -> granted -> pieces land
+             -> complete (and first tokens here) -> sequences join the batch -> LegEnd -> pages freed
 
 A grant covers the prompt, less what the prefix cache holds, and some output; while it decodes, a sequence takes pages as
-it grows. Who waits for pages, a grant or a sequence that gave way (engine/batch), is served in the order of waiting, and a
-grant that has waited too long makes running sequences give way.
+it grows. Each choice has a slot of its own: a grant takes one, and more for its other choices as far as others leave them;
+the rest of them wait and join one by one. A choice has *begun* when it has its slot, and is not heard of before.
+
+Who waits is served so: first those that have begun and gave way for want of pages (engine/batch), oldest first; while there
+are any, nothing new begins. Then grants and choices that have not begun, tenant by tenant in turns (scheduler/fairness),
+and only if those that have begun can go on beside them for `facts.lookahead_tokens` (engine/growth). Nobody gives way to
+what has not begun.
 """
 
 from __future__ import annotations
@@ -17,9 +22,10 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import astuple
 
-from disagg.engine.batch import DecodeBatch, Sequence
+from disagg.engine.batch import DecodeBatch, Phase, Sequence
 from disagg.engine.facts import EngineFacts
 from disagg.engine.finish import finish_of
+from disagg.engine.growth import after_grant, grown_to, running_on
 from disagg.engine.instructions import DialLink, DropLink, Instruction, Tally, ToLane, ToLink, ToRouter, ToWorkers
 from disagg.engine.pool import EnginePool
 from disagg.engine.ring_talk import RingTalk
@@ -51,6 +57,8 @@ from disagg.messages.legs import (
     TimelineEvent,
 )
 from disagg.messages.plan import SampledToken, StepResult
+from disagg.scheduler.admission import Growing
+from disagg.scheduler.fairness import FairQueue
 from disagg.transfer.session import CHECKPOINT, MAX_WANTS, NUM_STATES, ReceiveSession, ReceiveState
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
@@ -60,7 +68,7 @@ MAX_TIMELINE = 256
 MAX_EARLY_ANNOUNCES = 4096
 MAX_CLOSED = 8192  # keys remembered after a leg's end
 WANT_AFTER_S = 1.0  # after SentAll, with nothing landing
-TURN_TOKENS = 16  # a sequence that joined the batch makes at least so many before it gives way to a grant
+TURN_TOKENS = 16  # a sequence that joined the batch makes at least so many before it gives way to an older one
 
 
 @dataclass(slots=True)
@@ -78,7 +86,9 @@ class _Leg:
     root: bytes = b""
     hashes: list[bytes] = field(default_factory=list)  # of the trunk's full pages
     pages: SequencePages | None = None  # from the grant on, until they are let go or are the sequences' alone
-    slots: tuple[int, ...] = ()  # until the sequences have them
+    slots: tuple[int, ...] = ()  # until the sequences have them: of the choices that begin at once
+    age: int = -1  # which grant it was
+    told: set[int] = field(default_factory=set)  # choices whose first token the router has from here
     forks_unbound: bool = False  # its sequences begin when no rank has its pages bound any more
     cached_tokens: int = 0
     too_little_at: int = -1  # KvMemory.releases when there were too few pages for it
@@ -108,6 +118,11 @@ class _Leg:
         return len(self.start.token_ids) - self.start.num_prompt
 
     @property
+    def tenant(self) -> str:
+        """A router that does not say whose its legs are is a tenant."""
+        return self.start.tenant or f"router {self.router}"
+
+    @property
     def waits(self) -> bool:
         """It has no sequence yet, and may get one."""
         return not self.sequences and not self.ended
@@ -118,7 +133,7 @@ class _Try(enum.Enum):
 
     GRANTED = "granted"
     NOT_NOW = "not now"  # for a reason of its own: others need not wait for it
-    TOO_LITTLE = "too little"  # pages or slots: nobody may overtake it
+    TOO_LITTLE = "too little"  # pages or a slot: nobody may overtake it
 
 
 @dataclass(slots=True)
@@ -141,11 +156,12 @@ class DecodeEngine:
         self.pool = EnginePool(facts, self.tally, self._fits_alone)
         self.batch = DecodeBatch(facts, self.pool.kv, self.tally)
         self._legs: dict[LegKey, _Leg] = {}  # in order of arrival
-        self._queued: dict[LegKey, _Leg] = {}  # announced and without a grant, longest first
+        self._queued: FairQueue[_Leg | Sequence] = FairQueue()  # announced without a grant; choices without a slot
+        self._wishes: dict[int, int] = {}  # by link: legs of it that are queued
         self._ending: dict[LegKey, _Leg] = {}  # ended, and not all free
         self._links: dict[int, _Link] = {}
         self._closed: dict[LegKey, None] = {}  # recently, oldest first: announces that come late are refused
-        self._arrivals = 0
+        self._grants = 0
         self._out: list[Instruction] = []
         self.rings = RingTalk(facts, self._out)
 
@@ -191,7 +207,7 @@ class DecodeEngine:
             leg.dropped_choices.add(abort.choice)
             for sequence in leg.sequences:
                 if sequence.choice == abort.choice:
-                    self.batch.stop(sequence)
+                    self._stop(sequence)
             if not leg.sequences or not all(sequence.done for sequence in leg.sequences):
                 return self._take()
         self._close(leg, Outcome.ABORTED, "aborted by the router")
@@ -367,8 +383,14 @@ class DecodeEngine:
         return self._take()
 
     def load(self, state: ServerState) -> LoadReport:
-        waiting = sum(leg.waits for leg in self._legs.values()) + len(self.batch.parked)
+        choices = sum(isinstance(each, Sequence) for each in self._queued)
+        waiting = sum(leg.waits for leg in self._legs.values()) + len(self.batch.parked) + choices
         return self.pool.load(state, running=len(self.batch.running), waiting=waiting)
+
+    def parked(self, now_s: float) -> tuple[int, float]:
+        """How many sequences gave way and have not gone on, and for how long the longest of them."""
+        parked = self.batch.parked
+        return len(parked), max((now_s - sequence.parked_s for sequence in parked), default=0.0)
 
     @property
     def idle(self) -> bool:
@@ -438,7 +460,13 @@ class DecodeEngine:
         assert legs_slots + self.batch.held_slots() == self.slots.total - self.slots.free, (
             "slots of legs and used slots"
         )
-        assert all(leg.session.state is ReceiveState.QUEUED for leg in self._queued.values())
+        for each in self._queued:
+            if isinstance(each, Sequence):
+                assert each.phase is Phase.WAITING and each.pages is None
+            else:
+                assert each.session.state is ReceiveState.QUEUED and not each.slots
+        queued = [each.link for each in self._queued if isinstance(each, _Leg)]
+        assert self._wishes == {link: queued.count(link) for link in queued}
         assert all(leg.ended for leg in self._ending.values())
         for ring in self.rings.table.links.values():
             for rank_ring in ring.rings:
@@ -454,18 +482,18 @@ class DecodeEngine:
         if tokens >= self.facts.max_model_len:
             return f"{tokens} tokens leave no room within the model's {self.facts.max_model_len}"
         choices = len(start.choices)
-        if not self._fits_alone(self.pool.kv, self._total_tokens(start), tokens, choices):
+        if not self._fits_alone(self.pool.kv, self._total_tokens(start), tokens):
             return (
                 f"prompt and max_tokens come to {self._total_tokens(start)} tokens for each of {choices} choices; the "
                 f"decode server has KV memory for {self.pool.longest_alone} tokens of one"
             )
-        if len(start.choices) > self.facts.max_slots:
-            return f"{len(start.choices)} choices are more than the server's {self.facts.max_slots} slots"
+        if choices > MAX_CHOICES:
+            return f"{choices} choices are more than a request may have, {MAX_CHOICES}"
         return ""
 
-    def _fits_alone(self, kv: KvMemory, total_tokens: int, shared_tokens: int = 0, choices: int = 1) -> bool:
-        """It can grow to its end, and be computed again up to there, when nothing else holds pages."""
-        grown = kv.large_pages_to_decode(shared_tokens, total_tokens, choices)
+    def _fits_alone(self, kv: KvMemory, total_tokens: int, shared_tokens: int = 0) -> bool:
+        """One choice can grow to its end, and be computed again up to there, when nothing else holds pages."""
+        grown = kv.large_pages_to_decode(shared_tokens, total_tokens, 1)
         return max(grown, kv.large_pages_to_prefill(total_tokens, self.facts.chunk_tokens)) <= self.facts.num_large
 
     def _total_tokens(self, start: StartLeg) -> int:
@@ -503,32 +531,100 @@ class DecodeEngine:
         leg.session.announce(num_tokens)
         if not first:
             return
-        self._queued[leg.key] = leg
+        assert leg.link is not None
+        self._queued.append(leg.tenant, leg, leg.num_tokens + self._outputs(leg))
+        self._wishes[leg.link] = self._wishes.get(leg.link, 0) + 1
         leg.announced_s, leg.announced_unix_s = now_s, now_unix_s
         leg.timeline.append(TimelineEvent("queued", leg.received_unix_s, now_unix_s))
 
-    def _grant_waiting(self, now_s: float, now_unix_s: float) -> None:
-        """A ring, pages and slots: all or nothing, in the order of waiting; nobody overtakes.
-
-        Who gave way stands in the same queue. A grant that has waited too long goes first, and running sequences give way
-        to it, since its KV holds pages of prefill all the while.
+    def _outputs(self, leg: _Leg) -> int:
+        """What one choice of it costs its tenant beside the prompt: tokens for which it may keep its slot, as far as that
+        is looked at.
         """
-        self.rings.table.keep_wishes({leg.link for leg in self._queued.values() if leg.link is not None})
-        if self.batch.short or not (self._queued or self.batch.parked):
+        return max(1, min(leg.start.params.max_tokens, self.facts.lookahead_tokens))
+
+    def _unqueue(self, leg: _Leg, cost: float | None = None) -> None:
+        """If it waits for a grant. cost: of what it was granted, None if it was not."""
+        if leg not in self._queued:
             return
-        urgent = next(iter(self._queued.values()), None)
-        if urgent is not None and now_s - urgent.announced_s < self.facts.preempt_after_s:
-            urgent = None
-        if urgent is not None and self._try_grant(urgent, now_s) is _Try.TOO_LITTLE:
-            self.batch.give_way("grant", TURN_TOKENS)
+        if cost is None:
+            self._queued.remove(leg)
+        else:
+            self._queued.take(leg, cost)
+        assert leg.link is not None
+        self._wishes[leg.link] -= 1
+        if not self._wishes[leg.link]:
+            del self._wishes[leg.link]
+
+    def _grant_waiting(self, now_s: float, now_unix_s: float) -> None:
+        """Those that have begun go on, oldest first; then others begin, tenant by tenant. Nobody overtakes one who waits for
+        pages or a slot. See the module.
+        """
+        self.rings.table.keep_wishes(set(self._wishes))
+        if self.batch.short:
             return
-        waiting: list[_Leg | Sequence] = [*self._queued.values(), *self.batch.parked]
-        for each in sorted(waiting, key=lambda w: w.announced_s if isinstance(w, _Leg) else w.parked_s):
+        while self.batch.parked:
+            oldest = self.batch.parked[0]
+            if not self.batch.resume(oldest, now_s):
+                if now_s - oldest.parked_s >= self.facts.preempt_after_s:
+                    self.batch.give_way("age", TURN_TOKENS, to_arrival=oldest.arrival)
+                return
+        for each in self._queued:
+            if not self.slots.free:
+                return
             if isinstance(each, Sequence):
-                if not self.batch.resume(each):
+                if not self._begin(each, now_s):
                     return
             elif self._try_grant(each, now_s) is _Try.TOO_LITTLE:
                 return
+
+    def _begin(self, sequence: Sequence, now_s: float) -> bool:
+        """A choice that has waited for its slot joins: it computes from the prefix cache on, like one that gave way."""
+        leg = self._legs[sequence.key]
+        shared = sequence.shared_tokens if any(s.pages is not None for s in leg.sequences) else 0
+        steps = sequence.limit - len(sequence.tokens)
+        new = Growing(steps, shared - len(sequence.tokens), sequence.limit - 1 - sequence.shared_tokens)
+        if sequence.too_little_at == self.pool.kv.releases:
+            return False
+        if not self._enough([new], sequence.limit):
+            sequence.too_little_at = self.pool.kv.releases
+            return False
+        if not self.batch.resume(sequence, now_s):
+            return False
+        self._queued.take(sequence)
+        self._say_first(leg, sequence.choice)
+        return True
+
+    def _enough(self, new: list[Growing], limit: int) -> bool:
+        """All that have begun, and these of up to `limit` tokens each, can go on together for as long as is looked ahead."""
+        growing = [running_on(s) for s in self.batch.running.values()]
+        limits = [s.limit for s in self.batch.running.values()]
+        for leg in self._legs.values():
+            if leg.slots and not leg.ended and leg.pages is not None:
+                growing += self._granted(leg, len(leg.slots))
+                limits += [self._total_tokens(leg.start) + 1] * len(leg.slots)
+        if not growing and not self.pool.kv.allocator.used_large:
+            return True
+        growth = grown_to(self.facts, [*growing, *new], [*limits, *[limit] * len(new)])
+        return self.pool.kv.allocator.used_large + growth <= self.facts.num_large
+
+    def _granted(self, leg: _Leg, choices: int) -> list[Growing]:
+        shared = leg.num_tokens if choices > 1 else leg.cached_tokens
+        total, page_tokens = self._total_tokens(leg.start), self.facts.page_tokens
+        return [after_grant(leg.num_tokens, total, self._spare(leg), shared, page_tokens)] * choices
+
+    def _spare(self, leg: _Leg) -> int:
+        return min(self.facts.spare_tokens, self._total_tokens(leg.start) - leg.num_tokens)
+
+    def _receive(self, leg: _Leg, choices: int) -> SequencePages | None:
+        """Pages for a grant of so many choices. One that is alone gets them, whatever it may come to need."""
+        alone = not self.pool.kv.allocator.used_large
+
+        def enough() -> bool:
+            return alone or self._enough(self._granted(leg, choices), self._total_tokens(leg.start) + 1)
+
+        clock = self.pipeline.clock
+        return self.pool.kv.receive(leg.hashes, leg.num_tokens, self._spare(leg), choices, clock, enough)
 
     def _try_grant(self, leg: _Leg, now_s: float) -> _Try:
         assert leg.link is not None
@@ -539,13 +635,17 @@ class DecodeEngine:
             return _Try.NOT_NOW
         if not self.rings.open(leg.link, now_s):
             return _Try.NOT_NOW  # another link's legs need not wait for this one's segments
-        choices, kv = len(leg.start.choices), self.pool.kv
-        if choices > self.slots.free or leg.too_little_at == kv.releases:
+        kv = self.pool.kv
+        if not self.slots.free or leg.too_little_at == kv.releases:
             return _Try.TOO_LITTLE
         if not leg.root:
             leg.root, leg.hashes = self.pool.prefix(leg.start)
-        spare = min(self.facts.spare_tokens, self._total_tokens(leg.start) - leg.num_tokens)
-        pages = kv.receive(leg.hashes, leg.num_tokens, spare, choices, self.pipeline.clock)
+        # Tenants that wait leave each other their parts of the free slots; what is left over goes choice by choice.
+        choices = max(1, min(len(leg.start.choices), self.slots.free // self._queued.num_tenants))
+        pages = self._receive(leg, choices)
+        if pages is None and choices > 1:
+            choices = 1
+            pages = self._receive(leg, choices)
         if pages is None:
             leg.too_little_at = kv.releases
             return _Try.TOO_LITTLE
@@ -553,7 +653,8 @@ class DecodeEngine:
         assert slots is not None
         self.pool.taken(pages)
         leg.pages, leg.slots, leg.cached_tokens = pages, slots, pages.hit_tokens
-        del self._queued[leg.key]
+        leg.age, self._grants = self._grants, self._grants + 1
+        self._unqueue(leg, leg.num_tokens + choices * self._outputs(leg))
         leg.session.bind(pages.wants, checkpoint=pages.has_checkpoint)
         leg.progress_s = now_s
         self._out.append(ToLane(None, Bind(leg.key, pages.landing(leg.num_tokens))))
@@ -565,7 +666,8 @@ class DecodeEngine:
         leg.granted_unix_s = now_unix_s
         leg.timeline.append(TimelineEvent("grant", leg.announced_unix_s, now_unix_s))
         self.tally.observe("grant_wait", now_s - leg.announced_s)
-        self._out.append(ToLink(leg.link, m.Grant(leg.key, leg.session.wants)))
+        choices = len(leg.slots) if len(leg.slots) < len(leg.start.choices) else 0
+        self._out.append(ToLink(leg.link, m.Grant(leg.key, leg.session.wants, choices)))
 
     # ---- the transfer
 
@@ -623,7 +725,7 @@ class DecodeEngine:
         ever_received = leg.session.state is ReceiveState.RECEIVING
         if not leg.session.try_complete():
             return
-        self._queued.pop(leg.key, None)
+        self._unqueue(leg)
         if leg.session.sent_all:
             # Prefill will not say so again, and an entry may be left whose notification was lost.
             leg.session.peer_quiet = True
@@ -633,47 +735,78 @@ class DecodeEngine:
             leg.timeline.append(TimelineEvent("transfer", leg.granted_unix_s, now_unix_s))
             self.tally.observe("transfer", now_s - leg.granted_s)
         self._out.append(ToLink(leg.link, m.Complete(leg.key)))
+        going_on = self._going_on(leg)
+        beginning = {token.choice for token in going_on[: len(leg.slots)]}
         for token in leg.session.first_tokens:
-            logprobs = (token.logprobs,) if token.logprobs is not None else ()
-            self._tell(leg, LegTokens(leg.key, token.choice, leg.base, (token.token_id,), logprobs, token.finish))
+            if token.finish or token.choice in beginning:
+                self._say_first(leg, token.choice)
         self._unbind(leg)
-        if all(token.finish or token.choice in leg.dropped_choices for token in leg.session.first_tokens):
+        if not going_on:
             self._end(leg, Outcome.DONE, "", now_unix_s)
         elif leg.session.wants_sent and not leg.session.all_unbound:
             leg.forks_unbound = True  # a piece that was asked for twice may land once more; then nothing may run yet
         else:
             self._fork(leg)
 
+    def _going_on(self, leg: _Leg) -> list[m.FirstToken]:
+        """Of the choices that go on after their first tokens."""
+        return [t for t in leg.session.first_tokens if not t.finish and t.choice not in leg.dropped_choices]
+
+    def _say_first(self, leg: _Leg, choice: int) -> None:
+        if choice not in leg.told:
+            leg.told.add(choice)
+            token = next(token for token in leg.session.first_tokens if token.choice == choice)
+            logprobs = (token.logprobs,) if token.logprobs is not None else ()
+            self._tell(leg, LegTokens(leg.key, choice, leg.base, (token.token_id,), logprobs, token.finish))
+
     def _fork(self, leg: _Leg) -> None:
-        """Start a sequence for every choice that goes on; they share the pages that are full of the trunk."""
+        """A sequence for every choice that goes on. As many as the grant has slots for begin now, and share the pages that are
+        full of the trunk; the others wait for slots of their own.
+        """
         assert leg.pages is not None
         leg.pages.landed(leg.num_tokens, leg.hashes, self.pipeline.clock)
-        forks, copies = leg.pages.fork(len(leg.start.choices))
-        limit = leg.start.num_prompt + min(leg.start.params.max_tokens, self.facts.max_model_len - leg.start.num_prompt)
-        for token, pages, slot in zip(leg.session.first_tokens, forks, leg.slots, strict=True):
-            self._arrivals += 1
-            sequence = Sequence(
-                key=leg.key,
-                choice=token.choice,
-                arrival=self._arrivals,
-                tokens=[*leg.start.token_ids, token.token_id],
-                num_prompt=leg.start.num_prompt,
-                limit=limit,
-                params=leg.start.params,
-                root=leg.root,
-                hashes=list(leg.hashes),
-                pages=pages,
-                slot=slot,
-                computed=leg.num_tokens,
-            )
-            leg.sequences.append(sequence)
+        tokens = self._going_on(leg) or list(leg.session.first_tokens[:1])  # all dropped: one ends at once
+        leg.sequences = [self._sequence(leg, number, token) for number, token in enumerate(tokens)]
+        beginning = leg.sequences[: len(leg.slots)]
+        forks, copies = leg.pages.fork(len(beginning))
+        for sequence, pages, slot in zip(beginning, forks, leg.slots, strict=False):
+            sequence.pages, sequence.slot = pages, slot
+            sequence.shared_tokens = leg.num_tokens if len(beginning) > 1 else leg.cached_tokens
             self.batch.join(sequence)
-        self.batch.copy_pages(leg.sequences, copies)
-        leg.slots = ()
-        for sequence, token in zip(leg.sequences, leg.session.first_tokens, strict=True):
             sequence.bound = not leg.session.all_unbound
-            if token.finish or token.choice in leg.dropped_choices:
-                self.batch.stop(sequence)
+        self.batch.copy_pages(beginning, copies)
+        self.slots.give(leg.slots[len(beginning) :])
+        leg.slots = ()
+        for sequence in leg.sequences[len(beginning) :]:
+            sequence.phase, sequence.bound = Phase.WAITING, False
+            self._queued.append(leg.tenant, sequence, self._outputs(leg))
+        for sequence in beginning:
+            if sequence.choice in leg.dropped_choices:
+                self._stop(sequence)
+            else:
+                self._say_first(leg, sequence.choice)
+
+    def _sequence(self, leg: _Leg, number: int, token: m.FirstToken) -> Sequence:
+        start = leg.start
+        return Sequence(
+            key=leg.key,
+            choice=token.choice,
+            arrival=leg.age * MAX_CHOICES + number,
+            tokens=[*start.token_ids, token.token_id],
+            num_prompt=start.num_prompt,
+            limit=start.num_prompt + min(start.params.max_tokens, self.facts.max_model_len - start.num_prompt),
+            params=start.params,
+            root=leg.root,
+            hashes=list(leg.hashes),
+            pages=None,
+            slot=-1,
+            computed=leg.num_tokens,
+            shared_tokens=leg.num_tokens // self.facts.page_tokens * self.facts.page_tokens,
+        )
+
+    def _stop(self, sequence: Sequence) -> None:
+        self._queued.discard(sequence)
+        self.batch.stop(sequence)
 
     def _watch(self, leg: _Leg, receiving: set[LegKey], now_s: float) -> None:
         """A transfer that stands still: ask for what is missing, at last give it up."""
@@ -768,8 +901,8 @@ class DecodeEngine:
         if leg.abort_plan is None:
             leg.abort_plan = self.pipeline.reported
         for sequence in leg.sequences:
-            self.batch.stop(sequence)
-        self._queued.pop(leg.key, None)
+            self._stop(sequence)
+        self._unqueue(leg)
         announced = leg.session.state is not ReceiveState.WAITING
         if leg.session.abandon():
             if outcome in (Outcome.BAD_TRANSFER, Outcome.PEER_LOST):

@@ -12,8 +12,9 @@ class EngineFacts(Struct, frozen=True):
     """groups: of the whole model (all KV heads), not of one rank; layout: of a rank's pool of num_large large pages.
 
     cache_root: what all page hashes begin with (weights and whatever else two caches must agree on). max_slots: sequences
-    sampled at once. spare_tokens: of each choice's outputs that a grant reserves pages for. preempt_after_s: how long the
-    oldest grant waits before running sequences give way to it; preemption: a key of scheduler.policies.PREEMPTION.
+    sampled at once. spare_tokens: of each choice's outputs that a grant reserves pages for; lookahead_tokens: for how many
+    more all that has begun must be able to go on for something new to begin. preempt_after_s: how long one that gave way
+    waits before younger ones give way to it; preemption: a key of scheduler.policies.PREEMPTION.
     """
 
     incarnation: str
@@ -31,6 +32,7 @@ class EngineFacts(Struct, frozen=True):
     max_waiting: int
     ungranted_share: float
     spare_tokens: int
+    lookahead_tokens: int
     preempt_after_s: float
     preemption: str
     gather_bytes: int

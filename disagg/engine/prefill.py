@@ -6,6 +6,10 @@ out; no I/O, no clock, no torch. One leg goes through here so:
     StartLeg -> waiting -> admitted (pages, slots) -> chunks scheduled -> first token -> Complete from decode -> pages freed
                                      └ Announce        └ OfferPieces -> AssignEntries -> writes -> SentAll
 
+Tenants take turns: in being admitted, and chunk by chunk in being computed (scheduler/fairness). The first token of a choice
+is told as soon as it is sampled and decode has granted the choice its slot: what decode has no room for has not begun to
+answer, or it would fall silent after its first word for as long as others decode.
+
 A leg begins behind the longest prefix that is cached in every layer group; what it computes enters the cache chunk by
 chunk, so that the next leg finds it while this one still runs. What decode lacks of a cached prefix is sent all the same.
 """
@@ -58,6 +62,7 @@ from disagg.messages.mirror import MirrorEncoder
 from disagg.messages.pieces import HeadSlice, Piece, RankSlice
 from disagg.messages.plan import Run, SampledToken, SamplerStart, SequenceStart, StepResult
 from disagg.scheduler.admission import common_pages, should_wait
+from disagg.scheduler.fairness import FairQueue, Shares
 from disagg.scheduler.policies import Candidate, prefill_only
 from disagg.staging.pieces import group_piece_bytes, most_group_pieces, split_group_piece
 from disagg.staging.ring import ALIGNMENT_BYTES, RingEntry, RingWriterView, align
@@ -98,6 +103,8 @@ class _Leg:
     computed: int = 0
     last_plan: int = -1  # last plan that names its sequence
     first_tokens: m.FirstTokens | None = None
+    granted_choices: int = 0  # how many of its choices, the first ones, have slots on decode
+    told: set[int] = field(default_factory=set)  # choices whose first token the router has
     ended: bool = False  # the router has its LegEnd
     dropping: set[int] = field(default_factory=set)  # ranks that have yet to say SendsDropped
     tell_drained: bool = False
@@ -109,6 +116,11 @@ class _Leg:
     @property
     def key(self) -> LegKey:
         return self.start.key
+
+    @property
+    def tenant(self) -> str:
+        """A router that does not say whose its legs are is a tenant."""
+        return self.start.tenant or f"router {self.router}"
 
     @property
     def num_tokens(self) -> int:
@@ -202,7 +214,8 @@ class PrefillEngine:
         self.pipeline = PlanPipeline(facts.tp)
         self.encoder = MirrorEncoder()
         self._legs: dict[LegKey, _Leg] = {}
-        self._waiting: deque[_Leg] = deque()
+        self._waiting: FairQueue[_Leg] = FairQueue()
+        self._shares = Shares()  # of the steps' tokens, by tenant
         self._ending: dict[LegKey, _Leg] = {}  # ended, and not all free
         self._running: dict[int, _Leg] = {}  # by sequence: admitted, first token not yet sampled, not given up
         self._by_seq: dict[int, _Leg] = {}  # by sequence: everything that a plan in flight may name
@@ -229,11 +242,11 @@ class PrefillEngine:
         refusal = self._refusal(start)
         if refusal:
             self._end(leg, Outcome.REFUSED, refusal)
-        elif len(self._waiting) >= self.facts.max_waiting:
+        elif not self._make_room(leg):
             self._end(leg, Outcome.GIVEN_BACK, f"{len(self._waiting)} legs are waiting already")
         else:
             self._legs[start.key] = leg
-            self._waiting.append(leg)
+            self._waiting.append(leg.tenant, leg, leg.num_tokens)
             for number, link in self._links.items():
                 if (link.hello.name, link.hello.incarnation) == (start.peer.name, start.peer.incarnation):
                     leg.link = number
@@ -485,22 +498,46 @@ class PrefillEngine:
             for group in self.facts.groups
         )
 
+    def _make_room(self, leg: _Leg) -> bool:
+        """For one more in the queue. If it is full, the youngest of whoever has most there is given back."""
+        if len(self._waiting) < self.facts.max_waiting:
+            return True
+        other = self._waiting.displaced_by(leg.tenant)
+        if other is None:
+            return False
+        self._close(
+            other, Outcome.GIVEN_BACK, f"{len(self._waiting)} legs are waiting already, most of them its tenant's"
+        )
+        return True
+
     def _admit(self, now_s: float) -> None:
-        """Oldest first, all or nothing; finished KV that no decode server has granted pages for is capped."""
+        """Tenants in turns, of each the oldest first, all or nothing; finished KV that no decode server has granted pages for
+        is capped. A tenant whose first prompt waits for another's prefix lets the others go on; nobody overtakes one
+        that waits for pages or slots.
+        """
         ungranted = sum(
             leg.large_pages
             for leg in self._legs.values()
             if leg.session.state is SendState.WAITING and leg.pages is not None and leg.scheduled == leg.num_tokens
         )
         cap = self.facts.ungranted_share * self.facts.num_large
-        while self._waiting and ungranted <= cap:
-            leg = self._waiting[0]
-            if self.slots.free < len(leg.start.choices) or not self._take_pages(leg):
+        if ungranted > cap:
+            return
+        held_up: set[str] = set()
+        for leg in self._waiting:
+            if leg.tenant in held_up:
+                continue
+            if self.slots.free < len(leg.start.choices):
+                return
+            if self._awaits_prefix(leg):
+                held_up.add(leg.tenant)
+                continue
+            if not self._take_pages(leg):
                 return
             slots = self.slots.take(len(leg.start.choices))
             assert slots is not None
             assert leg.pages is not None
-            self._waiting.popleft()
+            self._waiting.take(leg)
             leg.slots = slots
             leg.seq_id = self._next_seq_id
             self._next_seq_id += 1
@@ -521,6 +558,8 @@ class PrefillEngine:
 
     def _awaits_prefix(self, leg: _Leg) -> bool:
         """Another prompt that is being computed begins with much of what this one would have to compute."""
+        if not leg.root:
+            leg.root, leg.hashes = self.pool.prefix(leg.start)
         for other in self._running.values():
             common = common_pages(other.hashes, leg.hashes) * self.facts.page_tokens
             last = other.num_tokens if self.pool.kv.keeps_back else common
@@ -532,10 +571,6 @@ class PrefillEngine:
         """The cached prefix, and pages for all that has to be computed after it."""
         kv = self.pool.kv
         if leg.too_little_at == kv.releases:
-            return False
-        if not leg.root:
-            leg.root, leg.hashes = self.pool.prefix(leg.start)
-        if self._awaits_prefix(leg):
             return False
         tokens = leg.num_tokens
         pages = kv.open(leg.hashes, tokens, tokens, self.facts.chunk_tokens, self.pipeline.clock)
@@ -552,15 +587,17 @@ class PrefillEngine:
 
     def _schedule_one(self, now_s: float, now_unix_s: float) -> bool:
         longest_run = self.facts.longest_run
+        unscheduled = [(seq_id, leg) for seq_id, leg in self._running.items() if leg.scheduled < leg.num_tokens]
+        turns = {tenant: turn for turn, tenant in enumerate(self._shares.order([leg.tenant for _, leg in unscheduled]))}
         candidates = tuple(
             Candidate(seq_id, leg.num_tokens - leg.scheduled, longest_run(leg.scheduled))
-            for seq_id, leg in self._running.items()
-            if leg.scheduled < leg.num_tokens
+            for seq_id, leg in sorted(unscheduled, key=lambda each: turns[each[1].tenant])
         )
         runs = []
         for chunk in prefill_only(candidates, self.facts.chunk_tokens).runs:
             leg = self._running[chunk.seq_id]
             assert leg.pages is not None
+            self._shares.charge(leg.tenant, chunk.num_tokens)
             new_pages = leg.pages.grow(leg.scheduled, leg.scheduled + chunk.num_tokens)
             assert new_pages is not None, "pages for the whole prompt were reserved"
             runs.append(Run(chunk.seq_id, chunk.num_tokens, chunk.sample, new_pages))
@@ -620,15 +657,26 @@ class PrefillEngine:
         for token in sampled:
             finish = finish_of(token.token_id, index, leg.start.params, self.facts.eos_token_ids, tokens_left)
             first.append(m.FirstToken(token.choice, token.token_id, token.logprobs, finish))
-            logprobs = (token.logprobs,) if token.logprobs is not None else ()
-            self._tell(leg, LegTokens(leg.key, token.choice, index, (token.token_id,), logprobs, finish))
         leg.first_tokens = m.FirstTokens(leg.key, tuple(first))
+        self._say_first(leg)
         leg.timeline.append(TimelineEvent("first_token", report.ended_unix_s, report.ended_unix_s))
         self.tally.observe("ttft", now_s - leg.received_s)
         if leg.link is not None and leg.announced:
             self._out.append(ToLink(leg.link, leg.first_tokens))
         if leg.session.finish_if_sent():
             self._sent_all(leg)
+
+    def _say_first(self, leg: _Leg) -> None:
+        """To the router, of those choices that decode has begun, and of those that end here."""
+        if leg.first_tokens is None or leg.ended:
+            return
+        index = leg.num_tokens - leg.start.num_prompt
+        beginning = leg.start.choices[: leg.granted_choices]
+        for token in leg.first_tokens.tokens:
+            if token.choice not in leg.told and (token.finish or token.choice in beginning):
+                leg.told.add(token.choice)
+                logprobs = (token.logprobs,) if token.logprobs is not None else ()
+                self._tell(leg, LegTokens(leg.key, token.choice, index, (token.token_id,), logprobs, token.finish))
 
     # ---- the transfer
 
@@ -715,6 +763,8 @@ class PrefillEngine:
             return
         if not leg.announced:
             raise ProtocolError(f"{message.key} was granted before it was announced")
+        leg.granted_choices = message.choices or len(leg.start.choices)
+        self._say_first(leg)
         slices = tuple(len(turns[0]) for turns in link.turns)
         self._offer(leg, leg.session.grant(message.wants, slices, self._cut(link)))
         if leg.first_tokens is not None and leg.session.finish_if_sent():
@@ -899,8 +949,7 @@ class PrefillEngine:
     def _close(self, leg: _Leg, outcome: Outcome, reason: str) -> None:
         """End a leg early. Its resources follow as soon as no plan and no write names them."""
         if leg.seq_id is None:
-            if leg in self._waiting:
-                self._waiting.remove(leg)
+            self._waiting.discard(leg)
         elif self._running.pop(leg.seq_id, None) is not None:
             self.encoder.end(leg.seq_id)
         if leg.abort_plan is None:

@@ -22,7 +22,7 @@ Knows tokens, pages and a logical clock (`step`, which engines count); nothing o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from disagg.memory.allocator import PageAllocator, adjacent_runs, passed
@@ -132,18 +132,26 @@ class KvMemory:
         return None
 
     def receive(
-        self, hashes: Sequence[bytes], num_tokens: int, spare_tokens: int, choices: int, step: int
+        self,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        spare_tokens: int,
+        choices: int,
+        step: int,
+        enough: Callable[[], bool] = lambda: True,
     ) -> SequencePages | None:
         """Pages for num_tokens tokens that will land, less what is cached, and spare ones for what `choices` sequences will
         write after them: spare_tokens each, and copies of a partial page. None if they do not fit now.
 
         What is cached counts group by group: whatever one of them lacks, the transfer brings. With the pool to itself a
         request is not refused for what is only of use: without spare pages and cached ones, which may lie so that they
-        keep whole large pages from others, it gets what it must have.
+        keep whole large pages from others, it gets what it must have. enough: whether what is left when it has its pages
+        is enough for the others.
         """
         pages = SequencePages(self)
         pages.branch_at(num_tokens)
-        if not pages.reserve_landing(hashes, num_tokens, spare_tokens, choices, reuse=self.caching):
+        reserved = pages.reserve_landing(hashes, num_tokens, spare_tokens, choices, reuse=self.caching)
+        if not (reserved and enough()):
             pages.close(step)
             if self.allocator.used_large:
                 return None
@@ -431,6 +439,14 @@ class SequencePages:
     def has_checkpoint(self) -> bool:
         """The state of the checkpoint that `hold_for_sending` asked for is kept."""
         return bool(self._states) and len(self._checkpoint) == len(self._states)
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens for which it has pages in every group of full attention, those that it has included; no limit without such
+        a group."""
+        full = [g for g in self._paged if g not in self._windows]
+        pages = min((len(self._tables[g]) + len(self._spare[g]) for g in full), default=1 << 31)
+        return pages * self._page_tokens
 
     def run_pages(self) -> float:
         """Mean length of the runs of adjacent pages that attention would read; 0 without such pages."""

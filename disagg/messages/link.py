@@ -86,11 +86,13 @@ class Grant(Struct, frozen=True):
     """Pages for the whole leg are bound on every decode rank.
 
     wants: per layer group, the first position that is wanted, all after it being wanted too: a token, or (in a state
-    group) 0. What comes before is in the decode side's prefix cache, or out of the group's window.
+    group) 0. What comes before is in the decode side's prefix cache, or out of the group's window. choices: how many of the
+    leg's choices, the first ones, begin to answer as soon as the KV is there: their first tokens may be told; 0 for all.
     """
 
     key: LegKey
     wants: tuple[int, ...]
+    choices: int = 0
 
 
 class OfferPieces(Struct, frozen=True):

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from disagg.router.requests import ChoiceDelta, Finished, GenerateRequest, Started, Update
 from disagg.router.service import Router
+from disagg.router.tenants import tenant_of
 from disagg.types.errors import DisaggError
 from disagg.wire import pb
 from disagg.wire.inference import (
@@ -42,7 +43,7 @@ class InferenceService(InferenceServicer):
         self, request: pb.inference.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.inference.GenerateResponse]:
         try:
-            asked = self._asked(request)
+            asked = self._asked(request, _tenant(context))
             left_s = context.time_remaining()
             if left_s is not None and math.isfinite(left_s):
                 deadline_s = max(0.001, left_s)
@@ -53,10 +54,10 @@ class InferenceService(InferenceServicer):
         except DisaggError as error:
             await abort_with(context, error)
 
-    def _asked(self, request: pb.inference.GenerateRequest) -> GenerateRequest:
+    def _asked(self, request: pb.inference.GenerateRequest, tenant: str) -> GenerateRequest:
         """Raises InvalidRequest, which counts as a request that was refused."""
         try:
-            return GenerateRequest(**generate_request_from_proto(request))
+            return GenerateRequest(**generate_request_from_proto(request), tenant=tenant)
         except DisaggError as error:
             self._router.note_refused(error, request.request_id)
             raise
@@ -88,6 +89,16 @@ class InferenceService(InferenceServicer):
         if not found:  # unknown and not the caller's look the same, so that nobody can try ids out
             await context.abort(grpc.StatusCode.NOT_FOUND, "no request of this id and abort_token runs here")
         return pb.inference.AbortResponse(found=True)
+
+
+def _tenant(context: Context) -> str:
+    peer = context.peer()
+    kind, _, rest = peer.partition(":")
+    address = rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else rest
+    for name, value in context.invocation_metadata() or ():
+        if name == "authorization":
+            return tenant_of(address, value if isinstance(value, str) else value.decode("latin-1"))
+    return tenant_of(address, connection=peer)
 
 
 def _to_proto(update: Update) -> pb.inference.GenerateResponse:

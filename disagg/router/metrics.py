@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _ITL_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_SILENCE_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 _WHOLE_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -23,6 +24,17 @@ class RouterMetrics:
             "disagg_router_itl_seconds",
             "Between two messages with tokens of one choice, per token",
             buckets=_ITL_BUCKETS_S,
+            registry=registry,
+        )
+        self.longest_silence_s = Histogram(
+            "disagg_router_longest_silence_seconds",
+            "Of each request that began to answer, the longest time from tokens of a choice to its next ones",
+            buckets=_SILENCE_BUCKETS_S,
+            registry=registry,
+        )
+        self.silence_s = Gauge(
+            "disagg_router_silence_seconds",
+            "How long the most silent of all choices that have begun and not finished has now been silent",
             registry=registry,
         )
         self.queue_s = Histogram(

@@ -14,6 +14,7 @@ from msgspec import Struct
 from disagg.messages.legs import PeerRef, ServerState
 from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView
 from disagg.types.ids import Role
+from disagg.types.sampling import SamplingParams
 
 Rank = tuple[float, ...]
 
@@ -30,6 +31,17 @@ class RequestFacts(Struct, frozen=True):
     choices: int = 1
     serial: int = 0
     weights: str = ""
+
+
+MAX_COST_TOKENS = 4096  # a request that asks for more costs its tenant no more
+
+
+def queue_cost(prompt_tokens: int, params: SamplingParams) -> int:
+    """What a request costs its tenant when it is dispatched: tokens that it may come to, as far as one says so. 0 is "as many as
+    fit", and nobody comes to all of them.
+    """
+    asked = params.max_tokens or MAX_COST_TOKENS // 4
+    return max(1, min(MAX_COST_TOKENS, prompt_tokens + params.n * asked))
 
 
 class Policy(Protocol):

@@ -217,6 +217,7 @@ class RequestMachine:
         verdict_s: float,
         linger_s: float,
         serial: int = 0,
+        tenant: str = "",
     ) -> None:
         """params.max_tokens 0: as many as the first pair can hold, and max_total_tokens with the prompt allows.
 
@@ -234,6 +235,7 @@ class RequestMachine:
         self.table = AcceptanceTable(params.n)
         self.error: DisaggError | None = None
         self._cache_salt = cache_salt
+        self._tenant = tenant
         self._deadline_s = deadline_s
         self._max_total_tokens = max_total_tokens
         self._max_attempts = max_attempts
@@ -312,6 +314,7 @@ class RequestMachine:
                     deadline_s=max(0.001, self._deadline_s - event.now_s),
                     cache_salt=self._cache_salt,
                     incarnation=server.incarnation,
+                    tenant=self._tenant,
                 )
                 sends.append(Send(server.name, leg))
         begun = Attempted(self.attempt, pair, self._cause, prefill_tokens, len(self.table.unfinished()))

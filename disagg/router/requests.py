@@ -16,6 +16,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     """One prompt with its parameters. prompt: text, or token ids taken as they are.
 
     params.max_tokens 0 means "as many as fit". seed None: the router draws one. deadline_s None: the configured one.
+    tenant: who asks, as far as a face can tell (router/tenants): those that wait take turns.
     client_request_id: what the client calls it (logs only); the router's own id is `Started.request_id`.
     add_special_tokens: whether the tokenizer adds BOS and the like to a text prompt (a rendered chat has them already).
     """
@@ -26,6 +27,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     seed: int | None = None
     deadline_s: float | None = None
     cache_salt: str = ""
+    tenant: str = ""
     client_request_id: str = ""
     add_special_tokens: bool = True
 

@@ -30,7 +30,7 @@ from disagg.router.dial import dial_server
 from disagg.router.mailbox import Mailbox
 from disagg.router.metrics import RouterMetrics
 from disagg.router.names import drawn_name
-from disagg.router.policies import POLICIES, pick_pair
+from disagg.router.policies import POLICIES, pick_pair, queue_cost
 from disagg.router.request import (
     ArmLingerTimer,
     ArmVerdictTimer,
@@ -59,6 +59,7 @@ from disagg.router.request import (
 from disagg.router.requests import Finished, GenerateRequest, Started, Update, Usage
 from disagg.router.streams import NO_FILES, Dialer, ServerStream
 from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView
+from disagg.scheduler.fairness import FairQueue
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import (
     Cancelled,
@@ -107,7 +108,9 @@ class _Live:
         self.dispatched = False  # it has a place among max_inflight
         self.wish: NeedPair | None = None
         self.timers: list[asyncio.TimerHandle] = []
-        self.heard_s: dict[int, float] = {}  # per choice, when tokens last came
+        self.heard_s: dict[int, float] = {}  # per choice that has begun and not finished, when tokens last came
+        self.began = False
+        self.longest_silence_s = 0.0  # of any choice, from one message with tokens of it to the next
         self.timeline: list[TimelineEvent] = []
         self.attempt_unix_s = 0.0
         self.prefill_charge: tuple[str, int] | None = None  # (server, prompt tokens)
@@ -162,7 +165,7 @@ class Router:
             for ref in self._config.servers
         }
         self._live: dict[str, _Live] = {}
-        self._waiting: deque[_Live] = deque()  # for a place or a server, oldest first
+        self._waiting: FairQueue[_Live] = FairQueue()  # for a place or a server, tenants in turns
         self._replays: deque[_Live] = deque()  # for a server; they have a place
         self._inflight = 0
         self._serial = 0
@@ -180,6 +183,7 @@ class Router:
         self._metrics.waiting.set_function(lambda: len(self._waiting))
         self._metrics.mismatched.set_function(lambda: sum(server.mismatched for server in self._view().servers))
         self._weights: frozenset[str] = frozenset()  # of all servers, when last heard
+        self._metrics.silence_s.set_function(self._silence_s)
 
     # ---- life
 
@@ -339,7 +343,7 @@ class Router:
         deadline_s = self._config.request_deadline_s if request.deadline_s is None else request.deadline_s
         if not (math.isfinite(deadline_s) and deadline_s > 0):
             raise InvalidRequest(f"deadline_s is {deadline_s}; it must be a positive number of seconds", "deadline_s")
-        self._check_room()
+        self._make_room(request.tenant)
         request_id = secrets.token_hex(12)
         machine = RequestMachine(
             request_id,
@@ -352,6 +356,7 @@ class Router:
             verdict_s=self._config.lease_s,
             linger_s=self._linger_s,
             serial=self._serial,
+            tenant=request.tenant,
         )
         self._serial += 1
         texts = [ChoiceText(self._tokenizer, choice, prompt, params) for choice in range(params.n)]
@@ -365,7 +370,7 @@ class Router:
         self._metrics.prompt_tokens.inc(len(prompt))
         self._live[request_id] = live
         self._idle.clear()
-        self._waiting.append(live)
+        self._waiting.append(request.tenant, live, queue_cost(len(prompt), params))
         left_s = deadline_s - (self._clock() - arrived_s)
         self._after(live, max(0.0, left_s), DeadlinePassed())
         live.mailbox.put(Started(request_id, prompt, arrived_unix_s, live.abort_token))
@@ -426,15 +431,27 @@ class Router:
         served = [hello.max_model_len for hello in hellos if hello.model == self._model_name]
         return min(self._max_model_len, max(served, default=self._max_model_len))
 
-    def _check_room(self) -> None:
+    def _make_room(self, tenant: str) -> None:
+        """For one more in the queue. Raises Overloaded if it is full and this tenant has as much of it as any other; else the
+        youngest of whoever has most there goes.
+        """
         free = self._config.max_inflight - self._inflight
         if len(self._waiting) < self._config.max_queued + max(0, free if self._view().has_pair else 0):
             return
-        raise Overloaded(
+        full = Overloaded(
             f"{self._inflight} requests are running and {len(self._waiting)} are waiting; "
             f"at most {self._config.max_inflight} and {self._config.max_queued} may",
             self._retry_after_s(),
         )
+        displaced = self._waiting.displaced_by(tenant)
+        if displaced is None:
+            raise full
+        self._drive(displaced, ShutDown(full))
+
+    def _silence_s(self) -> float:
+        """The longest time that a choice which has begun and not finished has now been silent."""
+        now_s = self._clock()
+        return max((now_s - s for live in self._live.values() for s in live.heard_s.values()), default=0.0)
 
     def _retry_after_s(self) -> float:
         """About when a place in the queue will be free, by how fast requests ended lately."""
@@ -459,25 +476,35 @@ class Router:
             self._pump_handle = asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Gives pairs to those that wait, oldest first: replays before new ones, which need a place too."""
+        """Gives pairs to those that wait: replays, oldest first; then new ones, tenants in turns, which need a place too."""
         self._pump_handle = None
-        for queue in (self._replays, self._waiting):
-            for live in tuple(queue):
-                if queue is self._waiting and self._inflight >= self._config.max_inflight:
-                    break
-                found = self._pick(live)
-                if isinstance(found, NoPair):
-                    self._drive(live, NoPairFound(found))
-                    if found.reason in (NoPairReason.LOADING, NoPairReason.EMPTY_POOL):
-                        break
-                    continue
-                queue.remove(live)
-                if not live.dispatched:
-                    live.dispatched = True
-                    self._inflight += 1
-                    self._metrics.queue_s.observe(self._clock() - live.arrived_s)
-                    live.timeline.append(TimelineEvent("queued", live.arrived_unix_s, time.time(), self._name))
+        for live in tuple(self._replays):
+            found = self._pick(live)
+            if isinstance(found, Pair):
+                self._replays.remove(live)
                 self._drive(live, PairPicked(found, self._clock()))
+            elif self._no_pair_yet(live, found):
+                break
+        if self._inflight >= self._config.max_inflight:
+            return
+        for live in self._waiting:
+            found = self._pick(live)
+            if isinstance(found, Pair):
+                self._waiting.take(live)
+                live.dispatched = True
+                self._inflight += 1
+                self._metrics.queue_s.observe(self._clock() - live.arrived_s)
+                live.timeline.append(TimelineEvent("queued", live.arrived_unix_s, time.time(), self._name))
+                self._drive(live, PairPicked(found, self._clock()))
+            elif self._no_pair_yet(live, found):
+                break
+            if self._inflight >= self._config.max_inflight:
+                break
+
+    def _no_pair_yet(self, live: _Live, found: NoPair) -> bool:
+        """Tells the request why it waits on, or ends. True if the others need not be asked for."""
+        self._drive(live, NoPairFound(found))
+        return found.reason in (NoPairReason.LOADING, NoPairReason.EMPTY_POOL)
 
     def _pick(self, live: _Live) -> Pair | NoPair:
         wish = live.wish
@@ -601,10 +628,12 @@ class Router:
     def _emit(self, live: _Live, accepted: Accepted) -> None:
         now_s, count = self._clock(), len(accepted.token_ids)
         if count:
-            if not live.heard_s:
+            if not live.began:
+                live.began = True
                 self._metrics.ttft_s.observe(now_s - live.arrived_s)
             last_s = live.heard_s.get(accepted.choice)
             if last_s is not None:
+                live.longest_silence_s = max(live.longest_silence_s, now_s - last_s)
                 for _ in range(count):
                     self._metrics.itl_s.observe((now_s - last_s) / count)
             live.heard_s[accepted.choice] = now_s
@@ -613,6 +642,8 @@ class Router:
         delta = text.push(accepted)
         if delta is not None:
             live.mailbox.put(delta)
+        if accepted.finish is not None or text.stopped_by is not None:
+            live.heard_s.pop(accepted.choice, None)
         if text.stopped_by is not None:
             self._drive(live, StopFound(accepted.choice))
 
@@ -644,9 +675,9 @@ class Router:
         for timer in live.timers:
             timer.cancel()
         self._uncharge(live)
-        for queue in (self._waiting, self._replays):
-            if live in queue:
-                queue.remove(live)
+        self._waiting.discard(live)
+        if live in self._replays:
+            self._replays.remove(live)
         if live.dispatched:
             self._inflight -= 1
             self._ended_s.append(now_s)
@@ -660,6 +691,9 @@ class Router:
         self._metrics.contradictions.inc(tallies.contradictions)
         self._metrics.requests.labels(outcome=outcome).inc()
         self._metrics.whole_s.observe(now_s - live.arrived_s)
+        if live.began:
+            silences_s = [live.longest_silence_s, *(now_s - last_s for last_s in live.heard_s.values())]
+            self._metrics.longest_silence_s.observe(max(silences_s))
         logger.info(
             "request ended: %s after %.3f s, %d tokens, %d attempts%s",
             outcome,

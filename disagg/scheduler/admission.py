@@ -1,9 +1,13 @@
-"""Whether a prompt should start now, or wait for another that computes what it begins with. Pure; knows hashes and tokens."""
+"""Whether a prompt should start now, or wait for another that computes what it begins with; and how much memory those that
+decode will come to need. Pure; knows hashes, tokens and counts.
+"""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
 
 
 def common_pages(one: Sequence[bytes], other: Sequence[bytes]) -> int:
@@ -20,8 +24,46 @@ def should_wait(
     """A prompt shares common_tokens with one that is being computed, began with cached_tokens of its own, has come to
     computed_tokens, and offers all that they share when it has come to last_tokens.
 
-    What both lack is computed once if the later one waits, and twice if not. Prompts are computed in the order in which they
-    come, so waiting delays nobody, but for the step in which the last result is on its way: a step's worth of tokens has
-    to be saved.
+    What both lack is computed once if the later one waits, and twice if not. A tenant's prompts are computed in the order in
+    which they come, and other tenants' go on meanwhile, so waiting delays nobody, but for the step in which the last
+    result is on its way: a step's worth of tokens has to be saved.
     """
     return computed_tokens < last_tokens and common_tokens - cached_tokens >= step_tokens
+
+
+class Growing(Struct, frozen=True):
+    """A sequence that decodes, or will from now on. steps: tokens that it may make still; room_tokens: of these, how many its
+    pages have room for; own_tokens: whose pages come free when it ends, those that others may share not among them.
+    """
+
+    steps: int
+    room_tokens: int
+    own_tokens: int
+
+
+def peak_growth(growing: Iterable[Growing], page_tokens: int, lookahead_tokens: int) -> float:
+    """Pages, beyond those that are held now, that these come to need at most within so many steps, if none ends early.
+
+        tokens   ┌ a          each makes a token a step, takes a page when its own are full, and gives back what it
+              ┌──┘ └───┐      has when it reaches its limit: what counts is the highest point of the sum
+           b ─┘        └──
+
+    Never too few: each is counted with a whole page more than it may have begun.
+    """
+    events: list[tuple[int, int, int, int]] = []  # (step, ends after starts, tokens at once, growing at each step)
+    for each in growing:
+        last = min(each.steps, lookahead_tokens)
+        starts = min(each.room_tokens, last)
+        grown = last - starts
+        if grown:
+            events.append((starts, 0, page_tokens - 1, 1))
+        if each.steps <= lookahead_tokens:
+            given = grown + (page_tokens - 1 if grown else 0)
+            events.append((last, 1, -given - each.own_tokens // page_tokens * page_tokens, -1 if grown else 0))
+    events.sort()
+    tokens = most = slope = before = 0
+    for step, _, at_once, change in events:
+        tokens += slope * (step - before)
+        most = max(most, tokens)
+        tokens, slope, before = tokens + at_once, slope + change, step
+    return max(most, tokens + slope * max(0, lookahead_tokens - before)) / page_tokens

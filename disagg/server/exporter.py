@@ -15,6 +15,7 @@ OBSERVED = {
     "queue": "queue_seconds",
     "ttft": "ttft_seconds",
     "grant_wait": "grant_wait_seconds",
+    "parked": "parked_seconds",
     "transfer": "transfer_seconds",
     "run_pages": "kv_run_pages",
 }
@@ -37,6 +38,7 @@ class Exporter:
         token_frames: int,
         router_expiries: int,
         link_expiries: int,
+        now_s: float = 0.0,
     ) -> None:
         metrics = self.metrics
         metrics.requests_running.set(load.running)
@@ -44,6 +46,9 @@ class Exporter:
         metrics.set_memory(load.memory)
         free, leased, quarantined = engine.arena_bytes() if engine is not None else (0, 0, 0)
         metrics.set_arena(free_bytes=free, leased_bytes=leased, quarantined_bytes=quarantined)
+        parked, parked_s = engine.parked(now_s) if isinstance(engine, DecodeEngine) else (0, 0.0)
+        metrics.parked.set(parked)
+        metrics.parked_longest_seconds.set(parked_s)
         self._up(metrics.router_messages, "router_messages", token_frames)
         self._up(metrics.lease_expiries.labels("router"), "router_expiries", router_expiries)
         self._up(metrics.lease_expiries.labels("link"), "link_expiries", link_expiries)

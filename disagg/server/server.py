@@ -82,6 +82,7 @@ from disagg.telemetry.metrics import EngineMetrics, new_registry
 from disagg.telemetry.stacks import format_stacks
 from disagg.types.errors import ConfigError, ProtocolError
 from disagg.types.ids import LegKey, Role
+from disagg.types.sampling import MAX_CHOICES
 from disagg.wire.services import PEER, SERVER, Health, enable_reflection, make_server, peer_handler, server_handler
 
 logger = logging.getLogger(__name__)
@@ -322,7 +323,7 @@ class Server:
             num_large=num_large,
             prefix_cache=config.engine.prefix_cache,
             cache_root=f"{first.weights_hash} {dtype}",
-            max_slots=config.engine.max_running,
+            max_slots=self._max_slots,
             chunk_tokens=config.engine.chunk_tokens,
             max_model_len=self._max_model_len,
             vocab_size=first.vocab_size,
@@ -330,6 +331,7 @@ class Server:
             max_waiting=config.engine.max_waiting,
             ungranted_share=config.engine.ungranted_share,
             spare_tokens=config.engine.grant_headroom_tokens,
+            lookahead_tokens=config.engine.lookahead_tokens,
             preempt_after_s=config.engine.preempt_after_s,
             preemption=config.engine.preemption,
             gather_bytes=transfer.gather_bytes,
@@ -394,6 +396,12 @@ class Server:
                         "it must be as large"
                     )
 
+    @property
+    def _max_slots(self) -> int:
+        """Sequences sampled at once. Prefill samples the first tokens of all choices of a request in one step."""
+        most = self._config.engine.max_running
+        return max(most, MAX_CHOICES) if self._role is Role.PREFILL else most
+
     async def _make_pool(self, group: WorkerGroup, groups: tuple[LayerGroup, ...]) -> tuple[PoolLayout, int]:
         """Decide on the pool's pages and size, and have every rank make it. Raises ConfigError if nothing fits.
 
@@ -401,7 +409,7 @@ class Server:
         """
         engine, timeout_s = self._config.engine, self._config.worker.load_timeout_s
         specs = [spec_of(layers, engine.page_tokens) for layers in groups]
-        profiled = await group.call(Profile(engine.chunk_tokens, engine.max_running), timeout_s)
+        profiled = await group.call(Profile(engine.chunk_tokens, self._max_slots), timeout_s)
         measured = [rank for rank in profiled if isinstance(rank, Profiled)]
         try:
             layout = plan_layout(specs, engine.page_tokens, engine.checkpoint_tokens, PageSizing(engine.page_sizing))
@@ -425,7 +433,7 @@ class Server:
                 for count, layers in zip(layout.per_large, groups, strict=True)
             ),
         )
-        made = MakePool(size.num_large, layout.large_bytes, layout.strides, engine.page_tokens, engine.max_running)
+        made = MakePool(size.num_large, layout.large_bytes, layout.strides, engine.page_tokens, self._max_slots)
         await group.call(made, timeout_s)
         return layout, size.num_large
 
@@ -472,6 +480,7 @@ class Server:
             self._routers.token_frames,
             self._routers.lease_expiries,
             self._links.lease_expiries,
+            time.monotonic(),
         )
 
     # ---- what happens, into the engine

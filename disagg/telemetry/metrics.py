@@ -136,6 +136,16 @@ class EngineMetrics:
         self.grant_wait_seconds = Histogram(
             "disagg_grant_wait_seconds", "From the announcement to the grant", buckets=WAIT_SECONDS, registry=registry
         )
+        self.parked_seconds = Histogram(
+            "disagg_parked_seconds",
+            "From when a sequence gave way to when it went on",
+            buckets=WAIT_SECONDS,
+            registry=registry,
+        )
+        self.parked = Gauge("disagg_parked", "Sequences that gave way and have not gone on", registry=registry)
+        self.parked_longest_seconds = Gauge(
+            "disagg_parked_longest_seconds", "How long the one parked longest has now been parked", registry=registry
+        )
         self.lease_expiries = Counter(
             "disagg_lease_expiries",
             "Streams and links lost to silence, by kind (router, link)",
@@ -155,7 +165,7 @@ class EngineMetrics:
         )
         for state in LARGE_PAGE_STATES:
             self.kv_large_pages.labels(state)
-        for reason in ("memory", "grant"):
+        for reason in ("memory", "age"):
             self.preemptions.labels(reason)
         self.prefix_hit_tokens.labels("gpu")
         for state in ARENA_STATES:

@@ -160,13 +160,14 @@ def _read_announce(message: pb.peer.Announce) -> Announce:
 def _fill_grant(out: pb.peer.Grant, message: Grant) -> None:
     fill_key(out.key, message.key)
     out.wants.extend(message.wants)
+    out.choices = message.choices
 
 
 def _read_grant(message: pb.peer.Grant) -> Grant:
     key = read_key(message)
     if not message.wants:
         refuse(message, "wants", "is empty; every layer group has an entry")
-    return Grant(key=key, wants=tuple(message.wants))
+    return Grant(key=key, wants=tuple(message.wants), choices=message.choices)
 
 
 def _fill_pieces(out: Any, pieces: Iterable[Piece]) -> None:

@@ -176,6 +176,7 @@ def _fill_start_leg(out: pb.server.StartLeg, leg: StartLeg) -> None:
     out.deadline_s = leg.deadline_s
     out.cache_salt = leg.cache_salt
     out.incarnation = leg.incarnation
+    out.tenant = leg.tenant
 
 
 def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
@@ -202,6 +203,7 @@ def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
         deadline_s=read_seconds(message, "deadline_s"),
         cache_salt=message.cache_salt,
         incarnation=message.incarnation,
+        tenant=message.tenant,
     )
 
 

@@ -594,6 +594,7 @@ class World:
             max_waiting=10_000,
             ungranted_share=rng.choice((0.1, 0.5)),
             spare_tokens=rng.choice((0, 1, 5, 64)),
+            lookahead_tokens=rng.choice((0, 0, 3, 1000)),
             preempt_after_s=rng.choice((0.2, 2.0)),
             preemption=rng.choice(("latest", "fewest_tokens")),
             gather_bytes=rng.choice((48, 128, 256)),
@@ -604,9 +605,12 @@ class World:
             progress_s=20.0,
         )
         everything = _fields(facts)
+        self.many_tenants = rng.random() < 0.5
 
         def server(name: str, role: str, pages: int) -> Server:
             own = {"num_large": pages, "tp": rng.choice((1, 1, 2))}
+            if role == "decode" and rng.random() < 0.3:  # choices of one request take turns in its slots
+                own["max_slots"] = rng.randint(1, max_n)
             return Server(self, name, role, EngineFacts(**{**everything, **own}))
 
         grow = 1 if tight else rng.choice((1, 1, 2, 4))
@@ -783,6 +787,7 @@ class World:
                     tuple(choices),
                     peer.ref,
                     1e9,
+                    tenant=request.request_id[-1] if self.many_tenants else "",
                 )
                 if self.spend("lost_dispatches", 0.1):
                     request.stalled_since_s = self.now_s

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from disagg.engine.decode import TURN_TOKENS
-from disagg.engine.instructions import Instruction, PublishKv, ToLane, ToWorkers
+from disagg.engine.instructions import Instruction, PublishKv
 from disagg.memory.groups import spec_of
 from disagg.memory.layout import plan_layout
 from disagg.messages import link as m
@@ -552,31 +551,18 @@ def running_and_waiting() -> tuple[Decode, StartLeg, list[Instruction]]:
     return decode, waiting, out
 
 
-def test_a_grant_that_has_waited_makes_one_give_way_that_has_had_its_turn() -> None:
+def test_nobody_gives_way_to_what_has_not_begun() -> None:
     decode, waiting, out = running_and_waiting()
-    out += compute_until(decode, lambda out: len(indices(out, "a")) == TURN_TOKENS - 4)
-    decode.tick(1.9)
+    for seconds in range(1, 40):
+        decode.tick(float(seconds))
+        out += decode.compute()
     assert decode.engine.tally.preemptions == {}
-    decode.tick(2.1)
-    assert decode.engine.tally.preemptions == {}, "it has joined too lately"
-    out += compute_until(decode, lambda _: bool(decode.engine.tally.preemptions))
-    assert len(indices(out, "a")) == TURN_TOKENS + 1, "so many since it joined with its first token"
-    assert decode.engine.tally.preemptions == {"grant": 1}
-    out = decode.compute_all()
-    assert parked(decode) == [("a", 0)]
-    (bind,) = to_lane(out)
-    assert isinstance(bind, Bind) and bind.key == waiting.key
-    assert decode.engine.tally.preemptions == {"grant": 1}, "one was enough"
+    assert indices(out, "a") == list(range(40))
+    binds = [message.key for message in to_lane(out + decode.compute_all()) if isinstance(message, Bind)]
+    assert binds == [waiting.key], "when a has ended"
 
 
-def test_nobody_gives_way_to_a_grant_that_has_not_waited_long_enough() -> None:
-    decode, _, out = running_and_waiting()
-    decode.tick(1.9)
-    out += compute_until(decode, lambda out: len(indices(out, "a")) == 39)
-    assert decode.engine.tally.preemptions == {}
-
-
-def test_pages_go_to_whoever_has_waited_longest_whether_it_waits_for_a_grant_or_gave_way() -> None:
+def test_who_has_begun_and_gave_way_goes_on_before_anything_new_begins() -> None:
     decode, _ = both_run(max_tokens=6)
     early, late = leg_for_decode("early", 8, first_token=100), leg_for_decode("late", 4, first_token=150)
     decode.now_s = 0.5
@@ -584,20 +570,18 @@ def test_pages_go_to_whoever_has_waited_longest_whether_it_waits_for_a_grant_or_
     decode.now_s = 1.0
     compute_until(decode, lambda _: bool(decode.engine.tally.preemptions))
     out = compute_until_parked(decode) + decode.compute()
-    assert [type(message) for message in to_lane(out)] == [Bind], "for the early one, out of what b held"
     assert parked(decode) == [("b", 0)]
+    assert to_lane(out) == [], "there are pages for the early one, but not before b goes on"
     decode.now_s = 2.0
-    assert to_lane(decode.announced(late)) == []
-    out = decode.compute_all()
+    out += decode.announced(late)
+    assert to_lane(out) == []
+    while not any(isinstance(message, Bind) for message in to_lane(out)):
+        out += decode.compute()
+    assert parked(decode) == [], "b, which has begun, goes before both"
+    out += decode.compute_all()
     assert outcomes(out) == [Outcome.DONE, Outcome.DONE], "a, then b"
     binds = [message for message in to_lane(out) if isinstance(message, Bind)]
-    assert [bind.key for bind in binds] == [late.key]
-    order = [i for i, each in enumerate(out) if each in (ToLane(None, binds[0]),) or _starts(each)]
-    assert _starts(out[order[0]]), "b, which gave way at 1 s, goes before the one announced at 2 s"
-
-
-def _starts(instruction: Instruction) -> bool:
-    return isinstance(instruction, ToWorkers) and bool(instruction.plan.starts)
+    assert [bind.key for bind in binds] == [early.key, late.key]
 
 
 def test_pages_that_come_free_go_to_who_runs_before_anybody_goes_on_with_them() -> None:
@@ -611,19 +595,6 @@ def test_pages_that_come_free_go_to_who_runs_before_anybody_goes_on_with_them() 
     assert outcomes(out) == [Outcome.DONE, Outcome.DONE]
     assert indices(out, "a") == list(range(20)) and indices(out, "b") == list(range(8))
     assert decode.engine.tally.preemptions == {"memory": 1}
-
-
-def test_nobody_gives_way_to_a_grant_that_could_not_have_a_ring_either() -> None:
-    decode = Decode(facts())
-    out = decode.joined(leg_for_decode("a", 4, max_tokens=40))
-    waiting = leg_for_decode("b", 6, first_token=50)
-    decode.announced(waiting)
-    assert m.CloseRing(0) in to_link(decode.tick(2.1)), "it has been idle"
-    out += compute_until(decode, lambda out: len(indices(out, "a")) > TURN_TOKENS)
-    assert decode.engine.tally.preemptions == {}
-    decode.link(m.RingClosed(0))
-    assert decode.engine.tally.preemptions == {"grant": 1}
-    assert Bind in map(type, to_lane(decode.compute_all()))
 
 
 # ---- decode: choices
@@ -740,6 +711,11 @@ def test_a_prompt_that_fits_is_admitted_however_what_is_cached_of_it_lies() -> N
         prefill.through(start(str(number), tokens))
 
 
+def computed(out: list[Instruction]) -> set[str]:
+    """Whose prompts prefill has computed."""
+    return {message.key.request_id for message in to_link(out) if isinstance(message, m.FirstTokens)}
+
+
 def test_a_long_prompt_does_not_wait_for_one_that_shares_its_window() -> None:
     prefill = Prefill(facts(WINDOW, num_large=16, max_model_len=200))
     long, beginning = start("long", 100), start("its beginning", 7)  # less than a step, so it does not wait for it
@@ -748,32 +724,30 @@ def test_a_long_prompt_does_not_wait_for_one_that_shares_its_window() -> None:
     prefill.compute()
     prefill.compute()
     out = prefill.start(beginning) + prefill.compute_all()
-    assert {request for request, *_ in said(out)} == {"long", "its beginning"}
+    assert computed(out) == {"long", "its beginning"}
 
 
-def gives_way_to(decode: Decode, leg: StartLeg, other: StartLeg) -> list[Instruction]:
-    """The one runs alone, gives way to the other, and goes on when that has ended."""
-    out = decode.joined(leg) + decode.announced(other) + decode.compute_all()
-    assert decode.engine.tally.preemptions == {"grant": 1}
-    assert parked(decode) == [(leg.key.request_id, 0)]
-    out += decode.arrived(other, decode.bound(other)) + decode.lane(Unbound(other.key))
-    return out + decode.compute_all()
+def gives_way_and_goes_on(decode: Decode, leg: StartLeg) -> list[Instruction]:
+    """It runs alone, gives way after a while, and goes on to its end."""
+    out = decode.joined(leg)
+    out += compute_until(decode, lambda out: len(indices(out, leg.key.request_id)) > 16)
+    decode.engine.batch.give_way("memory")
+    out += decode.compute_all()
+    assert decode.engine.tally.preemptions == {"memory": 1}
+    assert decode.engine.tally.recomputed_tokens > 0
+    return out
 
 
 def test_what_just_fits_goes_on_after_it_gave_way() -> None:
-    decode = Decode(facts(num_large=8, preempt_after_s=0.0, link_idle_s=1000.0))
-    leg, other = leg_for_decode("b", 3, max_tokens=30), leg_for_decode("c", 4, first_token=80, max_tokens=2)
+    decode = Decode(facts(num_large=8, link_idle_s=1000.0))
     assert decode.engine.max_tokens_in_pool == 32, "all of it but the last output's"
-    out = gives_way_to(decode, leg, other)
+    out = gives_way_and_goes_on(decode, leg_for_decode("b", 3, max_tokens=30))
     assert indices(out, "b") == list(range(30))
 
 
 def test_what_is_computed_again_is_computed_in_no_larger_chunks_than_its_window_has_pages_for() -> None:
     small = facts(WINDOW, num_large=10, max_slots=60, spare_tokens=0, max_model_len=200, prefix_cache=False)
-    decode = Decode(replace(small, preempt_after_s=0.0, link_idle_s=1000.0))
-    leg = leg_for_decode("b", 100, max_tokens=30)
-    other = leg_for_decode("c", 6, first_token=200, choices=8, max_tokens=2)
-    out = gives_way_to(decode, leg, other)
+    out = gives_way_and_goes_on(Decode(replace(small, link_idle_s=1000.0)), leg_for_decode("b", 100, max_tokens=30))
     assert max(run.num_tokens for run in runs_of(out)) == 8
     assert indices(out, "b") == list(range(30))
 
@@ -791,7 +765,7 @@ def test_a_grant_reserves_no_more_of_a_window_than_it_can_hold() -> None:
 def test_what_two_prompts_begin_with_is_computed_once(groups: tuple[LayerGroup, ...]) -> None:
     prefill = Prefill(facts(*groups, num_large=400, max_model_len=200))
     out = prefill.start(start("first", 100)) + prefill.start(start("second", 100)) + prefill.compute_all()
-    assert {request for request, *_ in said(out)} == {"first", "second"}
+    assert computed(out) == {"first", "second"}
     tokens = sum(run.num_tokens for run in runs_of(out))
     assert 100 < tokens <= 100 + 2 * prefill.engine.facts.chunk_tokens
 
@@ -802,4 +776,4 @@ def test_a_prompt_whose_forerunner_is_given_up_goes_on_alone() -> None:
     out = prefill.start(first) + prefill.start(second)  # which waits
     assert {begun.num_prompt for plan in plans(out) for begun in plan.starts} == {100}
     out = prefill.abort(first) + prefill.compute_all()
-    assert {request for request, *_ in said(out)} == {"second"}
+    assert computed(out) == {"second"}

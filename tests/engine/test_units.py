@@ -656,7 +656,7 @@ def test_an_idle_ring_is_closed_and_its_segments_come_back() -> None:
             start(tokens=50),
             "prompt and max_tokens come to 54 tokens for each of 1 choices; the decode server has KV memory for 48 tokens of one",
         ),
-        (start(tokens=1, choices=5), "5 choices are more than the server's 4 slots"),
+        (start(tokens=1, choices=65), "65 choices are more than a request may have, 64"),
         (replace(start(), token_ids=()), "a leg needs at least one token and one choice"),
     ],
 )

@@ -64,6 +64,7 @@ def facts(*groups: LayerGroup, num_large: int = 12, **changes: Any) -> EngineFac
         "max_waiting": 8,
         "ungranted_share": 0.5,
         "spare_tokens": 64,
+        "lookahead_tokens": 0,
         "preempt_after_s": 2.0,
         "preemption": "latest",
         "gather_bytes": 4096,

@@ -43,7 +43,7 @@ def test_what_memory_counts_is_exported_by_its_labels() -> None:
     tally = engine.tally
     tally.query_tokens, tally.hit_tokens, tally.recomputed_tokens = 100, 60, 7
     tally.evictions["full"], tally.evictions["window-512"] = 3, 0
-    tally.preemptions["grant"] += 2
+    tally.preemptions["age"] += 2
     tally.observe("run_pages", 12.0)
     exported.export(engine)
     assert exported.value("disagg_prefix_query_tokens_total") == 100
@@ -51,7 +51,7 @@ def test_what_memory_counts_is_exported_by_its_labels() -> None:
     assert exported.value("disagg_recomputed_tokens_total") == 7
     assert exported.value("disagg_kv_evictions_total", group="full") == 3
     assert exported.value("disagg_kv_evictions_total", group="window-512") == 0
-    assert exported.value("disagg_preemptions_total", reason="grant") == 2
+    assert exported.value("disagg_preemptions_total", reason="age") == 2
     assert exported.value("disagg_preemptions_total", reason="memory") == 0
     assert exported.value("disagg_kv_run_pages_sum") == 12
 

@@ -160,7 +160,7 @@ def test_generate_request_survives(fields):
 
 def test_generate_fields_are_the_routers_generate_request():
     names = {field.name for field in structs.fields(requests.GenerateRequest)}
-    assert names == set(inference.GenerateFields.__annotations__)
+    assert names - {"tenant"} == set(inference.GenerateFields.__annotations__), "whose it is, no message says"
 
 
 def test_the_least_request_has_a_model_and_a_prompt_and_gets_the_defaults():

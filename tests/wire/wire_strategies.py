@@ -80,6 +80,7 @@ def start_legs(draw):
         deadline_s=draw(seconds),
         cache_salt=draw(text),
         incarnation=draw(text),
+        tenant=draw(text),
     )
 
 
@@ -153,7 +154,7 @@ LINK_MESSAGES = {
     link.OpenRing: st.builds(link.OpenRing, u32, u32, st.integers(1, 2**64 - 1), tuples(u64)),
     link.CloseRing: st.builds(link.CloseRing, u32),
     link.RingClosed: st.builds(link.RingClosed, u32),
-    link.Grant: st.builds(link.Grant, keys, tuples(u32, min_size=1)),
+    link.Grant: st.builds(link.Grant, keys, tuples(u32, min_size=1), u32),
     link.OfferPieces: st.builds(link.OfferPieces, keys, u32, tuples(pieces())),
     link.AssignEntries: st.builds(link.AssignEntries, keys, u32, tuples(entries)),
     link.Watermarks: st.builds(link.Watermarks, u32, tuples(u64)),

@@ -1,0 +1,50 @@
+"""How much memory those that decode will come to need: an engine's sequences and grants, as `scheduler/admission` sees them.
+
+Where a request begins only if those that have begun can go on beside it, none of them gives way for want of pages: not for
+`facts.lookahead_tokens` steps after the last one that began, and not at all if no answer is longer than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+
+from disagg.engine.batch import Sequence
+from disagg.engine.facts import EngineFacts
+from disagg.memory.sequence import PLANS_IN_FLIGHT, pages_for, window_pages
+from disagg.messages.layout import GroupKind
+from disagg.scheduler.admission import Growing, peak_growth
+
+
+def running_on(sequence: Sequence) -> Growing:
+    """Of one that holds pages. The KV of its last token is never written."""
+    assert sequence.pages is not None
+    total = sequence.limit - 1
+    return Growing(
+        steps=max(0, total - sequence.position),
+        room_tokens=sequence.pages.room_tokens - sequence.position,
+        own_tokens=max(0, total - sequence.shared_tokens),
+    )
+
+
+def after_grant(num_tokens: int, total_tokens: int, spare_tokens: int, shared_tokens: int, page_tokens: int) -> Growing:
+    """Of a choice that will go on after num_tokens, for which it has pages, and for spare_tokens more."""
+    room = pages_for(num_tokens + spare_tokens, page_tokens) * page_tokens
+    return Growing(total_tokens - num_tokens, room - num_tokens, total_tokens - shared_tokens)
+
+
+def grown_to(facts: EngineFacts, growing: List[Growing], limits: List[int]) -> float:
+    """Large pages, beyond those that are used, that these come to need at most. limits: most tokens of each."""
+    layout, large = facts.layout, 0.0
+    per_page = sum(
+        1 / per_large
+        for group, per_large in zip(layout.groups, layout.per_large, strict=True)
+        if group.kind is GroupKind.FULL
+    )
+    for group, per_large in zip(layout.groups, layout.per_large, strict=True):
+        if group.kind is not GroupKind.WINDOW:
+            continue
+        most = window_pages(group.window_tokens, PLANS_IN_FLIGHT, layout.page_tokens)
+        for each, limit in zip(growing, limits, strict=True):
+            held = pages_for(max(0, limit - 1 - each.steps), layout.page_tokens)
+            large += (min(most, pages_for(limit, layout.page_tokens)) - min(most, held)) / per_large
+    return large + per_page * peak_growth(growing, layout.page_tokens, facts.lookahead_tokens)

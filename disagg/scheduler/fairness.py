@@ -1,0 +1,169 @@
+"""Whose turn it is among tenants: a queue in which each tenant's items keep their order and no tenant stands before another.
+
+A *tenant* is whoever a router says a request is of (see `router/tenants`). Every item has a cost; the tenant that has been
+served least goes next, and one that comes anew begins where the others are, neither with a debt nor with credit for the
+time when it asked for nothing:
+
+    waiting                      served in this order (equal costs)
+    a: a1 a2 a3 a4 ...           a1  a2  b1  a3  c1  b2  a4 ...
+    b: b1 b2        came when a1 was served
+    c: c1           came when b1 was served
+
+This is start-time fair queueing: the tag of a tenant's first item is where the tenant's last one ended, or the virtual
+time if that is later; the least tag is served. The virtual time goes on with each item served by its cost, divided by the
+tenants that wait, so a tag is reached after a bounded amount of work, however many tenants come after it.
+
+Pure; knows items, tenants and costs, nothing of time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
+
+MAX_REMEMBERED = 4096  # tenants that wait for nothing and have been served beyond the virtual time
+
+Item = TypeVar("Item")
+
+
+class _Tenant(Generic[Item]):
+    """A tenant that waits. tag: of its first item."""
+
+    __slots__ = ("items", "tag")
+
+    def __init__(self, tag: float) -> None:
+        self.tag = tag
+        self.items: deque[tuple[int, float, Item]] = deque()  # (order of arrival, cost, item)
+
+
+class FairQueue(Generic[Item]):
+    """See the module. Items are told apart by identity; an iteration gives those that are next, best first.
+
+    Appending and taking what is next cost O(log tenants), removing another item O(items of its tenant).
+    """
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _Tenant[Item]] = {}
+        self._served: OrderedDict[str, float] = OrderedDict()  # where tenants that wait for nothing ended
+        self._now = 0.0  # virtual time
+        self._arrivals = 0
+        self._of: dict[int, str] = {}  # id of an item -> its tenant
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __contains__(self, item: Item) -> bool:
+        return id(item) in self._of
+
+    @property
+    def num_tenants(self) -> int:
+        """That wait for something."""
+        return len(self._tenants)
+
+    def append(self, tenant: str, item: Item, cost: float) -> None:
+        """It is the last of its tenant."""
+        assert cost > 0
+        assert id(item) not in self._of, "an item waits once"
+        waiting = self._tenants.get(tenant)
+        if waiting is None:
+            tag = max(self._now, self._served.pop(tenant, 0.0))
+            waiting = self._tenants[tenant] = _Tenant(tag)
+        waiting.items.append((self._arrivals, cost, item))
+        self._arrivals += 1
+        self._of[id(item)] = tenant
+
+    def take(self, item: Item, cost: float | None = None) -> None:
+        """It is served: its tenant is charged what it was said to cost, or this."""
+        tenant = self._of[id(item)]
+        waiting = self._tenants[tenant]
+        said = self._remove(waiting, item)
+        cost = said if cost is None else cost
+        self._now = max(self._now + cost / len(self._tenants), waiting.tag)
+        waiting.tag += cost
+        self._leave_if_empty(tenant, waiting)
+
+    def remove(self, item: Item) -> None:
+        """It does not want to be served any more, and costs nothing."""
+        tenant = self._of[id(item)]
+        waiting = self._tenants[tenant]
+        self._remove(waiting, item)
+        self._leave_if_empty(tenant, waiting)
+
+    def discard(self, item: Item) -> None:
+        """Remove it if it waits."""
+        if id(item) in self._of:
+            self.remove(item)
+
+    def __iter__(self) -> Iterator[Item]:
+        """In the order in which they would be served if nothing came. Of what waits, only items that have been given may be
+        taken or removed meanwhile.
+        """
+        heap = [(waiting.tag, waiting.items[0][0], tenant) for tenant, waiting in self._tenants.items()]
+        heapq.heapify(heap)
+        rests: dict[str, deque[tuple[int, float, Item]]] = {}
+        while heap:
+            tag, _, tenant = heap[0]
+            rest = rests.get(tenant)
+            if rest is None:
+                rest = rests[tenant] = deque(self._tenants[tenant].items)
+            _, cost, item = rest.popleft()
+            if rest:
+                heapq.heapreplace(heap, (tag + cost, rest[0][0], tenant))
+            else:
+                heapq.heappop(heap)
+            yield item
+
+    def displaced_by(self, tenant: str) -> Item | None:
+        """Who goes when the queue is full and one more of this tenant comes: the youngest of whoever has the most there, or
+        None (the newcomer itself) if that tenant would then have fewer than this one.
+        """
+        own = len(self._tenants[tenant].items) if tenant in self._tenants else 0
+        most = max(self._tenants.values(), key=lambda waiting: len(waiting.items), default=None)
+        if most is None or len(most.items) <= own + 1:
+            return None
+        return most.items[-1][2]
+
+    def _remove(self, waiting: _Tenant[Item], item: Item) -> float:
+        del self._of[id(item)]
+        items = waiting.items
+        if items[0][2] is item:
+            return items.popleft()[1]
+        if items[-1][2] is item:
+            return items.pop()[1]
+        index = next(index for index, (_, _, each) in enumerate(items) if each is item)
+        cost = items[index][1]
+        del items[index]
+        return cost
+
+    def _leave_if_empty(self, tenant: str, waiting: _Tenant[Item]) -> None:
+        if waiting.items:
+            return
+        del self._tenants[tenant]
+        if not self._tenants:  # nobody waits: nobody is behind
+            self._now = max(self._now, waiting.tag, *self._served.values())
+            self._served.clear()
+        elif waiting.tag > self._now:
+            self._served[tenant] = waiting.tag
+            if len(self._served) > MAX_REMEMBERED:
+                self._served.popitem(last=False)
+
+
+class Shares:
+    """How much each tenant at work has been served, for work that goes on in small parts.
+
+    `order` gives the tenants, least served first; one that comes anew begins with the least of those that are there.
+    """
+
+    def __init__(self) -> None:
+        self._served: dict[str, float] = {}
+
+    def order(self, tenants: Sequence[str]) -> list[str]:
+        """Each of them once, least served first, else in their order. Others are at work no more, and forgotten."""
+        least = min((self._served[tenant] for tenant in tenants if tenant in self._served), default=0.0)
+        self._served = {tenant: self._served.get(tenant, least) for tenant in tenants}
+        return sorted(self._served, key=self._served.__getitem__)
+
+    def charge(self, tenant: str, cost: float) -> None:
+        self._served[tenant] += cost

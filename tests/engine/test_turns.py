@@ -1,0 +1,267 @@
+"""Who begins, who goes on and who waits: slots, tenants, and room for those that have begun."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from disagg.engine.batch import Phase
+from disagg.engine.decode import TURN_TOKENS
+from disagg.engine.instructions import Instruction
+from disagg.messages import link as m
+from disagg.messages.lane import Bind, Unbound
+from disagg.messages.legs import LegTokens, Outcome, StartLeg
+from disagg.types.sampling import SamplingParams
+from tests.engine.units import (
+    FULL,
+    P_REF,
+    STATE,
+    WINDOW,
+    Decode,
+    Prefill,
+    facts,
+    outcomes,
+    plans,
+    said,
+    start,
+    to_lane,
+    to_link,
+    to_router,
+)
+
+
+def leg(
+    name: str, tokens: int = 6, choices: int = 1, max_tokens: int = 8, tenant: str = "", first_token: int = 1
+) -> StartLeg:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    made = start(name, tokens, choices, params, P_REF, first_token)
+    return replace(made, tenant=tenant)
+
+
+def indices(out: list[Instruction], name: str, choice: int = 0) -> list[int]:
+    return [index for request, c, index, _ in said(out) if (request, c) == (name, choice)]
+
+
+def binds(out: list[Instruction]) -> list[str]:
+    """Who was granted, in order."""
+    return [message.key.request_id for message in to_lane(out) if isinstance(message, Bind)]
+
+
+def parked(decode: Decode) -> list[str]:
+    return [sequence.key.request_id for sequence in decode.engine.batch.parked]
+
+
+# ---- slots
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (FULL, STATE)])
+def test_a_request_with_more_choices_than_slots_is_served_choice_by_choice(groups, prefix_cache: bool) -> None:  # type: ignore[no-untyped-def]
+    decode = Decode(facts(*groups, num_large=60, max_slots=2, prefix_cache=prefix_cache))
+    asked = leg("r", choices=5)
+    out = decode.joined(asked)
+    most = 0
+    while decode.unreported:
+        most = max(most, len(decode.engine.batch.running))
+        out += decode.compute()
+    assert most == 2
+    assert [indices(out, "r", choice) for choice in range(5)] == [list(range(8))] * 5
+    assert outcomes(out) == [Outcome.DONE]
+    assert decode.engine.tally.preemptions == {}
+    decode.link(m.Drained(asked.key))
+    assert decode.engine.idle and decode.used == 0
+
+
+def test_a_grant_says_how_many_choices_begin_and_the_others_are_not_heard_of_before_they_do() -> None:
+    decode = Decode(facts(num_large=60, max_slots=2))
+    asked = leg("r", choices=3)
+    grant = decode.granted(asked)
+    assert grant.choices == 2
+    out = decode.arrived(asked, grant) + decode.lane(Unbound(asked.key))
+    assert {message.choice for message in to_router(out) if isinstance(message, LegTokens)} == {0, 1}
+    waiting = [s for s in decode.engine._legs[asked.key].sequences if s.phase is Phase.WAITING]
+    assert [s.choice for s in waiting] == [2]
+    assert indices(decode.compute_all(), "r", 2) == list(range(8)), "with its first token"
+
+
+def test_a_request_of_many_choices_silences_nobody() -> None:
+    """Everybody who has begun gets a token in each step, however many choices wait for slots."""
+    decode = Decode(facts(num_large=200, max_slots=4))
+    plain = [leg(f"p{i}", first_token=100 * (i + 1), max_tokens=40) for i in range(3)]
+    out: list[Instruction] = []
+    for each in plain:
+        out += decode.joined(each)
+    many = leg("many", choices=64, max_tokens=4, first_token=600)
+    out += decode.joined(many)
+    out += decode.compute() + decode.compute()  # the plans that were in flight
+    for _ in range(30):
+        before = [len(indices(out, each.key.request_id)) for each in plain]
+        decode.tick(decode.now_s + 10.0)
+        out += decode.compute()
+        after = [len(indices(out, each.key.request_id)) for each in plain]
+        assert all(b == a + 1 for a, b in zip(before, after, strict=True))
+    out += decode.compute_all()
+    assert decode.engine.tally.preemptions == {}
+    assert all(indices(out, "many", choice) == list(range(4)) for choice in range(64))
+
+
+def test_choices_that_wait_for_slots_take_turns_with_other_tenants() -> None:
+    decode = Decode(facts(num_large=200, max_slots=2))
+    out = decode.joined(leg("many", choices=8, tenant="a"))
+    out += decode.announced(leg("one", first_token=100, tenant="b"))
+    while "one" not in binds(out):
+        out += decode.compute()
+    begun = [choice for choice in range(8) if indices(out, "many", choice)]
+    assert len(begun) <= 3, "not after all the choices of another"
+
+
+def test_a_choice_that_waits_for_a_slot_can_be_aborted() -> None:
+    decode = Decode(facts(num_large=60, max_slots=1))
+    asked = leg("r", choices=3)
+    out = decode.joined(asked)
+    assert outcomes(decode.abort(asked, 1)) == []
+    out += decode.compute_all()
+    assert indices(out, "r", 1) == []
+    assert indices(out, "r", 0) == indices(out, "r", 2) == list(range(8))
+    assert outcomes(out) == [Outcome.DONE]
+
+
+# ---- pages
+
+
+def test_nothing_begins_beside_which_those_that_have_begun_could_not_go_on() -> None:
+    """Two answers of eight tokens after seven come to four pages each, and there are five."""
+    small = facts(num_large=5, spare_tokens=0, link_idle_s=1000.0)
+    careless, careful = Decode(small), Decode(replace(small, lookahead_tokens=100))
+    for decode in (careless, careful):
+        decode.joined(leg("a", 7))
+        out = decode.announced(leg("b", 7, first_token=50))
+        assert binds(out) == (["b"] if decode is careless else [])
+    out = careful.compute_all()
+    assert binds(out) == ["b"], "when a has ended"
+    assert careful.engine.tally.preemptions == {}
+
+
+def test_looking_ahead_is_not_adding_up() -> None:
+    """What ends soon gives its pages to what goes on for longer."""
+    decode = Decode(facts(num_large=8, spare_tokens=0, lookahead_tokens=100))
+    out = decode.joined(leg("short", 8, max_tokens=3))
+    long = leg("long", 7, first_token=50, max_tokens=16)
+    assert binds(decode.announced(long)) == ["long"], "three pages for a while, and six in the end"
+    out += decode.arrived(long, decode.bound(long)) + decode.lane(Unbound(long.key)) + decode.compute_all()
+    assert decode.engine.tally.preemptions == {}
+    assert indices(out, "long") == list(range(16))
+
+
+def test_a_younger_one_gives_way_to_an_older_one_that_has_been_parked_for_long() -> None:
+    """Where who loses least gives way, that may be the oldest."""
+    decode = Decode(facts(num_large=12, spare_tokens=0, preempt_after_s=2.0, preemption="fewest_tokens"))
+    out = decode.joined(leg("old", 4, max_tokens=40))
+    out += decode.joined(leg("young", 12, first_token=50, max_tokens=22))
+    while not parked(decode):
+        out += decode.compute()
+    assert parked(decode) == ["old"]
+    silent_for = 0
+    while parked(decode) == ["old"]:
+        decode.tick(decode.now_s + 1.0)
+        out += decode.compute()
+        silent_for += 1
+        assert silent_for <= TURN_TOKENS + 6
+    assert decode.engine.tally.preemptions == {"memory": 1, "age": 1}
+    out += decode.compute_all()
+    assert indices(out, "old") == list(range(40)) and indices(out, "young") == list(range(22))
+
+
+# ---- tenants
+
+
+def test_grants_go_to_tenants_in_turns() -> None:
+    decode = Decode(facts(num_large=400, max_slots=1, max_waiting=100))
+    legs = [leg(f"a{i}", 8, tenant="a", first_token=10 * i + 1) for i in range(20)]
+    legs.append(leg("b", 8, tenant="b", first_token=500))
+    out = [instruction for each in legs for instruction in decode.announced(each)]
+    order: list[str] = []
+    while binds(out) != order:
+        (name,) = binds(out)[len(order) :]
+        order.append(name)
+        granted = next(each for each in legs if each.key.request_id == name)
+        out += decode.arrived(granted, decode.bound(granted)) + decode.lane(Unbound(granted.key)) + decode.compute_all()
+        decode.link(m.Drained(granted.key))
+    assert order[0] == "a0" and "b" in order[:3], "not after all that another has asked for"
+    assert [name for name in order if name != "b"] == [f"a{i}" for i in range(20)], "each tenant's in their order"
+
+
+def test_a_router_that_names_no_tenant_is_one() -> None:
+    decode = Decode(facts(num_large=400, max_slots=1, max_waiting=100))
+    decode.joined(leg("a", 8))
+    for i in range(5):
+        decode.announced(leg(f"a{i}", 8, first_token=10 * i + 50))
+    assert decode.engine._queued.num_tenants == 1
+
+
+def test_prompts_are_admitted_tenant_by_tenant() -> None:
+    prefill = Prefill(facts(num_large=400, max_slots=1, max_waiting=100))
+    for i in range(20):
+        prefill.start(replace(start(f"a{i}", 8, first_token=10 * i + 1), tenant="a"))
+    prefill.start(replace(start("b", 8, first_token=500), tenant="b"))
+    out = prefill.compute_all()
+    order = [message.key.request_id for message in to_link(out) if isinstance(message, m.FirstTokens)]
+    assert order[0] == "a0" and "b" in order[:3]
+    assert [name for name in order if name != "b"] == [f"a{i}" for i in range(20)], "each tenant's in their order"
+
+
+def test_a_long_prompt_of_one_does_not_hold_up_a_short_one_of_another() -> None:
+    prefill = Prefill(facts(num_large=400, max_model_len=400))
+    prefill.start(replace(start("long", 320), tenant="a"))
+    prefill.compute()
+    out = prefill.start(replace(start("short", 8, first_token=500), tenant="b"))
+    steps = 0
+    while not any(isinstance(message, m.FirstTokens) for message in to_link(out)):
+        out += prefill.compute()
+        steps += 1
+    (first,) = [message for message in to_link(out) if isinstance(message, m.FirstTokens)]
+    assert first.key.request_id == "short"
+    assert steps <= 4, "of forty that the long one needs"
+
+
+def test_a_full_queue_gives_back_the_youngest_of_whoever_has_most_there() -> None:
+    prefill = Prefill(facts(num_large=400, max_slots=1, max_waiting=4))
+    out = prefill.start(replace(start("running", 30, first_token=900), tenant="a"))
+    for i in range(5):
+        out += prefill.start(replace(start(f"a{i}", 8, first_token=10 * i + 1), tenant="a"))
+    assert outcomes(out) == [Outcome.GIVEN_BACK], "of its own, the newcomer goes"
+    out = prefill.start(replace(start("b", 8, first_token=500), tenant="b"))
+    ((end),) = to_router(out)
+    assert end.key.request_id == "a3"
+    assert [each.key.request_id for each in prefill.engine._waiting].count("b") == 1
+
+
+# ---- the first token
+
+
+def test_prefill_tells_the_first_token_when_decode_has_room_to_go_on() -> None:
+    prefill = Prefill(facts())
+    asked = start("r", 6)
+    out = prefill.start(asked) + prefill.compute_all()
+    assert [type(message) for message in to_link(out)] == [m.Announce, m.OfferPieces, m.FirstTokens] or any(
+        isinstance(message, m.FirstTokens) for message in to_link(out)
+    ), "decode knows it"
+    assert said(out) == [], "the client does not: it might hear nothing more for long"
+    prefill.open_ring()
+    assert [index for _, _, index, _ in said(prefill.link(m.Grant(asked.key, (0,))))] == [0]
+
+
+def test_prefill_tells_the_first_tokens_of_the_choices_that_begin() -> None:
+    prefill = Prefill(facts())
+    asked = start("r", 6, choices=3)
+    prefill.open_ring()
+    prefill.start(asked)
+    prefill.link(m.Grant(asked.key, (0,), 2))
+    assert [choice for _, choice, _, _ in said(prefill.compute_all())] == [0, 1]
+
+
+def test_a_first_token_that_is_the_last_is_told_at_once() -> None:
+    prefill = Prefill(facts())
+    out = prefill.start(start("r", 6, params=SamplingParams(max_tokens=1))) + prefill.compute_all()
+    assert [index for _, _, index, _ in said(out)] == [0]
+    assert plans(out)
