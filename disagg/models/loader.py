@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 
 from disagg.messages.heads import SliceError, check_heads
 from disagg.messages.layout import DTYPE_BYTES, GroupKind, LayerGroup, StatePart
-from disagg.models.attention import ATTENTION_NAME, LayerSlot, active
+from disagg.models.attention.calls import ATTENTION_NAME, LayerSlot, active
 from disagg.models.families import ATTENTION_FREE, FAMILIES
 from disagg.models.identity import detach_from_files, hash_threads, stamps, weights_hash
 from disagg.models.pool import TORCH_DTYPES

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from disagg.messages.layout import LayerGroup
-from disagg.models.attention import PagedAttention, active
+from disagg.models.attention.calls import PagedAttention, active
 from disagg.models.batch import ForwardBatch
 from disagg.models.gemv import add_gemv_copies
 from disagg.models.loader import LoadedModel, load

@@ -9,7 +9,7 @@ Cut are: attention, by heads, where its plan is plain (q, k, v and what else is 
 row-parallel), and feed-forward modules with such a plan. All else stays whole on every rank, which is as right and slower:
 experts, recurrent layers, embeddings, and projections that are planned otherwise (fused, gathered, or not at all). Where
 that is attention, each rank takes its heads from the whole query, key and value, and the ranks' outputs are put together
-(`models/attention`). Either way a rank keeps the KV of its own heads only.
+(`models/attention/calls`). Either way a rank keeps the KV of its own heads only.
 
 Knows transformers' plans and torch's linear layers; nothing of pools, batches or requests.
 """
@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from disagg.messages.heads import RankHeads, SliceError, rank_heads
-from disagg.models.attention import HeadCut
+from disagg.models.attention.calls import HeadCut
 from disagg.models.probe import AttentionCall
 from disagg.models.ranks import Ranks
 from disagg.types.errors import ConfigError

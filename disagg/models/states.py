@@ -26,7 +26,7 @@ import torch
 import transformers
 
 from disagg.messages.layout import StatePart
-from disagg.models.attention import LayerSlot
+from disagg.models.attention.calls import LayerSlot
 from disagg.models.batch import ForwardBatch, StateTables
 from disagg.models.mamba1 import MAMBA1_MODULES, Mamba1
 from disagg.models.pool import TORCH_DTYPES, Pool, StatePages

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from disagg.messages.layout import GroupKind, LayerGroup
-from disagg.models.attention import LayerSlot, paged_attention
+from disagg.models.attention.calls import LayerSlot, paged_attention
 from disagg.models.loader import lay_out
 from disagg.models.model import PagedModel
 from disagg.types.errors import ConfigError

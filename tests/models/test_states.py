@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from disagg.messages.layout import LayerGroup, StatePart
 from disagg.messages.plan import PageCopy
 from disagg.models import loader, mamba1, states
-from disagg.models.attention import LayerSlot
+from disagg.models.attention.calls import LayerSlot
 from disagg.models.batch import DecodeRun, ForwardBatch, PrefillRun, StateTables
 from disagg.models.families import FAMILIES
 from disagg.models.model import PagedModel

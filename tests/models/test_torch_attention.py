@@ -11,10 +11,10 @@ import torch
 from disagg.memory.layout import PageSizing
 from disagg.messages.layout import GroupKind, LayerGroup
 from disagg.messages.mirror import RunView
-from disagg.models import runs
+from disagg.models.attention import torch_backend as runs
+from disagg.models.attention.torch_backend import Chunk, GroupPlan, Scoring
 from disagg.models.batch import AttentionTables, ForwardBatch
 from disagg.models.pool import AttentionPages
-from disagg.models.runs import Chunk, GroupPlan, Scoring
 from disagg.worker.batch import build_batch
 from tests.models.driver import STALE, run_of, sequence_of
 from tests.models.pools import fill, make_pool

@@ -16,10 +16,10 @@ from typing import Any, Protocol, cast
 import torch
 from transformers import AttentionInterface
 
+from disagg.models.attention.torch_backend import GroupPlan, Scoring
 from disagg.models.batch import AttentionTables, ForwardBatch
 from disagg.models.pool import AttentionPages, Pool
 from disagg.models.ranks import Ranks
-from disagg.models.runs import GroupPlan, Scoring
 
 ATTENTION_NAME = "disagg_paged"
 
