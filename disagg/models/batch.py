@@ -1,6 +1,7 @@
 """What one forward computes: rows of tokens, and where the caches of each row's sequence live.
 
-All tensors are on the model's device. Rows of prefill runs come first, then decode rows:
+All tensors are on one device: made on the host, and taken to the model's by one copy (`ForwardBatch.on`). Rows of prefill
+runs come first, then decode rows:
 
     row        0 1 2 3 4 5 6 │ 7 8 9 │ 10  11  12
                prefill run 0 │ run 1 │ decodes, one row each
@@ -12,9 +13,12 @@ in its `tables`, one per group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
+
+from disagg.models.device import upload_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +42,14 @@ class PrefillRun:
 class DecodeRun:
     """Sequences with one new token each, after others: rows from `start`, one per sequence.
 
-    lengths: [B] int64, tokens of each sequence including the new one. max_length: the largest of them, known on the host
-    without a device sync.
+    lengths: [B] int64, tokens of each sequence including the new one. max_length, total_length: the largest of them and
+    their sum, known on the host without a device sync.
     """
 
     start: int
     lengths: torch.Tensor
     max_length: int
+    total_length: int
 
     @property
     def num_sequences(self) -> int:
@@ -52,26 +57,29 @@ class DecodeRun:
 
 
 @dataclass(frozen=True, slots=True)
-class RunPages:
-    """The pages of one sequence that a run reaches. pages: [n] int64, those of page positions `first`, `first` + 1, ..."""
+class PageTable:
+    """The pages that runs reach, a row per run. Holds no page that has left the window: it may be another sequence's.
 
-    first: int
+    pages: [R, width] int64, in order, padded with the row's last; its first column is page position first_pages
+    [R] int64. firsts: the same numbers on the host.
+    """
+
     pages: torch.Tensor
+    first_pages: torch.Tensor
+    firsts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTables:
-    """One group of attention layers. Holds no page that has left the window: such a page may be another sequence's.
+    """One group of attention layers.
 
-    slot_pages: [N] int64, the page where each row's K and V are written; no two rows share a slot. prefills: one per
-    prefill run. decodes: [B, max_pages] int64, the pages that each decode row reaches, in order, padded with its last;
-    its first column is page position first_pages [B] int64, or 0 where that is None. Both None without decode rows.
+    slot_pages: [N] int64, the page where each row's K and V are written; no two rows share a slot. prefills: a row per
+    prefill run; decodes: a row per decode row. None without such runs.
     """
 
     slot_pages: torch.Tensor
-    prefills: tuple[RunPages, ...]
-    decodes: torch.Tensor | None
-    first_pages: torch.Tensor | None
+    prefills: PageTable | None
+    decodes: PageTable | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,41 @@ class ForwardBatch:
     def num_rows(self) -> int:
         return self.input_ids.shape[0]
 
+    def on(self, device: torch.device) -> ForwardBatch:
+        """The same batch there. Waits for nothing that the device does."""
+        if device.type == "cpu":
+            return self
+        sources: list[torch.Tensor] = []
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            sources.append(tensor)
+            return tensor
+
+        self._each(collect)
+        there = iter(upload_together(sources, device))
+        return self._each(lambda _: next(there))
+
+    def _each(self, of: Callable[[torch.Tensor], torch.Tensor]) -> ForwardBatch:
+        """The batch with `of` of each tensor in place of it, always in the same order."""
+
+        def of_table(table: PageTable | None) -> PageTable | None:
+            return table and replace(table, pages=of(table.pages), first_pages=of(table.first_pages))
+
+        return replace(
+            self,
+            input_ids=of(self.input_ids),
+            positions=of(self.positions),
+            slot_offsets=of(self.slot_offsets),
+            decodes=self.decodes and replace(self.decodes, lengths=of(self.decodes.lengths)),
+            logits_rows=of(self.logits_rows),
+            tables=tuple(
+                StateTables(of(table.reads), of(table.writes))
+                if isinstance(table, StateTables)
+                else AttentionTables(of(table.slot_pages), of_table(table.prefills), of_table(table.decodes))
+                for table in self.tables
+            ),
+        )
+
     def check(self) -> None:
         """Asserts that the runs tile the rows. Looks at shapes only, so it costs no device sync."""
         row = 0
@@ -121,7 +164,8 @@ class ForwardBatch:
         for table in self.tables:
             if isinstance(table, AttentionTables):
                 assert table.slot_pages.shape == (row,), f"slots of {table.slot_pages.shape[0]} rows of {row}"
-                assert len(table.prefills) == len(self.prefills), "pages for every prefill run"
+                num_prefills = 0 if table.prefills is None else table.prefills.pages.shape[0]
+                assert num_prefills == len(self.prefills), "pages for every prefill run"
                 assert (table.decodes is None) == (self.decodes is None), "pages for every decode row"
             else:
                 assert table.reads.shape == table.writes.shape == (num_runs,), f"states of {num_runs} runs"

@@ -6,38 +6,62 @@ logits is the caller's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from disagg.messages.layout import LayerGroup
+from disagg.models.attention.backend import Ask, Phase
 from disagg.models.attention.calls import PagedAttention, active
+from disagg.models.attention.choice import AUTO, choose
 from disagg.models.batch import ForwardBatch
 from disagg.models.gemv import add_gemv_copies
-from disagg.models.loader import LoadedModel, load
-from disagg.models.pool import Pool
+from disagg.models.loader import LayerPlaces, LoadedModel, load
+from disagg.models.pool import TORCH_DTYPES, Pool
 from disagg.models.ranks import Ranks
 from disagg.models.states import PagedStates, active_states
+
+logger = logging.getLogger(__name__)
 
 
 class PagedModel:
     """`PagedModel.load(model_dir, dtype, device)`, then `forward` per step."""
 
-    def __init__(self, loaded: LoadedModel, ranks: Ranks) -> None:
+    def __init__(
+        self, loaded: LoadedModel, ranks: Ranks, prefill_attention: str = AUTO, decode_attention: str = AUTO
+    ) -> None:
+        """Raises ConfigError when an attention backend that is wanted by name cannot do what the layers ask."""
         self._loaded = loaded
         self.ranks = ranks
         self.groups = tuple(group.on_rank(ranks.size) for group in loaded.places.groups)
         """Layer groups as this rank keeps them, each with pages of its own in the pool."""
+        backends = {
+            index: choose(asks, prefill_attention, decode_attention)
+            for index, asks in asks_of(loaded.places, self.device).items()
+        }
+        self._backends = {index: chosen.make() for index, chosen in backends.items()}
+        for index, chosen in backends.items():
+            logger.info("attention of layer group %s: %s", self.groups[index].name, chosen.describe())
 
     @classmethod
-    def load(cls, model_dir: Path, dtype: str, device: str, ranks: Ranks | None = None) -> PagedModel:
+    def load(
+        cls,
+        model_dir: Path,
+        dtype: str,
+        device: str,
+        ranks: Ranks | None = None,
+        prefill_attention: str = AUTO,
+        decode_attention: str = AUTO,
+    ) -> PagedModel:
         """dtype: "float32", "bfloat16" or "float16". ranks: connected before the first forward; None for a single one.
+        prefill_attention, decode_attention: names of backends (attention/choice), or "auto".
 
         Raises ConfigError for a model that cannot be served exactly, or not on so many ranks.
         """
         ranks = ranks or Ranks()
-        return cls(load(model_dir, dtype, device, ranks), ranks)
+        return cls(load(model_dir, dtype, device, ranks), ranks, prefill_attention, decode_attention)
 
     def add_gemv_copies(self) -> int:
         """Make steps of one row faster on CPU, for the weights' bytes once more; returns how many."""
@@ -89,7 +113,7 @@ class PagedModel:
         """
         assert pool.groups == self.groups, f"a pool of {pool.groups} for a model of {self.groups}"
         batch.check()
-        attention = PagedAttention(batch, pool, self._loaded.places.attention, self.ranks, written)
+        attention = PagedAttention(batch, pool, self._loaded.places.attention, self._backends, self.ranks, written)
         states = PagedStates(batch, pool, self._loaded.places.states)
         with active(attention), active_states(states):
             output = self._loaded.module(
@@ -102,3 +126,25 @@ class PagedModel:
         states.assert_every_layer_ran_once()
         logits: torch.Tensor = output.logits[0]
         return logits.float()
+
+
+def asks_of(places: LayerPlaces, device: torch.device) -> dict[int, tuple[Ask, ...]]:
+    """What each group of attention layers asks of its backends, by its index: one Ask per phase."""
+    found = {}
+    for index, group in enumerate(places.groups):
+        if group.is_state:
+            continue
+        options = [call.options for call in places.calls if places.attention[call.layer].group == index]
+        found[index] = tuple(
+            Ask(
+                phase,
+                device.type,
+                TORCH_DTYPES[group.dtype],
+                group.head_dim,
+                window=group.window > 0,
+                softcap=any(option.get("softcap") is not None for option in options),
+                sinks=any(option.get("s_aux") is not None for option in options),
+            )
+            for phase in Phase
+        )
+    return found

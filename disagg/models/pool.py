@@ -57,6 +57,10 @@ class AttentionPages:
         elements = storage.view(TORCH_DTYPES[group.dtype])
         units = elements.view(-1, page_tokens * dim)
         rows = elements.view(-1, dim)
+        self.elements = elements
+        """The whole pool as this group's elements, 1-D, for kernels that find their way by `page_stride` and `slot_offset`."""
+        self.page_stride = stride // group.dtype_bytes
+        """Elements from one page to the next."""
         self._slot_units = [units[slot * 2 * heads :] for slot in range(layers)]
         self._slot_rows = [rows[slot * 2 * heads * page_tokens :] for slot in range(layers)]
 
@@ -71,6 +75,10 @@ class AttentionPages:
     @property
     def device(self) -> torch.device:
         return self.bytes.device
+
+    def slot_offset(self, layer_slot: int) -> int:
+        """Elements from a page's beginning to K of the layer's first head; its other units follow: heads, then V's."""
+        return layer_slot * 2 * self.group.kv_heads * self.page_tokens * self.group.head_dim
 
     def keys(self, layer_slot: int) -> torch.Tensor:
         """[num_pages, kv_heads, page_tokens, head_dim], strided."""

@@ -12,25 +12,24 @@ import torch
 
 from disagg.messages.layout import LayerGroup
 from disagg.messages.mirror import RunView
-from disagg.models.batch import AttentionTables, DecodeRun, ForwardBatch, PrefillRun, RunPages, StateTables
+from disagg.models.batch import AttentionTables, DecodeRun, ForwardBatch, PageTable, PrefillRun, StateTables
 
 
 def build_batch(
-    runs: Sequence[RunView], groups: Sequence[LayerGroup], page_tokens: int, device: str | torch.device
+    runs: Sequence[RunView], groups: Sequence[LayerGroup], page_tokens: int, device: torch.device
 ) -> tuple[ForwardBatch, list[RunView]]:
     """The batch, and the runs in row order: prefill runs, then single tokens after a context."""
-    builder = _Builder(runs, page_tokens, device)
-    return builder.batch(groups), builder.prefills + builder.decodes
+    builder = _Builder(runs, page_tokens)
+    return builder.batch(groups).on(device), builder.prefills + builder.decodes
 
 
 class _Builder:
     """One plan's runs, apart by kind."""
 
-    def __init__(self, runs: Sequence[RunView], page_tokens: int, device: str | torch.device) -> None:
+    def __init__(self, runs: Sequence[RunView], page_tokens: int) -> None:
         self.prefills = [run for run in runs if run.num_tokens > 1 or run.start == 0]
         self.decodes = [run for run in runs if run.num_tokens == 1 and run.start > 0]
         self._page_tokens = page_tokens
-        self._device = device
 
     def batch(self, groups: Sequence[LayerGroup]) -> ForwardBatch:
         ids: list[int] = []
@@ -46,21 +45,21 @@ class _Builder:
         decode_run = None
         if self.decodes:
             lengths = [run.start + 1 for run in self.decodes]
-            decode_run = DecodeRun(len(positions), self._longs(lengths), max(lengths))
+            decode_run = DecodeRun(len(positions), _longs(lengths), max(lengths), sum(lengths))
         for run in self.decodes:
             ids += run.token_ids
             positions.append(run.start)
             if run.sample:
                 logits_rows.append(len(positions) - 1)
         assert len(ids) == len(positions), "a run names tokens that this worker does not know"
-        position_ids = self._longs(positions)
+        position_ids = _longs(positions)
         return ForwardBatch(
-            input_ids=self._longs(ids),
+            input_ids=_longs(ids),
             positions=position_ids,
             slot_offsets=position_ids % self._page_tokens,
             prefills=tuple(prefill_runs),
             decodes=decode_run,
-            logits_rows=self._longs(logits_rows),
+            logits_rows=_longs(logits_rows),
             tables=tuple(
                 self._state_tables(index) if group.is_state else self._attention_tables(index, group.window)
                 for index, group in enumerate(groups)
@@ -71,35 +70,38 @@ class _Builder:
         """window: as LayerGroup's; 0 is none."""
         page_tokens = self._page_tokens
         slot_pages: list[int] = []
-        prefills = []
         for run in self.prefills:
             table, stop = run.sequence.tables[group], run.start + run.num_tokens
             slot_pages += [table[position // page_tokens] for position in range(run.start, stop)]
-            first = _first_page(run.start, window, page_tokens)
-            prefills.append(RunPages(first, self._longs(table[first : -(-stop // page_tokens)])))
-        if not self.decodes:
-            return AttentionTables(self._longs(slot_pages), tuple(prefills), None, None)
-        firsts = []
-        rows = []
-        for run in self.decodes:
-            table, last = run.sequence.tables[group], run.start // page_tokens
-            slot_pages.append(table[last])
-            first = _first_page(run.start, window, page_tokens)
-            firsts.append(first)
-            rows.append(table[first : last + 1])
+        slot_pages += [run.sequence.tables[group][run.start // page_tokens] for run in self.decodes]
+        return AttentionTables(
+            _longs(slot_pages),
+            self._page_table(self.prefills, group, window),
+            self._page_table(self.decodes, group, window),
+        )
+
+    def _page_table(self, runs: Sequence[RunView], group: int, window: int) -> PageTable | None:
+        if not runs:
+            return None
+        page_tokens = self._page_tokens
+        firsts = [_first_page(run.start, window, page_tokens) for run in runs]
+        rows = [
+            run.sequence.tables[group][first : -(-(run.start + run.num_tokens) // page_tokens)]
+            for run, first in zip(runs, firsts, strict=True)
+        ]
         width = max(map(len, rows))
-        # The last page is surely a live one: it takes the row's own token.
-        decodes = self._longs([row + row[-1:] * (width - len(row)) for row in rows])
-        first_pages = self._longs(firsts) if any(firsts) else None
-        return AttentionTables(self._longs(slot_pages), tuple(prefills), decodes, first_pages)
+        # The last page is surely a live one: it takes the run's own token.
+        pages = [row + row[-1:] * (width - len(row)) for row in rows]
+        return PageTable(_longs(pages), _longs(firsts), tuple(firsts))
 
     def _state_tables(self, group: int) -> StateTables:
         runs = self.prefills + self.decodes
         reads = [run.last_pages[group] if run.start else -1 for run in runs]
-        return StateTables(self._longs(reads), self._longs([run.sequence.tables[group][-1] for run in runs]))
+        return StateTables(_longs(reads), _longs([run.sequence.tables[group][-1] for run in runs]))
 
-    def _longs(self, values: list[int] | list[list[int]]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+def _longs(values: list[int] | list[list[int]]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def _first_page(position: int, window: int, page_tokens: int) -> int:

@@ -142,7 +142,7 @@ class Executor:
         self, sampler: Sampler | None, runs: list[RunView], written: Callable[[int], None] | None
     ) -> tuple[SampledToken, ...]:
         """What was sampled: nothing on a rank that does not sample, though it learns the tokens too."""
-        batch, ordered = build_batch(runs, self.groups, self.pool.page_tokens, self._device)
+        batch, ordered = build_batch(runs, self.groups, self.pool.page_tokens, self.pool.device)
         if sampler is None:
             batch = replace(batch, logits_rows=batch.logits_rows[:0])
         logits = self.model.forward(batch, self.pool, written)

@@ -87,7 +87,7 @@ def largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -> Sample
     last_pages = tuple(range(len(model.groups)))
     prefill = RunView(sequence, longest - chunk_tokens, chunk_tokens, False, last_pages)
     decode = RunView(sequence, longest - 1, 1, True, last_pages)
-    batch, _ = build_batch([prefill] + [decode] * max_slots, model.groups, PAGE_TOKENS, device)
+    batch, _ = build_batch([prefill] + [decode] * max_slots, model.groups, PAGE_TOKENS, model.device)
     if not model.ranks.samples:
         model.forward(replace(batch, logits_rows=batch.logits_rows[:0]), pool)
         return None

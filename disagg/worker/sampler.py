@@ -28,10 +28,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from disagg.models.device import upload
 from disagg.types.sampling import SamplingParams
 from disagg.worker.noise import approximate_exponentials, exponentials, row_keys
 from disagg.worker.sampler_order import first_argmax, largest
-from disagg.worker.sampler_tables import SeenTokens, TokenLists, upload
+from disagg.worker.sampler_tables import SeenTokens, TokenLists
 
 _FEW_CANDIDATES = 128  # holds the nucleus of most steps of most models
 _MANY_CANDIDATES = 4096

@@ -13,14 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from disagg.models.device import upload
+
 _CHUNK_ROWS = 8
-
-
-def upload(values: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device, without waiting: a copy from pageable memory would drain the stream first."""
-    if device.type == "cpu":
-        return values
-    return values.pin_memory().to(device, non_blocking=True)
 
 
 class Rows:

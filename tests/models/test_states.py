@@ -78,7 +78,7 @@ def batch_of(runs: list[tuple[int, int, int, int]]) -> ForwardBatch:
     for before, num_tokens, _, _ in runs[: len(runs) - len(lengths)]:
         prefills.append(PrefillRun(row, num_tokens, before, False))
         row += num_tokens
-    decodes = DecodeRun(row, torch.tensor(lengths), max(lengths)) if lengths else None
+    decodes = DecodeRun(row, torch.tensor(lengths), max(lengths), sum(lengths)) if lengths else None
     rows = torch.zeros(row + len(lengths), dtype=torch.int64)
     tables = StateTables(*(torch.tensor(pages) for pages in list(zip(*runs, strict=True))[2:]))
     batch = ForwardBatch(rows, rows, rows, tuple(prefills), decodes, rows[:0], (tables,))

@@ -10,13 +10,11 @@ import torch
 
 from disagg.memory.layout import PageSizing
 from disagg.messages.layout import GroupKind, LayerGroup
-from disagg.messages.mirror import RunView
-from disagg.models.attention import torch_backend as runs
-from disagg.models.attention.torch_backend import Chunk, GroupPlan, Scoring
-from disagg.models.batch import AttentionTables, ForwardBatch
+from disagg.models.attention import torch_backend
+from disagg.models.attention.backend import Scoring
+from disagg.models.attention.torch_backend import Chunk, TorchDecode, TorchPrefill
 from disagg.models.pool import AttentionPages
-from disagg.worker.batch import build_batch
-from tests.models.driver import STALE, run_of, sequence_of
+from tests.models.attention_work import batch_of, decode_work, expected, prefill_work, run_with_pages
 from tests.models.pools import fill, make_pool
 
 HEADS, GROUP_SIZE, DIM, T = 2, 3, 8, 4
@@ -39,45 +37,6 @@ def make_view(window: int | None, num_pages: int) -> AttentionPages:
     pool = make_pool((group, other), num_pages, T, PageSizing.MAX)
     fill(pool, std=1.0)
     return pool.attention(0)
-
-
-def run_with_pages(computed: int, count: int, first: int, free: list[int]) -> RunView:
-    """A run whose sequence has pages from token `first` on; entries before are stale."""
-    sequence = sequence_of([1] * (computed + count), 1, computed)
-    num_pages, first_page = math.ceil((computed + count) / T), first // T
-    sequence.tables[0] = [STALE] * first_page + [free.pop() for _ in range(num_pages - first_page)]
-    return run_of(sequence, count)
-
-
-def batch_of(work: list[RunView], view: AttentionPages) -> tuple[ForwardBatch, AttentionTables, list[RunView]]:
-    batch, ordered = build_batch(work, [view.group], T, "cpu")
-    (tables,) = batch.tables
-    assert isinstance(tables, AttentionTables)
-    return batch, tables, ordered
-
-
-def attend_by_loop(
-    view: AttentionPages, work: list[RunView], queries: torch.Tensor, window: int | None, scoring: Scoring
-) -> torch.Tensor:
-    """queries: [query_heads, N, D]. Returns [N, query_heads, D]."""
-    out, row = [], 0
-    for run in work:
-        for position in range(run.start, run.start + run.num_tokens):
-            first = 0 if window is None else max(0, position + 1 - window)
-            table = run.sequence.tables[0]
-            kv = torch.stack([view.kv[table[p // T], LAYER_SLOT, :, :, p % T] for p in range(first, position + 1)], 2)
-            heads = []
-            for head in range(HEADS * GROUP_SIZE):
-                keys, values = kv[:, head // GROUP_SIZE]
-                scores = keys @ queries[head, row] * scoring.scaling
-                if scoring.softcap is not None:
-                    scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-                weights = scores.exp()
-                total = weights.sum() + (0 if scoring.sinks is None else scoring.sinks[head].exp())
-                heads.append((weights / total) @ values)
-            out.append(torch.stack(heads))
-            row += 1
-    return torch.stack(out)
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
@@ -104,74 +63,82 @@ def test_every_run_attends_to_exactly_what_it_may(
 
     Pages out of the window are NaN, and entries that name them are no pages at all.
     """
-    monkeypatch.setattr(runs, "FLASH_DTYPES", (torch.float32,) if grouped else ())
-    monkeypatch.setattr(runs, "BUCKET_BYTES", bucket_bytes)
-    monkeypatch.setattr(runs, "PADDED_BUCKET_BYTES", bucket_bytes)
-    monkeypatch.setattr(runs, "SCORES_BYTES", 1024 + bucket_bytes)
+    monkeypatch.setattr(torch_backend, "FLASH_DTYPES", (torch.float32,) if grouped else ())
+    monkeypatch.setattr(torch_backend, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(torch_backend, "PADDED_BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(torch_backend, "SCORES_BYTES", 1024 + bucket_bytes)
     generator = torch.Generator().manual_seed(0)
     view = make_view(window, 200)
     free = list(range(200))
     random.Random(0).shuffle(free)
     work = []
     for computed, count in WORK:
-        work.append(run_with_pages(computed, count, max(0, computed + 1 - (window or STALE)), free))
+        work.append(run_with_pages(computed, count, T, free, window))
     view.kv[torch.tensor(free)] = torch.nan
     batch, tables, ordered = batch_of(work, view)
     num_rows = batch.num_rows
-    query = torch.randn(1, HEADS * GROUP_SIZE, num_rows, DIM, generator=generator)
-    key, value = torch.randn(2, 1, HEADS, num_rows, DIM, generator=generator)
-    view.write(LAYER_SLOT, view.row_index(tables.slot_pages, batch.slot_offsets), key[0], value[0])
-    plan = GroupPlan(batch, tables, view, for_gpu=for_gpu)
+    query = torch.randn(num_rows, HEADS * GROUP_SIZE, DIM, generator=generator).transpose(0, 1)
+    key, value = torch.randn(2, HEADS, num_rows, DIM, generator=generator)
+    view.write(LAYER_SLOT, view.row_index(tables.slot_pages, batch.slot_offsets), key, value)
+    plans = (
+        TorchPrefill(for_gpu).plan(prefill_work(batch, tables, view)),
+        TorchDecode(for_gpu).plan(decode_work(batch, tables, view)),
+    )
+    right = expected(view, LAYER_SLOT, ordered, query, window, SCORINGS[scoring])
     for _ in range(2):  # a second layer reuses masks and scratch
-        out = plan.attend(LAYER_SLOT, query, key, value, SCORINGS[scoring])
-        expected = attend_by_loop(view, ordered, query[0], window, SCORINGS[scoring])
-        torch.testing.assert_close(out[0], expected, atol=1e-5, rtol=1e-4)
+        out = torch.full((num_rows, HEADS * GROUP_SIZE, DIM), torch.nan)
+        for plan in plans:
+            plan.run(LAYER_SLOT, query, key, value, SCORINGS[scoring], out)
+        torch.testing.assert_close(out.double(), right, atol=1e-5, rtol=1e-4)
 
 
 def test_unlike_lengths_do_not_share_a_bucket() -> None:
     view = make_view(None, 64)
-    work = [run_with_pages(length - 1, 1, 0, list(range(64))) for length in (80, 76, 8, 79)]
+    work = [run_with_pages(length - 1, 1, T, list(range(64))) for length in (80, 76, 8, 79)]
     batch, tables, _ = batch_of(work, view)
-    plan = GroupPlan(batch, tables, view, for_gpu=False)
+    plan = TorchDecode().plan(decode_work(batch, tables, view))
     rows = [b.rows.tolist() if isinstance(b.rows, torch.Tensor) else b.rows for b in plan.buckets]
     assert rows == [[0, 1, 3], slice(2, 3)]
 
 
 def test_a_padded_bucket_holds_as_many_rows_as_its_bytes_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     view = make_view(None, 64)
-    work = [run_with_pages(length - 1, 1, 0, list(range(64))) for length in (80, 76, 8, 79, 80)]
+    work = [run_with_pages(length - 1, 1, T, list(range(64))) for length in (80, 76, 8, 79, 80)]
     batch, tables, _ = batch_of(work, view)
     row_bytes = 80 // T * view.page_bytes // 2
     for bucket_bytes, rows in ((2 * row_bytes, [2, 2, 1]), (5 * row_bytes, [5]), (1, [1] * 5)):
-        monkeypatch.setattr(runs, "PADDED_BUCKET_BYTES", bucket_bytes)
-        plan = GroupPlan(batch, tables, view, for_gpu=True)
+        monkeypatch.setattr(torch_backend, "PADDED_BUCKET_BYTES", bucket_bytes)
+        plan = TorchDecode(as_on_gpu=True).plan(decode_work(batch, tables, view))
         assert [bucket.span._num_sequences for bucket in plan.buckets] == rows
 
 
 def test_a_batch_holds_no_page_that_its_window_does_not_reach() -> None:
     view = make_view(6, 64)
-    work = [run_with_pages(30, 5, 25, list(range(10, 20))), run_with_pages(21, 1, 16, list(range(20, 30)))]
+    work = [run_with_pages(30, 5, T, list(range(10, 20)), 6), run_with_pages(21, 1, T, list(range(20, 30)), 6)]
     _, tables, _ = batch_of(work, view)
-    assert [(pages.first, pages.pages.tolist()) for pages in tables.prefills] == [(6, [19, 18, 17])]
-    assert tables.decodes is not None and tables.decodes.tolist() == [[29, 28]]
-    assert tables.first_pages is not None and tables.first_pages.tolist() == [4]
+    assert tables.prefills is not None and tables.decodes is not None
+    assert (tables.prefills.firsts, tables.prefills.pages.tolist()) == ((6,), [[19, 18, 17]])
+    assert (tables.decodes.firsts, tables.decodes.pages.tolist()) == ((4,), [[29, 28]])
+    assert tables.decodes.first_pages.tolist() == [4]
 
 
 def test_a_kernel_may_lay_out_its_output_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a GPU put heads inside queries."""
     view = make_view(None, 64)
-    batch, tables, _ = batch_of([run_with_pages(length - 1, 1, 0, list(range(64))) for length in (30, 9)], view)
-    query = torch.randn(1, HEADS * GROUP_SIZE, 2, DIM)
-    key, value = torch.randn(2, 1, HEADS, 2, DIM)
-    plan = GroupPlan(batch, tables, view, for_gpu=True)
-    expected = plan.attend(LAYER_SLOT, query, key, value, SCORINGS["plain"])
-    kernel = runs.scaled_dot_product_attention
+    batch, tables, _ = batch_of([run_with_pages(length - 1, 1, T, list(range(64))) for length in (30, 9)], view)
+    query = torch.randn(HEADS * GROUP_SIZE, 2, DIM)
+    key, value = torch.randn(2, HEADS, 2, DIM)
+    plan = TorchDecode(as_on_gpu=True).plan(decode_work(batch, tables, view))
+    out, other = torch.empty(2, 2, HEADS * GROUP_SIZE, DIM)
+    plan.run(LAYER_SLOT, query, key, value, SCORINGS["plain"], out)
+    kernel = torch_backend.scaled_dot_product_attention
 
     def heads_inside_queries(*tensors: torch.Tensor, **options: object) -> torch.Tensor:
         return kernel(*tensors, **options).transpose(1, 2).contiguous().transpose(1, 2)
 
-    monkeypatch.setattr(runs, "scaled_dot_product_attention", heads_inside_queries)
-    assert torch.equal(plan.attend(LAYER_SLOT, query, key, value, SCORINGS["plain"]), expected)
+    monkeypatch.setattr(torch_backend, "scaled_dot_product_attention", heads_inside_queries)
+    plan.run(LAYER_SLOT, query, key, value, SCORINGS["plain"], other)
+    assert torch.equal(other, out)
 
 
 class GivenKeys:
@@ -196,20 +163,20 @@ def test_a_chunk_attends_alike_by_every_kernel_of_a_gpu(
         pytest.skip("there is no GPU here")
     heads, num_tokens, dim = 8, 61, 64
     generator = torch.Generator().manual_seed(context + kv_heads)
-    query = torch.randn(1, heads, num_tokens, dim, generator=generator).to(dtype)
-    keys, values = torch.randn(2, 1, kv_heads, context + num_tokens, dim, generator=generator).to(dtype)
+    query = torch.randn(heads, num_tokens, dim, generator=generator).to(dtype)
+    keys, values = torch.randn(2, kv_heads, context + num_tokens, dim, generator=generator).to(dtype)
     positions = torch.arange(context + num_tokens)
     visible = positions <= positions[context:, None]
     if window is not None:
         visible &= positions > positions[context:, None] - window
-    scores = query.double() @ keys.double().repeat_interleave(heads // kv_heads, 1).transpose(2, 3) * 0.2
+    scores = query.double() @ keys.double().repeat_interleave(heads // kv_heads, 0).transpose(1, 2) * 0.2
     weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
-    expected = (weights @ values.double().repeat_interleave(heads // kv_heads, 1))[0].transpose(0, 1)
+    right = (weights @ values.double().repeat_interleave(heads // kv_heads, 0)).transpose(0, 1)
 
     query, keys, values = (tensor.to(device) for tensor in (query, keys, values))
-    span = GivenKeys(keys, values) if context else None
+    span = GivenKeys(keys[None], values[None]) if context else None
     chunk = Chunk(slice(0, num_tokens), span, context, 0, window, query.device, dtype, for_gpu=True)
     new = slice(context, None)
-    out = chunk.attend(0, query, keys[:, :, new], values[:, :, new], Scoring(0.2))
+    out = chunk.attend(0, query, keys[:, new], values[:, new], Scoring(0.2))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out.double().cpu(), right, atol=tolerance, rtol=tolerance)

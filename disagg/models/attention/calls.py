@@ -16,7 +16,8 @@ from typing import Any, Protocol, cast
 import torch
 from transformers import AttentionInterface
 
-from disagg.models.attention.torch_backend import GroupPlan, Scoring
+from disagg.models.attention.backend import AttentionPlan, DecodeWork, PrefillWork, Scoring
+from disagg.models.attention.choice import MadeBackends
 from disagg.models.batch import AttentionTables, ForwardBatch
 from disagg.models.pool import AttentionPages, Pool
 from disagg.models.ranks import Ranks
@@ -99,16 +100,18 @@ class PagedAttention:
         batch: ForwardBatch,
         pool: Pool,
         layer_slots: Mapping[int, LayerSlot],
+        backends: Mapping[int, MadeBackends],
         ranks: Ranks,
         written: Callable[[int], None] | None = None,
     ) -> None:
-        """layer_slots: of every layer that calls attention, by its index in the model. written: see PagedModel.forward."""
+        """layer_slots: of every layer that calls attention, by its index in the model. backends: of every group of such layers,
+        by its index. written: see PagedModel.forward."""
         self._written = written
         self._layer_slots = layer_slots
         self._ranks = ranks
         self._calls = dict.fromkeys(layer_slots, 0)
         self._groups = {
-            index: _GroupAttention(batch, tables, view)
+            index: _GroupAttention(batch, tables, view, backends[index])
             for index, (tables, view) in enumerate(zip(batch.tables, pool.views, strict=True))
             if isinstance(tables, AttentionTables) and isinstance(view, AttentionPages)
         }
@@ -139,7 +142,7 @@ class PagedAttention:
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
         scoring = Scoring(scaling, options.get("softcap"), sinks)
-        attended = group.plan.attend(where.slot, query, key, value, scoring)
+        attended = group.attend(where.slot, query[0], key[0], value[0], scoring).unsqueeze(0)
         return attended if where.cut is None else self._ranks.join(attended, dim=2)
 
     def assert_every_layer_ran_once(self) -> None:
@@ -149,9 +152,33 @@ class PagedAttention:
 
 
 class _GroupAttention:
-    """What the layers of one group have in common in one forward."""
+    """What the layers of one group have in common in one forward: who attends for which rows."""
 
-    def __init__(self, batch: ForwardBatch, tables: AttentionTables, view: AttentionPages) -> None:
+    def __init__(
+        self, batch: ForwardBatch, tables: AttentionTables, view: AttentionPages, backends: MadeBackends
+    ) -> None:
         self.view = view
         self.row_index = view.row_index(tables.slot_pages, batch.slot_offsets)
-        self.plan = GroupPlan(batch, tables, view, for_gpu=view.device.type != "cpu")
+        self._plans: list[AttentionPlan] = []
+        if tables.prefills is not None:
+            rows_left = list(range(len(batch.prefills)))
+            for least_tokens, backend in backends.prefill:
+                rows = [row for row in rows_left if batch.prefills[row].num_tokens >= least_tokens]
+                rows_left = [row for row in rows_left if row not in rows]
+                if rows:
+                    runs = tuple(batch.prefills[row] for row in rows)
+                    self._plans.append(backend.plan(PrefillWork(view, runs, tables.prefills, tuple(rows))))
+            assert not rows_left, "the last backend takes runs of any length"
+        if batch.decodes is not None:
+            assert tables.decodes is not None
+            self._plans.append(backends.decode.plan(DecodeWork(view, batch.decodes, tables.decodes)))
+
+    def attend(
+        self, layer_slot: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """query, key, value: [heads, N, head_dim]. Returns [N, query_heads, head_dim]."""
+        query_heads, num_rows, head_dim = query.shape
+        out = torch.empty((num_rows, query_heads, head_dim), dtype=query.dtype, device=query.device)
+        for plan in self._plans:
+            plan.run(layer_slot, query, key, value, scoring, out)
+        return out

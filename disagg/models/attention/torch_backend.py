@@ -1,4 +1,4 @@
-"""Attention of one forward's runs over the pages of one layer group, planned once and executed in every layer of it.
+"""Attention by torch's own operations, on any device: pages are gathered into a scratch buffer that attention reads.
 
 Knows batches, pages and tensors; nothing of models. Whatever is equal for the group's layers (gather indices, masks,
 which rows go together) is computed here once per forward.
@@ -23,7 +23,8 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from disagg.models.batch import AttentionTables, DecodeRun, ForwardBatch, PrefillRun, RunPages
+from disagg.models.attention.backend import HALF_DTYPES, DecodeWork, PrefillWork, Scoring
+from disagg.models.batch import PrefillRun
 from disagg.models.pool import AttentionPages
 
 # Rows share a bucket on CPU while its K and V of one layer stay below this, a usual L2 cache. Measured: 0.25 to 2 MiB
@@ -34,23 +35,9 @@ BUCKET_FILL = 0.75
 # The same on a GPU, where it only keeps long contexts of many rows from taking the whole device.
 PADDED_BUCKET_BYTES = 1024 * 1024 * 1024
 # What the kernel for grouped heads computes in.
-FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_DTYPES: frozenset[torch.dtype] = HALF_DTYPES
 # Scores of a chunk that exist at one time, in float32, where the kernel that never shows its scores cannot be used.
 SCORES_BYTES = 256 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """How a layer turns q k into weights. sinks: [query heads] logits that take weight and give no value, or None."""
-
-    scaling: float
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-
-    @property
-    def needs_scores(self) -> bool:
-        """True when the fused kernel, which never shows its scores, cannot be used."""
-        return self.softcap is not None or self.sinks is not None
 
 
 class PageSpan:
@@ -107,7 +94,8 @@ class Bucket:
 
 @dataclass(slots=True)
 class Chunk:
-    """One prefill run of several tokens. span is None when every key it sees is one of its own rows. for_gpu: see GroupPlan."""
+    """One prefill run of several tokens. span is None when every key it sees is one of its own rows. for_gpu: see
+    TorchPrefill.as_on_gpu."""
 
     rows: slice
     span: PageSpan | None
@@ -138,10 +126,10 @@ class Chunk:
     def attend(
         self, layer_slot: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """query, key, value: [1, heads, N, head_dim], all rows. Returns [num_tokens, query_heads, head_dim]."""
-        query = query[:, :, self.rows]
+        """query, key, value: [heads, N, head_dim], all rows. Returns [num_tokens, query_heads, head_dim]."""
+        query = query[:, self.rows].unsqueeze(0)
         if self.span is None:
-            keys, values = key[:, :, self.rows], value[:, :, self.rows]
+            keys, values = key[:, self.rows].unsqueeze(0), value[:, self.rows].unsqueeze(0)
         else:
             keys, values = self.span.gather(layer_slot)
         if scoring.needs_scores:
@@ -230,57 +218,76 @@ def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -math.inf)
 
 
-class GroupPlan:
-    """The runs of one batch as the layers of one group see them: through its window, in its pages."""
+@dataclass(frozen=True, slots=True)
+class TorchPrefill:
+    """Chunk by chunk; rows that are a prompt's only token, together. as_on_gpu: by the kernels that a GPU has, anywhere."""
 
-    def __init__(self, batch: ForwardBatch, tables: AttentionTables, view: AttentionPages, *, for_gpu: bool) -> None:
-        """for_gpu: by the kernels that a GPU has, and without asking it for anything; decode rows are made alike by
-        padding."""
-        self.chunks: list[Chunk] = []
-        self.buckets: list[Bucket] = []
-        window = view.group.window or None
-        singles: list[_Single] = []
-        for run, pages in zip(batch.prefills, tables.prefills, strict=True):
+    as_on_gpu: bool = False
+
+    def plan(self, work: PrefillWork) -> TorchPlan:
+        view, window = work.view, work.view.group.window or None
+        for_gpu = self.as_on_gpu or view.device.type != "cpu"
+        chunks, singles = [], []
+        for run, row in zip(work.runs, work.rows, strict=True):
+            first, pages = work.table.firsts[row], work.table.pages[row]
             if run.num_tokens == 1:
-                singles.append(_single(run.start, pages.pages, pages.first, run.total_tokens, window, view.page_tokens))
+                singles.append(_single(run.start, pages, first, run.total_tokens, window, view.page_tokens))
             else:
-                self.chunks.append(_chunk(run, pages, view, window, for_gpu))
-        if batch.decodes is not None:
-            assert tables.decodes is not None
-            if for_gpu:
-                self.buckets.extend(_padded_buckets(batch.decodes, tables.decodes, tables.first_pages, view, window))
-            else:
-                lengths = batch.decodes.lengths.tolist()
-                firsts = [0] * len(lengths) if tables.first_pages is None else tables.first_pages.tolist()
-                rows = zip(tables.decodes.unbind(0), firsts, lengths, strict=True)
-                for row, (row_pages, first, length) in enumerate(rows, batch.decodes.start):
-                    singles.append(_single(row, row_pages, first, length, window, view.page_tokens))
-        self.buckets.extend(_bucket(alike, view) for alike in _alike(singles, view))
-        spans = [b.span for b in self.buckets] + [c.span for c in self.chunks if c.span is not None]
+                chunks.append(_chunk(run, pages, first, view, window, for_gpu))
+        return TorchPlan(chunks, [_bucket(alike, view) for alike in _alike(singles, view)], view)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchDecode:
+    """Bucket by bucket. as_on_gpu: without asking the device for anything; rows are made alike by padding."""
+
+    as_on_gpu: bool = False
+
+    def plan(self, work: DecodeWork) -> TorchPlan:
+        view, window = work.view, work.view.group.window or None
+        if self.as_on_gpu or view.device.type != "cpu":
+            return TorchPlan([], list(_padded_buckets(work, view, window)), view)
+        lengths = work.run.lengths.tolist()
+        rows = zip(work.table.pages.unbind(0), work.table.firsts, lengths, strict=True)
+        singles = [
+            _single(row, pages, first, length, window, view.page_tokens)
+            for row, (pages, first, length) in enumerate(rows, work.run.start)
+        ]
+        return TorchPlan([], [_bucket(alike, view) for alike in _alike(singles, view)], view)
+
+
+class TorchPlan:
+    """Chunks and buckets that share one scratch buffer."""
+
+    def __init__(self, chunks: list[Chunk], buckets: list[Bucket], view: AttentionPages) -> None:
+        self.chunks = chunks
+        self.buckets = buckets
+        spans = [b.span for b in buckets] + [c.span for c in chunks if c.span is not None]
         scratch_units = max((span.num_units for span in spans), default=0)
         scratch = torch.empty(
             (scratch_units, view.page_tokens * view.group.head_dim), dtype=view.kv.dtype, device=view.device
         )
         for span in spans:
             span.bind(scratch)
-        self._whole = len(self.buckets) == 1 and not self.chunks and isinstance(self.buckets[0].rows, slice)
         self._kv_heads = view.group.kv_heads
 
-    def attend(
-        self, layer_slot: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
-    ) -> torch.Tensor:
-        """query, key, value: [1, heads, N, head_dim]. Returns [1, N, query_heads, head_dim]."""
-        _, query_heads, num_rows, head_dim = query.shape
-        grouped = query[0].transpose(0, 1).view(num_rows, self._kv_heads, -1, head_dim)
-        if self._whole:
-            return self.buckets[0].attend(layer_slot, grouped, scoring).reshape(1, num_rows, query_heads, head_dim)
-        out = torch.empty(grouped.shape, dtype=query.dtype, device=query.device)
-        flat = out.view(num_rows, query_heads, head_dim)
+    def run(
+        self,
+        layer_slot: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        out: torch.Tensor,
+    ) -> None:
+        """See AttentionPlan."""
         for chunk in self.chunks:
-            flat[chunk.rows] = chunk.attend(layer_slot, query, key, value, scoring)
-        for bucket in self.buckets:
-            out[bucket.rows] = bucket.attend(layer_slot, grouped, scoring)
-        return flat.unsqueeze(0)
+            out[chunk.rows] = chunk.attend(layer_slot, query, key, value, scoring)
+        if self.buckets:
+            by_kv_head = (out.shape[0], self._kv_heads, -1, out.shape[2])
+            grouped, grouped_out = query.transpose(0, 1).view(by_kv_head), out.view(by_kv_head)
+            for bucket in self.buckets:
+                grouped_out[bucket.rows] = bucket.attend(layer_slot, grouped, scoring)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,42 +349,36 @@ def _bucket(group: Sequence[_Single], view: AttentionPages) -> Bucket:
     return Bucket(rows, PageSpan(view, pages, len(group), first, last), mask)
 
 
-def _padded_buckets(
-    decodes: DecodeRun,
-    pages: torch.Tensor,
-    first_pages: torch.Tensor | None,
-    view: AttentionPages,
-    window: int | None,
-) -> Iterator[Bucket]:
-    """All decode rows, as many at once as PADDED_BUCKET_BYTES holds, without asking the device for anything.
-
-    pages: [B, max_pages]; first_pages: [B] or None: page positions of the first column.
-    """
+def _padded_buckets(work: DecodeWork, view: AttentionPages, window: int | None) -> Iterator[Bucket]:
+    """All decode rows, as many at once as PADDED_BUCKET_BYTES holds, without asking the device for anything."""
+    pages, run = work.table.pages, work.run
     num_sequences, num_pages = pages.shape
     page_bytes = view.page_bytes // len(view.group.layers)
     step = max(1, PADDED_BUCKET_BYTES // (num_pages * page_bytes))
     places = torch.arange(num_pages * view.page_tokens, device=view.device)
     for start in range(0, num_sequences, step):
         some = slice(start, min(start + step, num_sequences))
-        ends = decodes.lengths[some].unsqueeze(1)  # places in a row's pages at which its tokens end
-        if first_pages is not None:
-            ends = ends - first_pages[some].unsqueeze(1) * view.page_tokens
+        # places in a row's pages at which its tokens end
+        ends = (run.lengths[some] - work.table.first_pages[some] * view.page_tokens).unsqueeze(1)
         visible = places < ends
         if window is not None:
             visible &= places >= ends - window
         span = PageSpan(view, pages[some].reshape(-1), some.stop - some.start, 0, places.shape[0])
-        rows = slice(decodes.start + some.start, decodes.start + some.stop)
+        rows = slice(run.start + some.start, run.start + some.stop)
         yield Bucket(rows, span, _additive(visible, view.kv.dtype)[:, None, None])
 
 
-def _chunk(run: PrefillRun, run_pages: RunPages, view: AttentionPages, window: int | None, for_gpu: bool) -> Chunk:
+def _chunk(
+    run: PrefillRun, pages: torch.Tensor, first_page: int, view: AttentionPages, window: int | None, for_gpu: bool
+) -> Chunk:
+    """pages: [at least as many as the run reaches], from page position `first_page` on."""
     rows = slice(run.start, run.start + run.num_tokens)
     if window is not None and window >= run.total_tokens:
         window = None
-    device, dtype = view.device, view.kv.dtype
     if run.context_tokens == 0:
-        return Chunk(rows, None, 0, 0, window, device, dtype, for_gpu)
+        return Chunk(rows, None, 0, 0, window, view.device, view.kv.dtype, for_gpu)
     first_key = 0 if window is None else max(0, run.context_tokens - window + 1)
-    skipped = run_pages.first * view.page_tokens
-    span = PageSpan(view, run_pages.pages, 1, first_key - skipped, run.total_tokens - skipped)
-    return Chunk(rows, span, run.context_tokens, first_key, window, device, dtype, for_gpu)
+    skipped = first_page * view.page_tokens
+    needed = pages[: -(-run.total_tokens // view.page_tokens) - first_page]
+    span = PageSpan(view, needed, 1, first_key - skipped, run.total_tokens - skipped)
+    return Chunk(rows, span, run.context_tokens, first_key, window, view.device, view.kv.dtype, for_gpu)
