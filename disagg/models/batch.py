@@ -42,8 +42,8 @@ class PrefillRun:
 class DecodeRun:
     """Sequences with one new token each, after others: rows from `start`, one per sequence.
 
-    lengths: [B] int64, tokens of each sequence including the new one. max_length, total_length: the largest of them and
-    their sum, known on the host without a device sync.
+    lengths: [B] int64, tokens of each sequence including the new one. What the host knows of them without a device sync:
+    none is above max_length, and together they are at least total_length.
     """
 
     start: int

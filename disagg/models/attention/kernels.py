@@ -1,8 +1,8 @@
 """Triton kernels that attend over pages where they lie: nothing is gathered.
 
-    _split    decode. One program takes one KV head of one sequence, with all query heads that share it, and some of the
-              sequence's tokens. Long sequences are split over several programs, as many as fill the GPU (split-KV).
-    _merge    puts the parts of split sequences together.
+    _cut      decode, once per step. Cuts sequences into parts of like length, as many as fill the GPU (split-KV).
+    _split    decode. One program takes one part of a sequence, one KV head, and all query heads that share it.
+    _merge    decode. Puts the parts of sequences of several parts together.
     _chunk    prefill. One program takes a *tile*: up to BLOCK_M consecutive rows of one run, and one query head.
 
 All read a layer's K and V through the pool's strides: unit (page, K or V, head), [PAGE_TOKENS, HEAD_DIM] and contiguous, is
@@ -44,62 +44,85 @@ def _weigh(scores, v, acc, top, total):
 
 
 @triton.jit
-def _part_of(
-    row, part, lengths, first_pages, share, window, PAGE_TOKENS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Tokens [begin, end) of a sequence that one of its parts sees, how many parts it has, and its first page's first token.
+def _cut(
+    lengths, first_pages, items, splits, num_splits, window, shares, num_rows,
+    ROWS: tl.constexpr, ITEMS: tl.constexpr, BLOCK: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Cuts what sequences see into items of work, as equal as whole parts of a sequence are.
 
-    As many parts as it has shares, rounded. share: [1], the tokens that a program should take.
+    A share is all tokens that are seen, over `shares`, and BLOCK at least; a sequence has as many parts as it has shares,
+    rounded. items: [most, 4] int32, (row, first place, place behind the last, 1 if it is the whole sequence), row -1 where
+    there is none; places are tokens from the row's first page on. splits: [most, 3] int32, (row, first item, number of items) of sequences of several; num_splits: [1].
+    ROWS: num_rows, rounded up to a power of 2. Grid: blocks of ITEMS items, each of which looks at all lengths.
     """
-    length = tl.load(lengths + row).to(tl.int32)
-    skipped = tl.load(first_pages + row).to(tl.int32) * PAGE_TOKENS
-    first = tl.maximum(length - window, 0)
-    seen = length - first
-    wanted = tl.load(share).to(tl.int32)
-    parts = tl.minimum(tl.maximum((seen + wanted // 2) // wanted, 1), PARTS)
-    per_part = tl.cdiv(tl.cdiv(seen, parts), BLOCK) * BLOCK
-    begin = first + part * per_part
-    return begin, tl.minimum(begin + per_part, length), tl.cdiv(seen, per_part), skipped
+    rows = tl.arange(0, ROWS)
+    seen = tl.minimum(tl.load(lengths + rows, mask=rows < num_rows, other=0).to(tl.int32), window)
+    share = tl.maximum(tl.cdiv(tl.sum(seen, 0), shares), BLOCK)
+    parts = tl.where(rows < num_rows, tl.maximum((seen + share // 2) // share, 1), 0)
+    ends = tl.cumsum(parts, 0)
+
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    over = ends[None, :] <= item[:, None]  # rows all of whose items are before this one
+    row = tl.sum(over.to(tl.int32), 1)
+    part = item - tl.sum(tl.where(over, parts[None, :], 0), 1)
+    there = row < num_rows
+    length = tl.load(lengths + row, mask=there, other=0).to(tl.int32)
+    row_seen = tl.minimum(length, window)
+    row_parts = tl.maximum((row_seen + share // 2) // share, 1)
+    tokens = tl.cdiv(tl.cdiv(row_seen, row_parts), BLOCK) * BLOCK
+    end = length - tl.load(first_pages + row, mask=there, other=0).to(tl.int32) * PAGE_TOKENS
+    begin = tl.minimum(end - row_seen + part * tokens, end)
+    tl.store(items + item * 4, tl.where(there, row, -1))
+    tl.store(items + item * 4 + 1, begin)
+    tl.store(items + item * 4 + 2, tl.minimum(begin + tokens, end))
+    tl.store(items + item * 4 + 3, (row_parts == 1).to(tl.int32))
+
+    if tl.program_id(0) == 0:
+        split = parts > 1
+        index = tl.cumsum(split.to(tl.int32), 0) - 1
+        tl.store(splits + index * 3, rows, mask=split)
+        tl.store(splits + index * 3 + 1, ends - parts, mask=split)
+        tl.store(splits + index * 3 + 2, parts, mask=split)
+        tl.store(num_splits, tl.sum(split.to(tl.int32), 0))
 
 
 @triton.jit
 def _split(
-    query, kv, pages, lengths, first_pages, share, sinks, out, part_acc, part_top,
-    query_row, query_head, pages_row, page_stride, layer_offset, window, scale, softcap,
+    query, kv, pages, items, sinks, out, part_acc, part_top,
+    query_row, query_head, pages_row, page_stride, layer_offset, scale, softcap,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    HEADS: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """query: row r, head h at r * query_row + h * query_head. out: [rows, QUERY_HEADS, HEAD_DIM].
+    """One item of work. query: row r, head h at r * query_row + h * query_head.
 
-    PARTS > 1: part_acc [rows, QUERY_HEADS, PARTS, HEAD_DIM], part_top [rows, QUERY_HEADS, PARTS, 2] (top, total), float32.
-    HEADS: query heads of a program, at least 16, which a matrix product has; DIMS: HEAD_DIM, rounded up to a power of 2.
-    Grid: rows, KV_HEADS * blocks of query heads, PARTS.
+    A whole sequence goes to out [rows, QUERY_HEADS, HEAD_DIM]; a part of one to part_acc [items, QUERY_HEADS, HEAD_DIM] and
+    part_top [items, QUERY_HEADS, 2] (top, total), float32. HEADS: query heads of a program, at least 16, which a matrix
+    product has; DIMS: HEAD_DIM, rounded up to a power of 2. Grid: KV_HEADS * blocks of query heads, items.
     """
-    row = tl.program_id(0)
-    GROUP: tl.constexpr = QUERY_HEADS // KV_HEADS
-    HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    kv_head = tl.program_id(1) // HEAD_BLOCKS
-    in_group = tl.program_id(1) % HEAD_BLOCKS * HEADS + tl.arange(0, HEADS)
-    part = tl.program_id(2)
-    begin, end, _, skipped = _part_of(row, part, lengths, first_pages, share, window, PAGE_TOKENS, PARTS, BLOCK)
-    if begin < end:
+    item = tl.program_id(1)
+    row = tl.load(items + item * 4).to(tl.int64)
+    if row >= 0:
+        begin = tl.load(items + item * 4 + 1)
+        end = tl.load(items + item * 4 + 2)
+        whole = tl.load(items + item * 4 + 3)
+        GROUP: tl.constexpr = QUERY_HEADS // KV_HEADS
+        HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+        kv_head = tl.program_id(0) // HEAD_BLOCKS
+        in_group = tl.program_id(0) % HEAD_BLOCKS * HEADS + tl.arange(0, HEADS)
         heads = kv_head * GROUP + in_group
         dims = tl.arange(0, DIMS)
         real = (in_group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-        q = tl.load(
-            query + row.to(tl.int64) * query_row + heads[:, None] * query_head + dims[None, :], mask=real, other=0.0
-        )
+        q = tl.load(query + row * query_row + heads[:, None] * query_head + dims[None, :], mask=real, other=0.0)
         top = tl.full([HEADS], _LOWEST, tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         acc = tl.zeros([HEADS, DIMS], tl.float32)
         unit: tl.constexpr = PAGE_TOKENS * HEAD_DIM
         head_kv = kv + layer_offset + kv_head * unit
-        row_pages = pages + row.to(tl.int64) * pages_row
+        row_pages = pages + row * pages_row
         for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
-            token = start + tl.arange(0, BLOCK)
-            seen = token < end
-            place = token - skipped
+            place = start + tl.arange(0, BLOCK)
+            seen = place < end
             page = tl.load(row_pages + place // PAGE_TOKENS, mask=seen, other=0).to(tl.int64)
             at = head_kv + (page * page_stride + (place % PAGE_TOKENS) * HEAD_DIM)[:, None] + dims[None, :]
             if DIMS == HEAD_DIM:
@@ -110,15 +133,15 @@ def _split(
             scores = tl.where(seen[None, :], _score(q, k, scale, softcap, SOFTCAP), _LOWEST)
             v = tl.load(at + KV_HEADS * unit, mask=there, other=0.0)
             acc, top, total = _weigh(scores, v, acc, top, total)
-        place = row.to(tl.int64) * QUERY_HEADS + heads
-        if PARTS == 1:
+        if whole:
             if SINKS:
                 total += tl.exp2(
                     tl.load(sinks + heads, mask=in_group < GROUP, other=0.0).to(tl.float32) * _LOG2_E - top
                 )
+            place = row * QUERY_HEADS + heads
             tl.store(out + place[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=real)
         else:
-            place = place * PARTS + part
+            place = item.to(tl.int64) * QUERY_HEADS + heads
             tl.store(part_acc + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=real)
             tl.store(part_top + place * 2, top, mask=in_group < GROUP)
             tl.store(part_top + place * 2 + 1, total, mask=in_group < GROUP)
@@ -126,29 +149,37 @@ def _split(
 
 @triton.jit
 def _merge(
-    part_acc, part_top, lengths, first_pages, share, sinks, out, window,
-    QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr, DIMS: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr, SINKS: tl.constexpr,
+    part_acc, part_top, splits, num_splits, sinks, out,
+    QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """What `_split` left. PARTS_2: PARTS, rounded up to a power of 2. Grid: rows, QUERY_HEADS."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    _, _, count, _ = _part_of(row, 0, lengths, first_pages, share, window, PAGE_TOKENS, PARTS, BLOCK)
-    parts = tl.arange(0, PARTS_2)
-    dims = tl.arange(0, DIMS)
-    there = parts < count
-    place = row.to(tl.int64) * QUERY_HEADS + head
-    tops = tl.load(part_top + (place * PARTS + parts) * 2, mask=there, other=_LOWEST)
-    totals = tl.load(part_top + (place * PARTS + parts) * 2 + 1, mask=there, other=0.0)
-    top = tl.max(tops, 0)
-    weights = tl.where(there, tl.exp2(tops - top), 0.0)
-    total = tl.sum(totals * weights, 0)
-    if SINKS:
-        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - top)
-    real = there[:, None] & (dims < HEAD_DIM)[None, :]
-    acc = tl.load(part_acc + (place * PARTS + parts)[:, None] * HEAD_DIM + dims[None, :], mask=real, other=0.0)
-    merged = tl.sum(acc * weights[:, None], 0) / total
-    tl.store(out + place * HEAD_DIM + dims, merged, mask=dims < HEAD_DIM)
+    """What `_split` left of sequences of several parts, PARTS of them at a time. Grid: QUERY_HEADS, most splits."""
+    head = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.load(splits + split * 3).to(tl.int64)
+    first = tl.load(splits + split * 3 + 1)
+    count = tl.load(splits + split * 3 + 2)
+    if split < tl.load(num_splits):
+        dims = tl.arange(0, DIMS)
+        top = tl.full([1], _LOWEST, tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc = tl.zeros([DIMS], tl.float32)
+        for start in tl.range(0, count, PARTS):
+            part = start + tl.arange(0, PARTS)
+            there = part < count
+            place = (first + part).to(tl.int64) * QUERY_HEADS + head
+            tops = tl.load(part_top + place * 2, mask=there, other=_LOWEST)
+            totals = tl.load(part_top + place * 2 + 1, mask=there, other=0.0)
+            real = there[:, None] & (dims < HEAD_DIM)[None, :]
+            accs = tl.load(part_acc + place[:, None] * HEAD_DIM + dims[None, :], mask=real, other=0.0)
+            new_top = tl.maximum(top, tl.max(tops, 0))
+            weights = tl.where(there, tl.exp2(tops - new_top), 0.0)
+            shrink = tl.exp2(top - new_top)
+            acc = acc * shrink + tl.sum(accs * weights[:, None], 0)
+            total = total * shrink + tl.sum(totals * weights, 0)
+            top = new_top
+        if SINKS:
+            total += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - top)
+        tl.store(out + (row * QUERY_HEADS + head) * HEAD_DIM + dims, acc / total, mask=dims < HEAD_DIM)
 
 
 @triton.jit
@@ -189,14 +220,16 @@ def _attend(
             there = there & seen[:, None]
         if MASKED or DIMS != HEAD_DIM:
             k = tl.load(at, mask=there, other=0.0)
-            v = tl.load(at + KV_HEADS * PAGE_TOKENS * HEAD_DIM, mask=there, other=0.0)
         else:
             k = tl.load(at)
-            v = tl.load(at + KV_HEADS * PAGE_TOKENS * HEAD_DIM)
         scores = _score(q, k, scale, softcap, SOFTCAP)
         if MASKED:
             visible = (token[None, :] <= positions[:, None]) & (token[None, :] > positions[:, None] - window)
             scores = tl.where(visible & seen[None, :], scores, _LOWEST)
+        if MASKED or DIMS != HEAD_DIM:
+            v = tl.load(at + KV_HEADS * PAGE_TOKENS * HEAD_DIM, mask=there, other=0.0)
+        else:
+            v = tl.load(at + KV_HEADS * PAGE_TOKENS * HEAD_DIM)
         acc, top, total = _weigh(scores, v, acc, top, total)
     return acc, top, total
 
@@ -212,12 +245,12 @@ def _chunk(
     """tiles: [tiles, 4] int64: first row in the batch, how many, the position of the first, the run's row in `pages`.
 
     query: as in `_split`; out: [rows, QUERY_HEADS, HEAD_DIM]. window: any number above every position where there is none.
-    Grid: QUERY_HEADS, tiles. Heads that share K and V run side by side.
+    Grid: tiles, QUERY_HEADS. So what runs at one time is of few heads, whose K and V the level-2 cache holds.
 
         keys of a tile:  first │ window's edge: masked │ seen by all rows │ the diagonal: masked │ last row
     """
-    head = tl.program_id(0)
-    tile = tiles + tl.program_id(1) * 4
+    head = tl.program_id(1)
+    tile = tiles + tl.program_id(0) * 4
     first_row = tl.load(tile)
     num_rows = tl.load(tile + 1).to(tl.int32)
     position = tl.load(tile + 2).to(tl.int32)

@@ -1,9 +1,8 @@
-"""Decode by Triton's split-KV kernel: reads pages where they are, and keeps all of the GPU busy whatever the lengths.
+"""Decode by Triton's split-KV kernels: pages are read where they are, and all of the GPU is busy whatever the lengths.
 
-A *share* is what a program should take: all tokens that the batch sees, over the programs that fill the GPU. A sequence is
-cut into as many parts as it has shares, so one long sequence beside many short ones is spread as it needs. The share is
-computed on the device from the lengths that are there, so a captured graph cuts other lengths rightly, too; only the most
-parts that any sequence may have (`_most_parts`) is fixed by the plan.
+What sequences see is cut into *items* of like length on the device, once per step (`kernels._cut`): one long sequence
+beside many short ones is spread as it needs. So a captured graph cuts other lengths rightly, too. The host only knows how
+many items there can be at most.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ TILE_BYTES = 16 * 1024  # of K, and of V. Three stages of both leave room for tw
 LEAST_BLOCK = 16  # keys of the smallest matrix product
 STAGES = 3
 NUM_WARPS = 4
-PROGRAMS_PER_PROCESSOR = 4  # two at a time, twice. Measured: two leave the end of a step half empty at batch 1
+PROGRAMS_PER_PROCESSOR = 4  # two at a time, twice
 INTERPRETED_PROGRAMS = 16  # in Triton's interpreter, which has no processors to fill
-MERGE_WARPS = 4
+MERGED_PARTS = 16  # at a time
+CUT_ELEMENTS = 8192  # rows by items of a program of `_cut`: what its registers hold
 
 
 class TritonDecode:
@@ -43,18 +43,35 @@ class TritonDecodePlan:
     def __init__(self, work: DecodeWork) -> None:
         self._work = work
         view, run = work.view, work.run
-        group = view.group
-        self._dims = triton.next_power_of_2(group.head_dim)
+        rows, kv_heads = run.num_sequences, view.group.kv_heads
+        self._dims = triton.next_power_of_2(view.group.head_dim)
         self._block = max(LEAST_BLOCK, TILE_BYTES // (self._dims * view.kv.element_size()))
-        self._window = group.window or NO_WINDOW
-        programs = num_programs(view.device)
-        seen = run.lengths.clamp(max=self._window).sum()
-        self._share = torch.clamp(seen * group.kv_heads // programs, min=self._block).view(1)
-        self._parts = _most_parts(
-            min(run.max_length, self._window),
-            min(run.total_length, run.num_sequences * self._window),
-            programs / group.kv_heads,
-            self._block,
+        window = view.group.window or NO_WINDOW
+        shares = -(-num_programs(view.device) // kv_heads)
+        self._most_items = rows + shares
+        # A sequence of several parts has one and a half shares at least.
+        self._most_splits = min(rows, 2 * shares // 3)
+        self._splits_any = _may_split(work, window, shares, self._block)
+
+        padded_rows = triton.next_power_of_2(rows)
+        block = max(1, CUT_ELEMENTS // padded_rows)
+        blocks = -(-self._most_items // block)
+        ints = torch.empty(blocks * block * 4 + rows * 3 + 1, dtype=torch.int32, device=view.device)
+        self._num_splits, self._splits, self._items = ints[:1], ints[1 : 1 + rows * 3], ints[1 + rows * 3 :]
+        kernels._cut[(blocks,)](
+            run.lengths,
+            work.table.first_pages,
+            self._items,
+            self._splits,
+            self._num_splits,
+            window,
+            shares,
+            rows,
+            ROWS=padded_rows,
+            ITEMS=block,
+            BLOCK=self._block,
+            PAGE_TOKENS=view.page_tokens,
+            num_warps=NUM_WARPS,
         )
         self._part_acc = self._part_top = torch.empty(0, dtype=torch.float32, device=view.device)
 
@@ -71,21 +88,20 @@ class TritonDecodePlan:
         view, run, table = self._work.view, self._work.run, self._work.table
         group, rows = view.group, run.num_sequences
         _, query_heads, head_dim = out.shape
-        query = query[:, run.start : run.start + rows]
-        out = out[run.start : run.start + rows]
+        query, out = query[:, run.start : run.start + rows], out[run.start : run.start + rows]
         assert query.stride(2) == 1 and out.is_contiguous(), "dims of a head are contiguous"
         per_kv_head = query_heads // group.kv_heads
         heads = min(max(LEAST_HEADS, triton.next_power_of_2(per_kv_head)), MOST_HEADS)
-        if self._parts > 1 and self._part_top.numel() < rows * query_heads * self._parts * 2:
-            self._part_acc = out.new_empty((rows, query_heads, self._parts, head_dim), dtype=torch.float32)
-            self._part_top = out.new_empty((rows, query_heads, self._parts, 2), dtype=torch.float32)
-        bounds = (run.lengths, table.first_pages, self._share)
+        if self._splits_any and self._part_top.numel() < self._most_items * query_heads * 2:
+            parts = (self._most_items, query_heads)
+            self._part_acc = out.new_empty((*parts, head_dim), dtype=torch.float32)
+            self._part_top = out.new_empty((*parts, 2), dtype=torch.float32)
         sinks = out if scoring.sinks is None else scoring.sinks  # any pointer, where there are none
-        kernels._split[(rows, group.kv_heads * -(-per_kv_head // heads), self._parts)](
+        kernels._split[(group.kv_heads * -(-per_kv_head // heads), self._most_items if self._splits_any else rows)](
             query,
             view.elements,
             table.pages,
-            *bounds,
+            self._items,
             sinks,
             out,
             self._part_acc,
@@ -95,7 +111,6 @@ class TritonDecodePlan:
             table.pages.stride(0),
             view.page_stride,
             view.slot_offset(layer_slot),
-            self._window,
             *scales(scoring),
             QUERY_HEADS=query_heads,
             KV_HEADS=group.kv_heads,
@@ -104,29 +119,25 @@ class TritonDecodePlan:
             HEADS=heads,
             DIMS=self._dims,
             BLOCK=self._block,
-            PARTS=self._parts,
             SOFTCAP=scoring.softcap is not None,
             SINKS=scoring.sinks is not None,
             STAGES=STAGES,
             num_warps=NUM_WARPS,
         )
-        if self._parts > 1:
-            kernels._merge[(rows, query_heads)](
+        if self._splits_any:
+            kernels._merge[(query_heads, self._most_splits)](
                 self._part_acc,
                 self._part_top,
-                *bounds,
+                self._splits,
+                self._num_splits,
                 sinks,
                 out,
-                self._window,
                 QUERY_HEADS=query_heads,
                 HEAD_DIM=head_dim,
-                PAGE_TOKENS=view.page_tokens,
                 DIMS=self._dims,
-                BLOCK=self._block,
-                PARTS=self._parts,
-                PARTS_2=self._parts,
+                PARTS=MERGED_PARTS,
                 SINKS=scoring.sinks is not None,
-                num_warps=MERGE_WARPS,
+                num_warps=NUM_WARPS,
             )
 
 
@@ -137,10 +148,13 @@ def scales(scoring: Scoring) -> tuple[float, float]:
     return scoring.scaling, scoring.softcap
 
 
-def _most_parts(max_seen: int, total_seen: int, shares: float, block: int) -> int:
-    """Of any sequence: a power of 2, for each is compiled for. shares: of all sequences together."""
-    share = max(total_seen / shares, block)
-    return int(triton.next_power_of_2(max(1, round(max_seen / share))))
+def _may_split(work: DecodeWork, window: int, shares: int, block: int) -> bool:
+    """Whether any sequence may have several parts, as far as the host knows."""
+    run = work.run
+    most_seen = min(run.max_length, window)
+    least_total = run.total_length * most_seen // run.max_length
+    least_share = max(-(-least_total // shares), block)
+    return (most_seen + least_share // 2) // least_share > 1
 
 
 @cache

@@ -49,7 +49,7 @@ class TritonPrefillPlan:
         view, table = self._work.view, self._work.table
         _, query_heads, head_dim = out.shape
         assert query.stride(2) == 1 and out.is_contiguous(), "dims of a head are contiguous"
-        kernels._chunk[(query_heads, self._tiles.shape[0])](
+        kernels._chunk[(self._tiles.shape[0], query_heads)](
             query,
             view.elements,
             table.pages,
