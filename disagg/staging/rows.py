@@ -49,8 +49,9 @@ class PageShape(Struct, frozen=True):
 
 
 class PagedRows(Struct, frozen=True, eq=False):
-    """The rows of some heads of a piece, where they lie in a pool: the sending rank's for a gather, the other's for a scatter.
+    """The rows of a slice of a piece, where they lie in a pool: that of the rank that sends them, or of the one they go to.
 
+    A gather takes the heads that `head_slice` names at its source, a scatter fills those that it names at its destination.
     pool: [num_pages, >= shape.nbytes] uint8, rows contiguous, any distance apart; page_ids: [n] int64 on the same device,
     entry i being the page of tokens [(first_page + i) * page_tokens, ...), distinct where a scatter writes; seed: the
     piece's identity, 64 bits (staging/identity).
@@ -94,11 +95,9 @@ class PagedRows(Struct, frozen=True, eq=False):
         return framed_bytes(self.payload_bytes)
 
     def head_start(self, *, gather: bool) -> int:
-        """The first of the heads in this pool, which a gather takes and a scatter puts there."""
-        start, heads = (
-            self.head_slice.src_head_start if gather else self.head_slice.dst_head_start,
-            self.head_slice.heads,
-        )
+        """The first of the slice's heads, as this pool's rank numbers them."""
+        part, heads = self.head_slice, self.head_slice.heads
+        start = part.src_head_start if gather else part.dst_head_start
         assert 0 <= start < start + heads <= self.shape.kv_heads, f"heads {start}+{heads} of {self.shape}"
         return start
 

@@ -1,4 +1,4 @@
-"""What both ends of a ring entry must agree on: the seed of its checksum, and the notification that names it."""
+"""What both ends of a ring entry call each other, and the notification that names the entry."""
 
 from __future__ import annotations
 
