@@ -99,7 +99,7 @@ def inspect_model(model_dir: Path) -> ModelFacts:
     text: dict[str, Any] = {**top, **nested} if isinstance(nested, dict) else top
     model_type = str(text.get("model_type", top.get("model_type", "")))[:MAX_NAME_CHARS]
     config = {**_CLASS_DEFAULTS.get(model_type, {}), **text}
-    _check_counts(path, config)
+    _check_counts(path, top)
     files = [read_header(file) for file in find_weight_files(model_dir)]
 
     num_layers = _number(path, config, "num_layers")
@@ -142,7 +142,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _check_counts(path: Path, config: Mapping[str, Any]) -> None:
     """transformers makes a module for each of what these count, so a wrong number would keep it busy for ever."""
     for name, value in config.items():
-        if isinstance(value, int) and value > MAX_COUNT and any(word in name for word in _COUNTED):
+        if isinstance(value, dict):
+            _check_counts(path, value)
+        elif isinstance(value, int) and value > MAX_COUNT and any(word in name for word in _COUNTED):
             raise ConfigError(f"{path}: {name[:MAX_NAME_CHARS]} is {_clip(value)}; at most {MAX_COUNT} can be served")
 
 

@@ -29,13 +29,13 @@ def read_small(path: Path, most_bytes: int) -> bytes:
                 raise ConfigError(f"{path} is no regular file")
             if found.st_size > most_bytes:
                 raise ConfigError(f"{path} has {found.st_size} bytes; at most {most_bytes} are read")
-            content = file.read(most_bytes + 1)
+            content = file.read(found.st_size + 1)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    if len(content) > most_bytes:  # it has grown meanwhile
-        raise ConfigError(f"{path} has more than {most_bytes} bytes, which is the most that is read")
+    if len(content) > found.st_size:
+        raise ConfigError(f"{path} grew while it was read")
     return content
 
 
