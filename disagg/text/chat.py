@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
@@ -22,6 +23,16 @@ from disagg.text.model_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, ModelFiles,
 from disagg.types.errors import ConfigError, InvalidRequest
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Beside its own errors, jinja lets through what Python says to nesting and numbers without end.
+_COMPILE_ERRORS = (
+    jinja2.TemplateError,
+    SyntaxError,
+    RecursionError,
+    MemoryError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+)
 # What Python raises when a template does something with a value that the value does not support.
 _RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
@@ -34,8 +45,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = _environment().from_string(template)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the model's chat template cannot be compiled: {error}") from error
+        except _COMPILE_ERRORS as error:
+            raise ConfigError(f"the model's chat template cannot be compiled: {str(error)[:400]}") from error
 
     @classmethod
     def load(cls, model_dir: Path) -> Self | None:
@@ -133,9 +144,22 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Generator(jinja2.compiler.CodeGenerator):
+    """Computes nothing while it compiles: constants may be as large as anybody likes ("a" * 10 ** 9)."""
+
+    def _output_child_to_const(self, node: jinja2.nodes.Expr, frame: Any, finalize: Any) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    code_generator_class = _Generator
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception

@@ -1,0 +1,205 @@
+"""Tokenizer files that make no sense: one clear error of ours, at once, or a tokenizer that works."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from disagg.text.chat import ChatTemplate
+from disagg.text.model_files import LIMITS
+from disagg.text.tokenizer import Tokenizer
+from disagg.types.errors import ConfigError, InvalidRequest
+from tests.text.conftest import STYLES
+
+TEXT = "the ab a\n日 <s> x▁y <tool> é, and more"
+MESSAGES = [{"role": "user", "content": "hello"}]
+MOST_GROWTH = 64 << 20  # of the process, over all examples
+TOKENIZERS: list[dict[str, Any]] = [json.loads(make()._inner.to_str()) for make in STYLES.values()]
+SETTINGS: dict[str, Any] = {
+    "bos_token": "<s>",
+    "eos_token": {"content": "</s>", "special": True},
+    "unk_token": None,
+    "chat_template": "{% for m in messages %}{{ bos_token }}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}",
+    "added_tokens_decoder": {"0": {"content": "<unk>", "special": True}},
+}
+TEMPLATES: list[Any] = [
+    "{{",
+    "{% for x in messages %}",
+    "{{ 'a' * 10 ** 10 }}",
+    "{{ 10 ** 10 ** 10 }}",
+    "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+    "{% if 1 %}" * 500 + "{% endif %}" * 500,
+    "{% for x in messages %}" * 30 + "{% endfor %}" * 30,
+    "{{ " + "9" * 5000 + " }}",
+    "{{ " + "+".join("1" * 3000) + " }}",
+    "{{ messages[0].__class__.__mro__ }}",
+    [{"name": "default", "template": "{{ messages }}"}],
+    [{"name": ["default"], "template": 3}, None],
+    {"name": "default"},
+]
+
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([0, -1, 1, 3, 2**31, 2**32 - 1, 2**32, 2**63, 2**64, 10**30, 1e300]),
+    st.text(max_size=6),
+    st.sampled_from(["Sequence", "BPE", "Unigram", "WordPiece", "ByteLevel", "(a*)*b", "((", "[", "<s>", "\ud800"]),
+    st.sampled_from(
+        [
+            {"type": "ByteLevel"},
+            {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+            {"type": "Unigram", "vocab": [], "unk_id": 5},
+            {"type": "Sequence", "decoders": []},
+            {"type": "Replace", "pattern": {"Regex": "(("}, "content": ""},
+            {"type": "Replace", "pattern": {"String": ""}, "content": "x"},
+            {"type": "Strip", "content": "", "start": 3, "stop": 3},
+            {"type": "Metaspace", "replacement": "", "prepend_scheme": "never"},
+        ]
+    ),
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@st.composite
+def spoilt(draw: st.DrawFn, bases: list[dict[str, Any]]) -> bytes:
+    """One or two places of it replaced or taken away; sometimes the bytes themselves are spoilt."""
+    made = json.loads(json.dumps(draw(st.sampled_from(bases))))
+    for _ in range(draw(st.integers(1, 2))):
+        where: Any = made
+        while True:
+            key = draw(st.sampled_from(sorted(where) if isinstance(where, dict) else range(min(len(where), 30))))
+            if not isinstance(where[key], dict | list) or not where[key] or draw(st.integers(0, 3)) == 0:
+                break
+            where = where[key]
+        if draw(st.integers(0, 4)) == 0:
+            del where[key]
+        else:
+            where[key] = copy.deepcopy(draw(values))
+        if not made:
+            break
+    content = bytearray(json.dumps(made).encode())
+    how = draw(st.sampled_from(["json"] * 8 + ["flip", "cut", "deep"]))
+    if how == "flip":
+        content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))
+    elif how == "cut":
+        del content[draw(st.integers(0, len(content))) :]
+    elif how == "deep":
+        depth = draw(st.sampled_from([10, 100, 3000]))
+        content = bytearray(b'{"model":' * depth + content + b"}" * depth)
+    return bytes(content)
+
+
+def fuzz(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        limits = settings(
+            max_examples=examples,
+            deadline=None,
+            database=None,
+            phases=(Phase.explicit, Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+        )
+        return seed(20260730)(limits(test))
+
+    return decorate
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": 2}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZERS[0]))
+    return tmp_path
+
+
+def load(folder: Path) -> Tokenizer | None:
+    """None where it was refused, with our words."""
+    try:
+        return Tokenizer.load(folder)
+    except ConfigError as error:
+        said = str(error)
+    assert str(folder) in said and len(said) < 2000
+    return None
+
+
+def load_template(folder: Path) -> ChatTemplate | None:
+    try:
+        return ChatTemplate.load(folder)
+    except ConfigError as error:
+        said = str(error)
+    assert ("chat template" in said or str(folder) in said) and len(said) < 2000
+    return None
+
+
+def use(tokenizer: Tokenizer) -> None:
+    """What a router does with it. Ids that come out are ids, and their text is text."""
+    ids = tokenizer.encode(TEXT)
+    assert isinstance(tokenizer.decode(ids), str)
+    decoder = tokenizer.new_decoder()
+    for token_id in ids:
+        assert isinstance(tokenizer.token_bytes(token_id), bytes)
+        decoder.feed(tokenizer.token(token_id) or "")
+    decoder.flush()
+
+
+@pytest.mark.parametrize("examples", [2000, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_a_spoilt_tokenizer_is_one_error_or_works(folder: Path, examples: int) -> None:
+    before, taken = resident_bytes(), 0
+
+    @fuzz(examples)
+    @given(content=spoilt(TOKENIZERS))
+    def run(content: bytes) -> None:
+        nonlocal taken
+        (folder / "tokenizer.json").write_bytes(content)
+        tokenizer = load(folder)
+        if tokenizer is not None:
+            taken += 1
+            use(tokenizer)
+
+    run()
+    assert taken > examples // 50  # it is not all refused at once
+    assert resident_bytes() - before < MOST_GROWTH
+
+
+@pytest.mark.parametrize("examples", [500, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_spoilt_settings_of_a_tokenizer_are_one_error_or_work(folder: Path, examples: int) -> None:
+    @fuzz(examples)
+    @given(content=spoilt([SETTINGS, *({**SETTINGS, "chat_template": each} for each in TEMPLATES)]))
+    def run(content: bytes) -> None:
+        (folder / "tokenizer_config.json").write_bytes(content)
+        tokenizer, template = load(folder), load_template(folder)
+        if tokenizer is not None and template is not None and b"*" not in content:
+            with contextlib.suppress(InvalidRequest):
+                assert isinstance(template.render(MESSAGES), str)
+
+    run()
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=range(len(TEMPLATES)))
+def test_a_template_is_compiled_at_once_or_refused(folder: Path, template: object) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    before = resident_bytes()
+    load_template(folder)
+    assert resident_bytes() - before < MOST_GROWTH
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_file_that_is_too_large_is_not_read(folder: Path, name: str) -> None:
+    with (folder / name).open("wb") as file:
+        file.truncate(LIMITS[name] + 1)  # a hole: it takes no disk, and reading it would take memory
+    with pytest.raises(ConfigError, match=f"{name} has .* bytes; at most {LIMITS[name]}"):
+        Tokenizer.load(folder)
