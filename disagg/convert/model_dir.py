@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -22,7 +23,8 @@ from disagg.convert.converter import CONVERTER_VERSION, Progress, convert_gguf
 from disagg.convert.safetensors_file import find_weight_files
 from disagg.types.errors import ConfigError
 
-SAMPLE_BYTES: Final = 64 * 1024
+SETTLED_S: Final = 2.0
+_DIGEST_CHARS: Final = 64
 _COPY_BYTES: Final = 8 * 1024 * 1024
 
 
@@ -45,7 +47,7 @@ def resolve(name_or_dir: str, cache_dir: Path, progress: Progress | None = None)
         return path
     if path.suffix == ".gguf" and path.is_file():
         return _cached(
-            cache_dir / f"{path.stem}-{_fingerprint(path)}-{CONVERTER_VERSION}",
+            cache_dir / f"{path.stem}-{_digest(path, cache_dir)[:16]}-{CONVERTER_VERSION}",
             lambda building: convert_gguf(path, building, report),
             report,
         )
@@ -76,6 +78,7 @@ def _cached(target: Path, build: Callable[[Path], None], report: Progress) -> Pa
             building.mkdir()
             try:
                 build(building)
+                _flush(building)
                 os.rename(building, target)
             finally:
                 shutil.rmtree(building, ignore_errors=True)  # gone already if renamed; else give back the disk
@@ -114,11 +117,35 @@ def _convert_parts(parts: tuple[Path, ...], building: Path, report: Progress) ->
     joined.unlink()
 
 
-def _fingerprint(path: Path) -> str:
-    """Tells files apart that share a name, by size and a sample of the contents."""
-    size = path.stat().st_size
+def _digest(path: Path, cache_dir: Path) -> str:
+    """SHA-256 of a whole file. Kept beside the conversions for as long as nothing has written to the file.
+
+    A sample would not do: models of one shape differ in the middle of their files, and have equal headers.
+    """
+    kept = cache_dir / f".{path.stem}.digest"
     with path.open("rb") as file:
-        digest = hashlib.sha256(f"{path.resolve()}:{size}:".encode() + file.read(SAMPLE_BYTES))
-        file.seek(max(0, size - SAMPLE_BYTES))
-        digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:8]
+        stat = os.fstat(file.fileno())
+        known = f"{path.resolve()} {stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+        with contextlib.suppress(OSError, ValueError):
+            of, _, digest = kept.read_text("utf-8").rpartition(" ")
+            if of == known and len(digest) == _DIGEST_CHARS:
+                return digest
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if time.time() - stat.st_mtime < SETTLED_S:  # a write within one tick of the clock would leave its times as they are
+        return digest
+    with contextlib.suppress(OSError):  # it is only found out again
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        beside = kept.with_name(f"{kept.name}.{os.getpid()}")
+        beside.write_text(f"{known} {digest}", "utf-8")
+        os.replace(beside, kept)
+    return digest
+
+
+def _flush(directory: Path) -> None:
+    """On disk, so that a directory which is there after a power failure is whole."""
+    for path in (*directory.iterdir(), directory):
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

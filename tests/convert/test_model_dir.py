@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,37 @@ def test_a_changed_gguf_of_the_same_name_is_another_model(tmp_path: Path) -> Non
     assert resolve(str(path), tmp_path / "cache") == first
     path.write_bytes(path.read_bytes() + b"more")
     assert resolve(str(path), tmp_path / "cache") != first
+
+
+def test_a_gguf_that_differs_only_in_its_middle_is_another_model(tmp_path: Path) -> None:
+    """Models of one shape have equal sizes and headers, and may end alike."""
+    path, cache = write_llama(tmp_path / "tiny.gguf"), tmp_path / "cache"
+    first = resolve(str(path), cache)
+    content = bytearray(path.read_bytes())
+    content[len(content) * 3 // 4] ^= 1
+    path.write_bytes(content)
+    second = resolve(str(path), cache)
+    assert second != first
+    assert (second / "model.safetensors").read_bytes() != (first / "model.safetensors").read_bytes()
+
+
+def test_the_digest_of_a_gguf_is_kept_until_something_is_written(tmp_path: Path) -> None:
+    path, cache = write_llama(tmp_path / "tiny.gguf"), tmp_path / "cache"
+    an_hour_ago = time.time() - 3600
+    os.utime(path, (an_hour_ago, an_hour_ago))
+    first = resolve(str(path), cache)
+    (kept,) = cache.glob(".*.digest")
+    known, _, digest = kept.read_text().rpartition(" ")
+    assert digest[:16] in first.name
+    kept.write_text(f"{known} {'0' * 64}")  # only to see that it is believed
+    assert "0" * 16 in resolve(str(path), cache).name
+    with path.open("r+b") as file:  # the same size, and times set back, as some tools that copy do
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    os.utime(path, (an_hour_ago, an_hour_ago))
+    assert "0" * 16 not in resolve(str(path), cache).name
 
 
 def test_a_conversion_killed_half_way_is_done_again_by_the_next(tmp_path: Path) -> None:
