@@ -42,6 +42,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/transfer_backends",
     ),
     "wire": ("-m", "slow", "tests/wire"),
+    "hostile-streams": ("-m", "slow", "tests/server"),
     "models": ("-m", "slow", "tests/models", "tests/convert"),
     "command-line": ("-m", "slow", "tests/cli"),
 }
