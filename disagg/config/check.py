@@ -20,6 +20,8 @@ MAX_NAME_CHARS = 128
 BASE_DESCRIPTORS = 96  # sockets to listen at, gRPC's and ZeroMQ's own, event loops, libraries
 DESCRIPTORS_PER_SERVER = 4  # a stream, and for a moment a trial of its address or a question for its dump
 DESCRIPTORS_PER_RANK = 16  # its process, its sockets
+LEAST_CONNECTIONS = 8
+MOST_CONNECTIONS = 4096
 PEERS = 64  # of a server: how many there will be it does not know
 LINKS_PER_ARENA = 4  # no link gets more than its share, a quarter: as the arena itself deals them out
 
@@ -78,11 +80,19 @@ def check_descriptors(config: Config, role: Literal["router", "prefill", "decode
     least, wanted = descriptors_needed(config, role)
     said = f"this process may have {limit} files open (the hard limit, `ulimit -Hn`)"
     if limit < least:
-        raise ConfigError(f"{said}; to be a {role} with this configuration it needs {least} at least; raise the limit")
+        raise ConfigError(f"{said}; a {role} process with this configuration needs {least} at least; raise the limit")
     if limit >= wanted:
         return ""
     why = "router.max_inflight + router.max_queued clients" if role == "router" else f"{PEERS} peers and routers"
     return f"{said}; with {why} it may need {wanted}; beyond its limit it refuses connections; raise the limit"
+
+
+def connections_allowed(config: Config, role: Literal["router", "prefill", "decode"], limit: int) -> int:
+    """How many connections each listening socket of gRPC may accept, so that what comes from outside leaves the process
+    the files that it needs for itself: for its workers, whose sockets end it when there is no descriptor for them, for what
+    it dials, and for its other port."""
+    least, _ = descriptors_needed(config, role)
+    return max(LEAST_CONNECTIONS, min(MOST_CONNECTIONS, (limit - least) // 2))
 
 
 def _check_engine(config: Config) -> None:

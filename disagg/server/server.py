@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from disagg.config.check import check_staging
+from disagg.config.check import check_staging, connections_allowed
 from disagg.config.staging import Device, size_staging
 from disagg.config.tree import Config
 from disagg.convert.inspect import ModelFacts, inspect_model
@@ -70,6 +70,7 @@ from disagg.server.device import (
     choose_device,
     ucx_choice,
 )
+from disagg.server.door import HELLO_S, MAX_STREAMS
 from disagg.server.exporter import Exporter
 from disagg.server.identity import SHOWN_DIGITS, ModelIdentity, changed, disagreement, identity_of
 from disagg.server.links import Links
@@ -79,11 +80,21 @@ from disagg.server.workers import GroupLost, WorkerGroup
 from disagg.staging.pieces import framed_bytes
 from disagg.telemetry.http import TelemetryServer
 from disagg.telemetry.metrics import EngineMetrics, new_registry
+from disagg.telemetry.process import raise_descriptor_limit
 from disagg.telemetry.stacks import format_stacks
 from disagg.types.errors import ConfigError, ProtocolError
 from disagg.types.ids import LegKey, Role
 from disagg.types.sampling import MAX_CHOICES
-from disagg.wire.services import PEER, SERVER, Health, enable_reflection, make_server, peer_handler, server_handler
+from disagg.wire.services import (
+    PEER,
+    SERVER,
+    Health,
+    client_options,
+    enable_reflection,
+    make_server,
+    peer_handler,
+    server_handler,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +105,7 @@ STEADY_S = 30.0  # up for this long: the next restart is quick again
 BARRIER_S = 30.0
 DUMP_S = 5.0
 NOTE_CHARS = 1000  # of what routers are told for the operator
+IDLE_S = 300.0  # a connection on which nothing is called for so long is closed
 GEMV_COPY_BYTES = 2 << 30  # a decode server on CPU keeps two copies of weights up to this size
 
 
@@ -150,7 +162,9 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        server = make_server(server_handler(self._routers), peer_handler(self._links))
+        allowed = connections_allowed(self._config, self._role.value, raise_descriptor_limit())
+        bounds = client_options(allowed, MAX_STREAMS, HELLO_S, IDLE_S)
+        server = make_server(server_handler(self._routers), peer_handler(self._links), options=bounds)
         health = Health(server, (SERVER, PEER))
         enable_reflection(server, (SERVER, PEER))
         host = self._config.server.host

@@ -6,7 +6,13 @@ from typing import Literal
 
 import pytest
 
-from disagg.config.check import check_config, check_descriptors, descriptors_needed, warnings_of
+from disagg.config.check import (
+    check_config,
+    check_descriptors,
+    connections_allowed,
+    descriptors_needed,
+    warnings_of,
+)
 from disagg.config.tree import Config, EngineConfig, ModelConfig, RouterConfig, ServerConfig, ServerRef, TransferConfig
 from disagg.types.errors import ConfigError
 
@@ -114,3 +120,14 @@ def test_the_limit_on_open_files_is_checked_against_what_is_configured(
 def test_a_router_may_need_a_file_for_each_client_it_lets_wait() -> None:
     few, many = (Config(router=RouterConfig(max_inflight=n, max_queued=n)) for n in (10, 5000))
     assert descriptors_needed(many, "router")[1] - descriptors_needed(few, "router")[1] == 2 * 4990
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+@pytest.mark.parametrize("limit", [200, 1024, 20_000, 1 << 20])
+def test_two_ports_full_of_connections_leave_a_process_what_it_needs_itself(
+    role: Literal["router", "prefill", "decode"], limit: int
+) -> None:
+    least, _ = descriptors_needed(Config(), role)
+    allowed = connections_allowed(Config(), role, limit)
+    assert 8 <= allowed <= 4096
+    assert 2 * allowed <= limit - least
