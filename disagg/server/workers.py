@@ -71,7 +71,7 @@ def make_sockets_dir() -> HeldDir:
         parent = Path(tempfile.gettempdir())
         where = str(parent)
         remove_abandoned(parent.glob(f"{SOCKETS_PREFIX}*"))
-        path = parent / f"{SOCKETS_PREFIX}{secrets.token_hex(6)}"
+        path = parent / f"{SOCKETS_PREFIX}{secrets.token_hex(4)}"
         if len(os.fsencode(path)) + len("/control") > MAX_SOCKET_PATH_BYTES:
             raise ConfigError(
                 f"TMPDIR = {parent}: a socket in it would have a path of more than {MAX_SOCKET_PATH_BYTES} bytes; "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +15,9 @@ import pytest
 from disagg.config.tree import LogConfig, WorkerConfig
 from disagg.messages.control import Dump, Dumped, Profile, Profiled
 from disagg.messages.plan import WorkerPlan
-from disagg.server.workers import GroupLost, WorkerGroup
+from disagg.server.workers import GroupLost, WorkerGroup, make_sockets_dir
+from disagg.types.errors import ConfigError
+from tests.cli.small_disk import small_disk as small_disk
 
 SILENT_S = 1.0
 WORKER = Path(__file__).with_name("slow_worker.py")
@@ -92,3 +96,53 @@ async def test_whatever_a_worker_raises_its_server_learns_the_cause(what: str, e
     finally:
         await group.kill()
     assert f"{error}: row 262144 is out of bounds" in reason
+
+
+def test_what_killed_servers_left_is_cleared_away_and_what_lives_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        "import os, signal, tempfile, sys; tempfile.tempdir = sys.argv[1]; "
+        "from disagg.server.workers import make_sockets_dir; held = make_sockets_dir(); "
+        "open(held.path / 'plans', 'w').close(); print(held.path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path)]
+    killed = subprocess.run(argv, cwd=WORKER.parents[2], capture_output=True, text=True, timeout=60, check=False)
+    left = Path(killed.stdout.strip())
+    assert left.parent == tmp_path and (left / "plans").exists()
+    (tmp_path / "disagg-of-a-user").mkdir()
+    first = make_sockets_dir()
+    assert not left.exists()
+    second = make_sockets_dir()
+    assert {each.name for each in tmp_path.iterdir()} == {first.path.name, second.path.name, "disagg-of-a-user"}
+    first.remove()
+    second.remove()
+    assert [each.name for each in tmp_path.iterdir()] == ["disagg-of-a-user"]
+
+
+async def make_group() -> None:
+    WorkerGroup("test", WorkerConfig(), LogConfig(), 1, lambda _: None, lambda *_: None)
+
+
+@pytest.mark.parametrize("files", [0, 1, 2])  # so there is no room for a socket, for the lock, for the directory
+def test_no_room_for_sockets_loses_the_group_with_the_reason(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, files: int
+) -> None:
+    """It is tried again later: a full disk is no fault of the configuration, and a traceback no reason."""
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+    subprocess.run(["mount", "-o", "remount,nr_inodes=3", str(small_disk)], check=True)
+    for number in range(files):
+        (small_disk / str(number)).touch()
+    with pytest.raises(GroupLost, match=rf"the workers' sockets .* in {small_disk}.*: No space left on device"):
+        asyncio.run(make_group())
+    assert len(list(small_disk.iterdir())) == files
+
+
+def test_a_temporary_directory_with_a_long_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(ConfigError, match=r"TMPDIR = .* more than 107 bytes; set it to a shorter one"):
+        make_sockets_dir()
+    assert list(long.iterdir()) == []
