@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -12,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from disagg.cli.children import describe_status
+from disagg.cli.children import Children, ChildSpec, describe_status
+from disagg.cli.supervise import Limits
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
@@ -155,6 +158,58 @@ def test_a_second_ctrl_c_kills_what_does_not_drain_but_a_second_sigterm_does_not
     code, out = up.finish()
     assert (code, out) == (0, "stubborn killed: asked to end now\nserver killed: asked to end now\n")
     assert not any(alive(pid) for pid in pids)
+
+
+class Told:
+    """Reports of a supervisor in this process."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def cannot_start(self, spec: ChildSpec, why: str) -> None:
+        self.said.append(f"{spec.name}: {why}")
+
+    def died(self, spec: ChildSpec, status: int, restart_in_s: float) -> None:
+        self.said.append(f"{spec.name} {describe_status(status)}")
+
+    def died_draining(self, spec: ChildSpec, status: int) -> None: ...
+
+    def killed(self, spec: ChildSpec, why: str) -> None: ...
+
+    def gave_up(self, spec: ChildSpec) -> None: ...
+
+    def draining(self) -> None: ...
+
+
+async def test_a_machine_out_of_descriptors_delays_a_start_and_ends_nobody(tmp_path: Path) -> None:
+    left = {"router": 0, "server": 2}
+
+    def output(name: str) -> int:
+        left[name] -= 1
+        if left[name] >= 0:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return os.open(tmp_path / f"{name}.log", os.O_CREAT | os.O_WRONLY)
+
+    script = str(Path(__file__).with_name("dummy_child.py"))
+    specs = [
+        ChildSpec(name, (sys.executable, script, name, str(tmp_path / "pids")), tmp_path / f"{name}.log")
+        for name in left
+    ]
+    told = Told()
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    limits = Limits(drain_s=(60.0, 60.0), silent_s=20.0)
+    children = Children((tuple(specs[:1]), tuple(specs[1:])), limits, told, environ, output)
+    running = asyncio.create_task(children.run())
+    async with asyncio.timeout(DEADLINE_S):
+        while len(await asyncio.to_thread(read_lines, tmp_path / "pids")) < 2:
+            await asyncio.sleep(0.05)
+        children.drain()
+        assert await running == 0
+    assert told.said == ["server: Too many open files", "server exited with status 126"] * 2
+
+
+def read_lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
 
 
 @pytest.mark.parametrize(
