@@ -30,6 +30,7 @@ from disagg.cli.supervise import (
     GiveUp,
     Kill,
     Limits,
+    Proven,
     Start,
     Stop,
     Supervisor,
@@ -150,6 +151,11 @@ class Children:
     @property
     def draining(self) -> bool:
         return self._supervisor.draining
+
+    def proven(self, name: str) -> None:
+        """This child serves: from now on nothing that it finds when it starts again ends the others."""
+        if self._exit_code is None:
+            self._do(Proven(name))
 
     def drain(self) -> None:
         """Asks for an end (SIGTERM). Asking again changes nothing: `timeout` and the like send it twice."""

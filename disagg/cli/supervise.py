@@ -16,7 +16,7 @@ import signal
 
 from msgspec import Struct
 
-CONFIG_ERROR_STATUS = 3  # a child that exits with this would do so again: it is not restarted
+CONFIG_ERROR_STATUS = 3  # a child that exits with this would do so again, unless it has served before
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -43,6 +43,12 @@ class Beat(Struct, frozen=True):
     name: str
 
 
+class Proven(Struct, frozen=True):
+    """A child serves, so its configuration works."""
+
+    name: str
+
+
 class Exited(Struct, frozen=True):
     """A child ended. status: as of `subprocess`, negative for a signal."""
 
@@ -58,7 +64,7 @@ class Stop(Struct, frozen=True):
     """The operator wants an end; a second one wants it now."""
 
 
-Event = Begin | Beat | Exited | Tick | Stop
+Event = Begin | Beat | Proven | Exited | Tick | Stop
 
 
 # ---- instructions
@@ -126,6 +132,7 @@ class _Child:
         self.started_s = 0.0
         self.silent_at_s = 0.0  # without a beat until then it is hung
         self.failures = 0  # in a row
+        self.proven = False  # it has served: if it finds no model or no port now, that may pass
 
 
 class Supervisor:
@@ -151,6 +158,9 @@ class Supervisor:
                 return [self._start(name, now_s) for name in self._children]
             case Beat(name):
                 self._children[name].silent_at_s = now_s + self._limits.silent_s
+                return []
+            case Proven(name):
+                self._children[name].proven = True
                 return []
             case Exited(name, status):
                 return self._exited(name, status, now_s)
@@ -193,7 +203,7 @@ class Supervisor:
             expected = child.phase is Phase.KILLED or status in (0, -signal.SIGTERM)
             child.phase = Phase.ENDED
             return [*([] if expected else [DiedDraining(name, status)]), *self._advance(now_s)]
-        if status == CONFIG_ERROR_STATUS:
+        if status == CONFIG_ERROR_STATUS and not child.proven:
             child.phase = Phase.ENDED
             self._exit_code = 1
             return [GiveUp(name), *self._drain(now_s)]

@@ -276,10 +276,13 @@ async def _say_states(config: Config, children: Children) -> None:
                 states = server_states((await client.get("/status")).json())
                 healthy_since_s = (healthy_since_s or now_s) if healthy else None
             for name, state in (states or {}).items():
+                if state == "ready":
+                    children.proven(name)
                 if said.get(name) != state:
                     said[name] = state
                     note(f"{name}: {state}")
             if states is not None and healthy_since_s is not None:
+                children.proven("router")
                 all_ready = all(state == "ready" for state in states.values())
                 if all_ready or now_s - healthy_since_s > ALL_READY_S:
                     break

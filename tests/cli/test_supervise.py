@@ -20,6 +20,7 @@ from disagg.cli.supervise import (
     Kill,
     Limits,
     Phase,
+    Proven,
     Start,
     Stop,
     Supervisor,
@@ -102,6 +103,17 @@ def test_a_configuration_error_is_not_tried_again_and_drains_the_others() -> Non
     assert supervisor.handle(Exited("prefill-0", 3), 1.0) == [GiveUp("prefill-0"), Terminate("router")]
     assert supervisor.handle(Exited("router", 0), 2.0) == [Terminate("decode-0")]
     assert supervisor.handle(Exited("decode-0", 0), 3.0) == [Ended(1)]
+
+
+def test_a_child_that_has_served_is_tried_again_whatever_it_finds_later() -> None:
+    """Such as a model directory that is just being replaced, or a port that somebody has taken meanwhile."""
+    supervisor = started()
+    assert supervisor.handle(Proven("prefill-0"), 0.5) == []
+    for at_s in (1.0, 100.0):
+        (died,) = supervisor.handle(Exited("prefill-0", 3), at_s)
+        assert isinstance(died, Died)
+        assert Start("prefill-0") in tick_until(supervisor, at_s, at_s + 10.0)
+    assert supervisor.handle(Exited("decode-0", 3), 111.0)[0] == GiveUp("decode-0")
 
 
 def test_stop_drains_the_router_first_and_then_the_servers() -> None:
