@@ -332,6 +332,8 @@ async def _listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}") from error
+        raise ConfigError(
+            f"router.http_port = {port}: cannot listen on {host}:{port} ({error.strerror}); 0 takes a free one"
+        ) from error
     listener.setblocking(False)
     return listener

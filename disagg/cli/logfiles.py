@@ -55,7 +55,7 @@ class RotatedFile:
             if there.st_nlink:
                 return there.st_size
             self.close()
-        self._fd = os.open(self._path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(self._path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         return os.fstat(self._fd).st_size
 
     def _write(self, data: bytes) -> None:

@@ -36,7 +36,7 @@ def make_run_dir(parent: Path) -> HeldDir:
         for attempt in range(MAX_SAME_NAME):
             directory = parent / (f"{name}-{attempt}" if attempt else name)
             with contextlib.suppress(FileExistsError):
-                return HeldDir(directory)
+                return HeldDir(directory, 0o777)  # less what the umask takes: others may read logs
         raise FileExistsError(errno.EEXIST, "so are all others of this second")
     except OSError as error:
         raise cannot_write(f"run directory {directory} cannot be made", error, "--run-dir takes another") from error

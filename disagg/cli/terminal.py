@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import io
 import os
 import sys
@@ -82,7 +83,7 @@ def unblock_streams() -> tuple[UnblockedStream, ...]:
     unblocked = []
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None:
+        with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # it has none, or one without a descriptor
             stream.flush()
             unblocked.append(UnblockedStream(stream))
             setattr(sys, name, unblocked[-1])

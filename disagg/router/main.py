@@ -85,7 +85,8 @@ async def run_router(
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigError(f"router.grpc_port: cannot listen on {address}: {error}") from error
+        setting = f"router.grpc_port = {config.router.grpc_port}"
+        raise ConfigError(f"{setting}: cannot listen on {address}; 0 takes a free one") from error
     await router.start()
     await server.start()
     return RunningRouter(router, server, port, health)

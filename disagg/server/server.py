@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import msgspec
 import zmq
 
@@ -168,10 +169,9 @@ class Server:
         health = Health(server, (SERVER, PEER))
         enable_reflection(server, (SERVER, PEER))
         host = self._config.server.host
-        port = server.add_insecure_port(f"{host}:{self._config.server.port}")
-        self._link_address = f"{self._config.server.advertise_host or _dialable(host)}:{port}"
         telemetry = TelemetryServer(self._registry, self._health, self._dump, self._config.debug.remote)
-        metrics_port = await telemetry.start(host, self._config.server.metrics_port)
+        port, metrics_port = await self._listen(server, telemetry)
+        self._link_address = f"{self._config.server.advertise_host or _dialable(host)}:{port}"
         self._metrics_address = f"{host}:{metrics_port}"
         await server.start()
         logger.info("%s listens on %s:%d, metrics on port %d", self._name, host, port, metrics_port)
@@ -200,6 +200,20 @@ class Server:
             await telemetry.close()
             await server.stop(grace=1.0)
             ticker.cancel()
+
+    async def _listen(self, server: grpc.aio.Server, telemetry: TelemetryServer) -> tuple[int, int]:
+        """The ports of gRPC and of metrics. Raises ConfigError naming the setting of one that is taken."""
+        at = self._config.server
+        free = "0 takes a free one"
+        try:
+            port = server.add_insecure_port(f"{at.host}:{at.port}")
+        except RuntimeError as error:  # gRPC's words name a variable for more of them
+            raise ConfigError(f"server.port = {at.port}: cannot listen on {at.host}:{at.port}; {free}") from error
+        try:
+            return port, await telemetry.start(at.host, at.metrics_port)
+        except OSError as error:
+            where = f"{at.host}:{at.metrics_port}"
+            raise ConfigError(f"server.metrics_port = {at.metrics_port}: cannot listen on {where}; {free}") from error
 
     async def _drain(self, health: Health) -> None:
         """In this order: not serving; wait for legs; give back what is left; let routers have it all; then close."""

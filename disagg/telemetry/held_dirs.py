@@ -20,8 +20,8 @@ LOCK: Final = "lock"
 class HeldDir:
     """A new directory, of this process until `release` or its end. Raises OSError; FileExistsError if it is there."""
 
-    def __init__(self, path: Path) -> None:
-        path.mkdir(mode=0o700)
+    def __init__(self, path: Path, mode: int = 0o700) -> None:
+        path.mkdir(mode)
         try:
             self._fd = os.open(path / LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +127,15 @@ def test_the_package_runs_as_a_module() -> None:
             [sys.executable, "-m", module, "--version"], cwd=ROOT, capture_output=True, timeout=PATIENCE_S
         )
         assert done.returncode == 0
+
+
+@pytest.mark.parametrize("setting", ["server.port", "server.metrics_port"])
+def test_a_server_names_the_setting_of_a_port_that_is_taken(setting: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        argv = [sys.executable, "-m", "disagg.cli", "prefill", "--set", f"{setting}={port}"]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    last = done.stderr.splitlines()[-1]
+    assert last == f"error: {setting} = {port}: cannot listen on 127.0.0.1:{port}; 0 takes a free one"
+    assert "Traceback" not in done.stderr
