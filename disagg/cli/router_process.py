@@ -12,13 +12,13 @@ from pathlib import Path
 import grpc
 import uvloop
 
-from disagg.api.app import create_app, serve
+from disagg.api.app import HttpServer, create_app, serve
 from disagg.api.connections import Bounds, HttpMetrics
 from disagg.cli.version import version
 from disagg.config.tree import Config, RouterConfig, ServerRef
 from disagg.convert.model_dir import resolve
 from disagg.messages.legs import TimelineEvent
-from disagg.router.main import run_router
+from disagg.router.main import RunningRouter, run_router
 from disagg.router.requests import GenerateRequest, Update
 from disagg.router.service import Router
 from disagg.telemetry.metrics import new_registry
@@ -128,12 +128,18 @@ async def _until(config: Config, stopping: asyncio.Event) -> None:
         if end.done():
             end.result()  # raises what ended it
         log.info("draining", extra={"drain_s": config.router.drain_s})
-        until_s = asyncio.get_running_loop().time() + config.router.drain_s
-        await running.drain(config.router.drain_s)  # meanwhile HTTP still answers: new requests get 503
-        left_s = max(0.0, until_s - asyncio.get_running_loop().time())
         stack.pop_all()
-        await asyncio.gather(running.close(left_s), http.shutdown(left_s))
+        await end_faces(running, http, config.router.drain_s)
         await end
+
+
+async def end_faces(running: RunningRouter, http: HttpServer, drain_s: float) -> None:
+    """Drains both faces: what runs may finish, and clients may read it to its end, for drain_s. Then both close."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + drain_s
+    await running.drain(drain_s)  # meanwhile HTTP still answers: new requests get 503
+    left_s = max(0.0, until_s - loop.time())
+    await asyncio.gather(running.close(left_s), http.shutdown(left_s))
 
 
 def _bounds(router: RouterConfig) -> Bounds:

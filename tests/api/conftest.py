@@ -1,14 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import httpx
 import pytest
+import uvloop
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter
 
 from disagg.api.app import HttpServer, create_app, serve
 from tests.api.fakes import FakeChatTemplate, FakeRouter
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], object]]:
+    """What the router's process runs on: its transports differ from asyncio's, for one, in how they treat slow clients."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 
 import httpx
 import pytest
-import uvloop
 from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,12 +21,6 @@ from tests.api.fakes import MODEL, FakeChatTemplate, FakeRouter
 
 DEADLINE_S = 30.0
 BOUNDS = Bounds(max_connections=8, head_s=0.4, body_s=0.4, idle_s=0.6, stall_s=0.8)
-
-
-@pytest.fixture(scope="module")
-def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """What the router's process runs on; its transports differ from asyncio's in what they do with a slow client."""
-    return uvloop.EventLoopPolicy()
 
 
 class Port:
