@@ -33,7 +33,8 @@ def should_wait(
 
 class Growing(Struct, frozen=True):
     """A sequence that decodes, or will from now on. steps: tokens that it may make still; room_tokens: of these, how many its
-    pages have room for; own_tokens: whose pages come free when it ends, those that others may share not among them.
+    pages have room for; own_tokens: that it will have in pages which come free when it ends, so not in those that others
+    may share.
     """
 
     steps: int
@@ -59,7 +60,8 @@ def peak_growth(growing: Iterable[Growing], page_tokens: int, lookahead_tokens: 
             events.append((starts, 0, page_tokens - 1, 1))
         if each.steps <= lookahead_tokens:
             given = grown + (page_tokens - 1 if grown else 0)
-            events.append((last, 1, -given - each.own_tokens // page_tokens * page_tokens, -1 if grown else 0))
+            given = max(given, each.own_tokens // page_tokens * page_tokens)
+            events.append((last, 1, -given, -1 if grown else 0))
     events.sort()
     tokens = most = slope = before = 0
     for step, _, at_once, change in events:

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from disagg.memory.hashing import chain_root, extend_hashes
-from disagg.scheduler.admission import common_pages, should_wait
+from disagg.scheduler.admission import Growing, common_pages, peak_growth, should_wait
 
 PAGE_TOKENS = 4
 texts = st.lists(st.integers(0, 1), max_size=40)
@@ -42,3 +42,42 @@ def test_what_the_first_found_in_the_cache_the_second_finds_too() -> None:
 def test_nobody_waits_when_it_is_all_there() -> None:
     assert should_wait(common_tokens=2048, cached_tokens=0, computed_tokens=2047, last_tokens=2048, step_tokens=512)
     assert not should_wait(common_tokens=2048, cached_tokens=0, computed_tokens=2048, last_tokens=2048, step_tokens=512)
+
+
+# ---- how much those that decode will come to need
+
+
+def growth_by_steps(growing: list[Growing], page_tokens: int, lookahead_tokens: int) -> int:
+    """Step by step."""
+    most = 0
+    for step in range(lookahead_tokens + 1):
+        pages = 0
+        for each in growing:
+            if each.steps < step:
+                grown = -(-max(0, each.steps - each.room_tokens) // page_tokens)
+                pages -= max(0, each.own_tokens // page_tokens - grown)
+            else:
+                pages += -(-max(0, step - each.room_tokens) // page_tokens)
+        most = max(most, pages)
+    return most
+
+
+GROWING = st.builds(Growing, steps=st.integers(0, 40), room_tokens=st.integers(-20, 30), own_tokens=st.integers(0, 60))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(GROWING, max_size=8), st.integers(1, 8), st.integers(0, 60))
+def test_the_peak_is_never_less_than_what_is_needed_step_by_step(
+    growing: list[Growing], page_tokens: int, lookahead_tokens: int
+) -> None:
+    needed = growth_by_steps(growing, page_tokens, lookahead_tokens)
+    said = peak_growth(growing, page_tokens, lookahead_tokens)
+    assert needed <= said + 1e-9
+    assert said <= needed + len(growing) * 2, "a page or two for each at the most"
+
+
+def test_what_ends_before_gives_its_pages_to_what_goes_on() -> None:
+    ends, goes_on = Growing(steps=10, room_tokens=10, own_tokens=100), Growing(steps=80, room_tokens=0, own_tokens=100)
+    assert peak_growth([goes_on], 1, 1000) == 80
+    assert peak_growth([ends, goes_on], 1, 1000) == 10, "all but the first ten find room in what the other had"
+    assert peak_growth([goes_on], 1, 30) == 30, "nobody looks further"

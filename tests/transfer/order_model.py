@@ -164,13 +164,19 @@ class Model:
         return self.specs[number].decode_pages + leg.grown
 
     def _is_next(self, state: State, number: int) -> bool:
-        """Nobody who has waited longer waits for pages: who waits for his link's segment does not keep others waiting."""
+        """Who gave way goes first, of them who has waited longest; then nobody who has waited longer waits for pages: who waits
+        for his link's segment does not keep others waiting.
+        """
         if not self.order.oldest_first:
             return True
-        for other in state.queues[self.specs[number].decode]:
+        queue = state.queues[self.specs[number].decode]
+        parked = [other for other in queue if state.legs[other].phase is Phase.PARKED]
+        if parked:
+            return parked[0] == number
+        for other in queue:
             if other == number:
                 return True
-            if state.legs[other].phase is Phase.PARKED or self._link(other) in state.rings:
+            if self._link(other) in state.rings:
                 return False
         return True
 
@@ -255,14 +261,12 @@ class Model:
             yield ("give way", number), self._queue(self._with(state, number, parked), number)
 
     def _short(self, state: State, number: int) -> bool:
-        """Another one of this decode server lacks pages: one that grows, or that waits for its grant."""
+        """Another one of this decode server lacks pages to grow. Nobody gives way to one that waits for its grant."""
         free = self._free(state, number)
         for other, leg in enumerate(state.legs):
             if other == number or self.specs[other].decode != self.specs[number].decode:
                 continue
             if leg.phase is Phase.RUNNING and leg.grown < self.specs[other].growth and not free:
-                return True
-            if leg.phase is Phase.COMPUTED and self.specs[other].decode_pages - leg.pages > free:
                 return True
         return False
 

@@ -134,6 +134,8 @@ def check_order(world: World) -> None:
                 assert ring.state is RingState.OPEN, "a grant waits for no segment"
         for sequence in engine.batch.parked:
             assert sequence.pages is None, "who gave way holds nothing"
+        for each in engine._queued:
+            assert each.pages is None and each.key not in live, "who has not begun holds nothing"
     for server in world.prefills:
         engine = server.engine
         waiting = {key for key, leg in engine._legs.items() if leg.session.state is SendState.WAITING}

@@ -1,0 +1,186 @@
+"""Turns among tenants, against brute force and by their promises."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from disagg.scheduler.fairness import FairQueue, Shares
+
+TENANTS = st.sampled_from("abcdef")
+MOST = 20.0  # the largest cost
+COSTS = st.floats(1.0, MOST)
+
+
+class Item:
+    def __init__(self, tenant: str, cost: float) -> None:
+        self.tenant, self.cost = tenant, cost
+
+    def __repr__(self) -> str:
+        return f"{self.tenant}:{self.cost:g}"
+
+
+def taken(queue: FairQueue[Item]) -> Item:
+    item = next(iter(queue))
+    queue.take(item)
+    return item
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Whatever comes, goes and is served: nothing is lost, each tenant's stay in order, and nobody waits without end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: FairQueue[Item] = FairQueue()
+        self.model: dict[str, deque[Item]] = {}
+        self.waited: dict[str, float] = {}  # by tenant that waits: what others were served since it last was
+
+    @rule(tenant=TENANTS, cost=COSTS)
+    def comes(self, tenant: str, cost: float) -> None:
+        item = Item(tenant, cost)
+        self.queue.append(tenant, item, cost)
+        self.model.setdefault(tenant, deque()).append(item)
+        self.waited.setdefault(tenant, 0.0)
+
+    @precondition(lambda self: len(self.queue) > 0)
+    @rule()
+    def is_served(self) -> None:
+        item = taken(self.queue)
+        assert self.model[item.tenant].popleft() is item, "a tenant's items keep their order"
+        for tenant in self.waited:
+            self.waited[tenant] += item.cost
+        self._gone(item.tenant)
+
+    @precondition(lambda self: len(self.queue) > 0)
+    @rule(data=st.data())
+    def goes(self, data: Any) -> None:
+        item = data.draw(st.sampled_from([each for items in self.model.values() for each in items]))
+        self.queue.remove(item)
+        assert item not in self.queue
+        self.model[item.tenant].remove(item)
+        if not self.model[item.tenant]:
+            self._gone(item.tenant)
+
+    def _gone(self, tenant: str) -> None:
+        self.waited[tenant] = 0.0
+        if not self.model[tenant]:
+            del self.model[tenant], self.waited[tenant]
+
+    @invariant()
+    def who_waits_is_served_before_long(self) -> None:
+        assert all(waited <= 2 * 6 * MOST for waited in self.waited.values()), self.waited
+
+    @invariant()
+    def it_holds_what_it_should(self) -> None:
+        given = list(self.queue)
+        assert len(given) == len(self.queue) == sum(map(len, self.model.values()))
+        assert self.queue.num_tenants == len(self.model)
+        for tenant, items in self.model.items():
+            assert [item for item in given if item.tenant == tenant] == list(items)
+
+
+QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None, derandomize=True)
+TestQueueMachine = QueueMachine.TestCase
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(TENANTS, COSTS), min_size=1, max_size=60))
+def test_an_iteration_is_the_order_of_service_while_nothing_comes(items: list[tuple[str, float]]) -> None:
+    queue: FairQueue[Item] = FairQueue()
+    for tenant, cost in items:
+        queue.append(tenant, Item(tenant, cost), cost)
+    order = list(queue)
+    assert [taken(queue) for _ in items] == order
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.dictionaries(TENANTS, COSTS, min_size=2))
+def test_tenants_that_always_wait_are_served_alike(costs: dict[str, float]) -> None:
+    queue: FairQueue[Item] = FairQueue()
+    for tenant, cost in costs.items():
+        for _ in range(400):
+            queue.append(tenant, Item(tenant, cost), cost)
+    served = dict.fromkeys(costs, 0.0)
+    for _ in range(300):
+        item = taken(queue)
+        served[item.tenant] += item.cost
+        assert max(served.values()) - min(served.values()) <= 2 * max(costs.values())
+
+
+def test_a_thousand_of_one_do_not_stand_before_one_of_another() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    for _ in range(1000):
+        queue.append("a", Item("a", 1.0), 1.0)
+    for _ in range(100):
+        taken(queue)
+    one = Item("b", 1.0)
+    queue.append("b", one, 1.0)
+    assert one in [taken(queue), taken(queue)]
+
+
+def test_new_tenants_without_end_do_not_keep_another_waiting_for_ever() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    for _ in range(10):
+        queue.append("a", Item("a", 1.0), 1.0)
+    backlog = deque(f"new {number}" for number in range(5))
+    served = []
+    for number in range(5, 400):
+        queue.append(backlog[0], Item(backlog[0], 1.0), 1.0)
+        backlog.append(f"new {number}")
+        backlog.popleft()
+        served.append(taken(queue).tenant)
+    assert served.count("a") == 10
+
+
+def test_who_asked_for_nothing_has_no_credit_and_who_was_served_no_debt_when_nobody_waits() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    for _ in range(100):
+        queue.append("a", Item("a", 5.0), 5.0)
+        taken(queue)
+    order = [Item("b", 1.0), Item("a", 1.0), Item("b", 1.0), Item("a", 1.0)]
+    for item in order:
+        queue.append(item.tenant, item, item.cost)
+    assert [taken(queue) for _ in order] == order
+
+
+def test_what_goes_unserved_costs_nothing() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    gone = [Item("a", 20.0) for _ in range(50)]
+    for item in gone:
+        queue.append("a", item, item.cost)
+    queue.append("b", Item("b", 1.0), 1.0)
+    for item in gone:
+        queue.remove(item)
+    queue.append("a", again := Item("a", 1.0), 1.0)
+    assert again in [taken(queue), taken(queue)]
+
+
+def test_a_full_queue_loses_the_youngest_of_whoever_has_most() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    flood = [Item("a", 1.0) for _ in range(5)]
+    for item in flood:
+        queue.append("a", item, 1.0)
+    assert queue.displaced_by("a") is None, "of its own, the newcomer"
+    assert queue.displaced_by("b") is flood[-1]
+    for _ in range(4):
+        queue.append("b", Item("b", 1.0), 1.0)
+    assert queue.displaced_by("b") is None, "it would have as many"
+    assert FairQueue[Item]().displaced_by("a") is None
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.sets(TENANTS, min_size=1), min_size=1, max_size=100))
+def test_shares_go_to_who_has_been_served_least(rounds: list[set[str]]) -> None:
+    shares = Shares()
+    waited: dict[str, int] = {}
+    for tenants in rounds:
+        order = shares.order(sorted(tenants))
+        assert sorted(order) == sorted(tenants)
+        shares.charge(order[0], 1.0)
+        waited = {tenant: waited.get(tenant, 0) + 1 for tenant in tenants}
+        waited[order[0]] = 0
+        assert max(waited.values()) <= 6, "of six tenants each is served in every six steps"
