@@ -92,7 +92,7 @@ class Cluster:
 
 
 def request(prompt: str | tuple[int, ...] = "hi", **params: Any) -> GenerateRequest:
-    outer = {name: params.pop(name) for name in ("model", "deadline_s", "seed") if name in params}
+    outer = {name: params.pop(name) for name in ("model", "deadline_s", "seed", "tenant") if name in params}
     return GenerateRequest(
         prompt=prompt, params=SamplingParams(**{"max_tokens": 8, **params}), **{"model": MODEL, **outer}
     )

@@ -507,6 +507,53 @@ async def test_requests_wait_for_a_place_in_order(cluster: Cluster) -> None:
     assert [leg.num_prompt for leg in cluster.servers["d0"].started] == [1, 2, 3, 4, 5]
 
 
+async def test_one_tenants_many_requests_do_not_stand_before_anothers_one(cluster: Cluster) -> None:
+    await cluster.up(NORMAL, max_inflight=1)
+    flood = [asyncio.create_task(cluster.ask("x" * length, max_tokens=2, tenant="a")) for length in range(1, 31)]
+    await cluster.until(lambda: cluster.router.status()["routers"][0]["queued"] >= 25)
+    before = len(cluster.servers["d0"].started)
+    await cluster.ask("y" * 50, max_tokens=2, tenant="b")
+    started = [(leg.tenant, leg.num_prompt) for leg in cluster.servers["d0"].started]
+    assert ("b", 50) in started[before : before + 4]
+    await asyncio.gather(*flood)
+    ours = [length for tenant, length in ((leg.tenant, leg.num_prompt) for leg in cluster.servers["d0"].started)]
+    assert [length for length in ours if length != 50] == list(range(1, 31)), "each tenant's in their order"
+
+
+async def test_a_queue_that_one_tenant_has_filled_takes_another_one(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "d0": silent}, max_inflight=1, max_queued=3)
+    queued = lambda: cluster.router.status()["routers"][0]["queued"]  # noqa: E731
+    flood = []
+    for number in range(4):
+        flood.append(asyncio.create_task(cluster.ask(deadline_s=3.0, tenant="a")))
+        await cluster.until(lambda number=number: queued() == number)
+    with pytest.raises(Overloaded):
+        await cluster.ask(deadline_s=3.0, tenant="a")
+    with pytest.raises(DeadlineExceeded):
+        await cluster.ask(deadline_s=1.0, tenant="b")
+    results = await asyncio.gather(*flood, return_exceptions=True)
+    assert [type(result) for result in results] == [DeadlineExceeded] * 3 + [Overloaded], "the youngest went for it"
+
+
+async def test_silences_within_a_stream_are_measured(cluster: Cluster) -> None:
+    await cluster.up(NORMAL)
+    await cluster.ask(max_tokens=4)
+    assert cluster.metric("disagg_router_longest_silence_seconds_count") == 1
+    assert cluster.metric("disagg_router_silence_seconds") == 0, "nobody is being silent"
+    await cluster.ask(max_tokens=4, n=2)
+    assert cluster.metric("disagg_router_longest_silence_seconds_count") == 2
+
+
+async def test_a_choice_that_says_nothing_for_long_is_seen_while_it_does(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "d0": silent})
+    asked = asyncio.create_task(cluster.ask(deadline_s=1.5))
+    await cluster.until(lambda: cluster.metric("disagg_router_silence_seconds") > 0.3)
+    with pytest.raises(DeadlineExceeded):
+        await asked
+    assert cluster.metric("disagg_router_longest_silence_seconds_sum") > 0.3, "also if it never ends"
+    assert cluster.metric("disagg_router_silence_seconds") == 0
+
+
 async def test_abort_ends_a_request_with_cancelled(cluster: Cluster) -> None:
     router = await cluster.up({"p0": prefill, "d0": silent})
     updates = router.generate(request())
