@@ -125,6 +125,8 @@ class ServerSays(Struct, frozen=True):
 
 # ---- router -> server
 
+MAX_TENANT_CHARS = 256  # of a leg; engines keep one per tenant that waits
+
 
 def router_hello_to_proto(hello: RouterHello) -> pb.server.RouterFrame:
     out = pb.server.RouterFrame()
@@ -193,6 +195,8 @@ def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
     refuse_long(message.peer, "name", "address", "incarnation")
     if message.num_prompt > len(message.token_ids):
         refuse(message, "num_prompt", f"is {message.num_prompt}, but there are {len(message.token_ids)} tokens")
+    if len(message.tenant) > MAX_TENANT_CHARS:
+        refuse(message, "tenant", f"has {len(message.tenant)} characters; at most {MAX_TENANT_CHARS} are allowed")
     return StartLeg(
         key=key,
         token_ids=tuple(message.token_ids),

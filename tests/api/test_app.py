@@ -112,6 +112,20 @@ async def test_a_token_that_is_part_of_a_character_is_named_by_its_bytes(
     assert chat["choices"][0]["logprobs"]["content"][0]["bytes"] == [0xE2, 0x82]
 
 
+@pytest.mark.parametrize("header", ["Authorization", "api-key", "X-API-Key"])
+async def test_clients_are_told_apart_by_what_they_show(
+    http: httpx.AsyncClient, router: FakeRouter, header: str
+) -> None:
+    for headers in ({}, {header: "a"}, {header: "b"}, {header: "a"}, {"x-other": "c"}):
+        await http.post("/v1/completions", json=BODY, headers=headers)
+        await http.post("/v1/chat/completions", json=CHAT, headers=headers)
+    tenants = [request.tenant for request in router.requests]
+    assert tenants[::2] == tenants[1::2], "whatever they ask"
+    nobody, a, b, again, other = tenants[::2]
+    assert a == again and nobody == other
+    assert len({nobody, a, b}) == 3 and all((nobody, a, b))
+
+
 async def test_a_completion_stream_ends_with_the_finish_the_usage_and_done(http: httpx.AsyncClient) -> None:
     body = {**BODY, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
     reply = await http.post("/v1/completions", json=body)

@@ -104,6 +104,17 @@ async def test_the_cache_salt_reaches_both_servers_as_it_was_given(face: Face) -
         assert [leg.cache_salt for leg in server.started] == ["", "tenant-a", "tenant-b"]
 
 
+async def test_servers_are_told_whose_a_request_is(face: Face) -> None:
+    for key in (None, "Bearer a", "Bearer b", "Bearer a"):
+        metadata = (("authorization", key),) if key is not None else None
+        await read_to_end(face.stub.generate(salted(""), metadata=metadata))
+    await read_to_end(face.stub.generate(salted("")))
+    for server in face.servers.values():
+        nobody, a, b, again, connection = (leg.tenant for leg in server.started)
+        assert a == again and nobody == connection
+        assert len({nobody, a, b}) == 3 and all((nobody, a, b))
+
+
 def salted(salt: str) -> pb.inference.GenerateRequest:
     sampling = SamplingParams(max_tokens=1)
     return generate_request_to_proto(model="tiny", prompt="hi", params=sampling, cache_salt=salt)
