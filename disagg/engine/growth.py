@@ -47,4 +47,4 @@ def grown_to(facts: EngineFacts, growing: List[Growing], limits: List[int]) -> f
         for each, limit in zip(growing, limits, strict=True):
             held = pages_for(max(0, limit - 1 - each.steps), layout.page_tokens)
             large += (min(most, pages_for(limit, layout.page_tokens)) - min(most, held)) / per_large
-    return large + per_page * peak_growth(growing, layout.page_tokens, facts.lookahead_tokens)
+    return large + per_page * peak_growth(growing, layout.page_tokens, facts.lookahead_tokens, PLANS_IN_FLIGHT + 1)

@@ -42,8 +42,9 @@ class Growing(Struct, frozen=True):
     own_tokens: int
 
 
-def peak_growth(growing: Iterable[Growing], page_tokens: int, lookahead_tokens: int) -> float:
+def peak_growth(growing: Iterable[Growing], page_tokens: int, lookahead_tokens: int, lag_steps: int = 0) -> float:
     """Pages, beyond those that are held now, that these come to need at most within so many steps, if none ends early.
+    lag_steps: how long one keeps its pages after its end, until its last steps have been reported.
 
         tokens   ┌ a          each makes a token a step, takes a page when its own are full, and gives back what it
               ┌──┘ └───┐      has when it reaches its limit: what counts is the highest point of the sum
@@ -51,21 +52,22 @@ def peak_growth(growing: Iterable[Growing], page_tokens: int, lookahead_tokens: 
 
     Never too few: each is counted with a whole page more than it may have begun.
     """
-    events: list[tuple[int, int, int, int]] = []  # (step, ends after starts, tokens at once, growing at each step)
+    events: list[tuple[int, int, int, int]] = []  # (step, ends after starts, tokens at once, change of tokens a step)
     for each in growing:
         last = min(each.steps, lookahead_tokens)
         starts = min(each.room_tokens, last)
         grown = last - starts
         if grown:
             events.append((starts, 0, page_tokens - 1, 1))
-        if each.steps <= lookahead_tokens:
+            events.append((last, 1, 0, -1))
+        if each.steps + lag_steps <= lookahead_tokens:
             given = grown + (page_tokens - 1 if grown else 0)
             given = max(given, each.own_tokens // page_tokens * page_tokens)
-            events.append((last, 1, -given, -1 if grown else 0))
+            events.append((last + lag_steps, 2, -given, 0))
     events.sort()
     tokens = most = slope = before = 0
     for step, _, at_once, change in events:
         tokens += slope * (step - before)
         most = max(most, tokens)
         tokens, slope, before = tokens + at_once, slope + change, step
-    return max(most, tokens + slope * max(0, lookahead_tokens - before)) / page_tokens
+    return max(most, tokens) / page_tokens

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -10,7 +14,7 @@ from disagg.engine.decode import TURN_TOKENS
 from disagg.engine.instructions import Instruction
 from disagg.messages import link as m
 from disagg.messages.lane import Bind, Unbound
-from disagg.messages.legs import LegTokens, Outcome, StartLeg
+from disagg.messages.legs import LegEnd, LegTokens, Outcome, StartLeg
 from disagg.types.sampling import SamplingParams
 from tests.engine.units import (
     FULL,
@@ -265,3 +269,86 @@ def test_a_first_token_that_is_the_last_is_told_at_once() -> None:
     out = prefill.start(start("r", 6, params=SamplingParams(max_tokens=1))) + prefill.compute_all()
     assert [index for _, _, index, _ in said(out)] == [0]
     assert plans(out)
+
+
+# ---- overload
+
+
+class Open:
+    """More comes at each step than can be answered; whoever is granted has its KV at once. Time is counted in steps."""
+
+    def __init__(self, seed: int, **changes: Any) -> None:
+        self.rng = random.Random(seed)
+        usual = {"num_large": 30, "max_slots": 6, "max_waiting": 10_000, "spare_tokens": 4, "max_model_len": 200}
+        self.decode = Decode(facts(**{**usual, **changes}))
+        self.legs: dict[str, StartLeg] = {}
+        self.step = 0
+        self.heard: dict[tuple[str, int], list[int]] = {}  # by request and choice: at which steps
+        self.ended: dict[str, int] = {}
+
+    def take(self, out: list[Instruction]) -> None:
+        for name, choice, _, _ in said(out):
+            self.heard.setdefault((name, choice), []).append(self.step)
+        for message in to_router(out):
+            if isinstance(message, LegEnd):
+                assert message.outcome is Outcome.DONE, message
+                self.ended[message.key.request_id] = self.step
+        for name in binds(out):
+            granted = self.legs[name]
+            self.take(self.decode.arrived(granted, self.decode.bound(granted)))
+            self.take(self.decode.lane(Unbound(granted.key)))
+            self.take(self.decode.link(m.Drained(granted.key)))
+
+    def run(self, arrivals: int, max_tokens: int, choices: int = 1) -> None:
+        while len(self.ended) < arrivals:
+            self.step += 1
+            assert self.step < 20_000, "it hangs"
+            if len(self.legs) < arrivals and self.rng.random() < 0.5:
+                number = len(self.legs)
+                tokens, most = self.rng.randint(1, 30), self.rng.randint(2, max_tokens)
+                made = leg(f"r{number}", tokens, self.rng.randint(1, choices), most, first_token=40 * number)
+                self.legs[f"r{number}"] = made
+                self.take(self.decode.announced(made))
+            self.decode.now_s = 0.05 * self.step
+            if self.decode.unreported:
+                self.take(self.decode.compute())
+
+    @property
+    def silence(self) -> int:
+        """Steps, the longest of any choice."""
+        return max(b - a for steps in self.heard.values() for a, b in itertools.pairwise(steps))
+
+    @property
+    def overtaken(self) -> int:
+        """Most that came later and ended before."""
+        order = [self.ended[name] for name in self.legs]
+        return max(sum(later < ended for later in order[place:]) for place, ended in enumerate(order))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_overload_nobody_who_has_begun_is_silent_while_answers_are_no_longer_than_is_looked_ahead(seed: int) -> None:
+    world = Open(seed, lookahead_tokens=40)
+    world.run(arrivals=60, max_tokens=40)
+    assert world.decode.engine.tally.preemptions == {}
+    assert world.silence <= 4, "two plans are in flight when it joins"
+    assert world.overtaken <= 12, "those that decode together"
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("lookahead_tokens", [0, 8])
+def test_in_overload_silence_is_bounded_by_what_older_answers_still_have_to_write(
+    seed: int, lookahead_tokens: int
+) -> None:
+    """And by computing again what has left the cache, a chunk a step."""
+    world = Open(seed, lookahead_tokens=lookahead_tokens)
+    world.run(arrivals=60, max_tokens=80)
+    assert world.silence <= 80 + 110 // 8 + 4
+    assert world.overtaken <= 20
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_overload_choices_of_many_requests_come_to_their_ends(seed: int) -> None:
+    world = Open(seed, lookahead_tokens=(0, 40)[seed % 2])
+    world.run(arrivals=30, max_tokens=30, choices=9)
+    for name, made in world.legs.items():
+        assert all(len(world.heard[name, c]) == made.params.max_tokens for c in made.choices)

@@ -50,6 +50,7 @@ def test_the_least_start_leg_is_taken():
         (start_leg(params=pb.inference.SamplingParams()), "StartLeg.params.max_tokens is missing"),
         (start_leg(peer=None), "StartLeg.peer is missing"),
         (start_leg(num_prompt=3), "StartLeg.num_prompt is 3, but there are 2 tokens"),
+        (start_leg(tenant="x" * 257), "StartLeg.tenant has 257 characters; at most 256 are allowed"),
         (start_leg(deadline_s=float("nan")), "StartLeg.deadline_s is nan"),
         (start_leg(deadline_s=float("inf")), "StartLeg.deadline_s is inf"),
         (router_frame(abort_leg=pb.server.AbortLeg()), "AbortLeg.key is missing"),
