@@ -131,7 +131,9 @@ def _digest(path: Path, cache_dir: Path) -> str:
             if of == known and len(digest) == _DIGEST_CHARS:
                 return digest
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if time.time() - stat.st_mtime < SETTLED_S:  # a write within one tick of the clock would leave its times as they are
+    if (
+        time.time() - stat.st_mtime < SETTLED_S
+    ):  # a write within one tick of the clock would leave its times as they are
         return digest
     with contextlib.suppress(OSError):  # it is only found out again
         cache_dir.mkdir(parents=True, exist_ok=True)

@@ -56,9 +56,10 @@ class Cluster:
         scripts: dict[str, Script],
         hello: dict[str, dict[str, Any]] | None = None,
         ready: bool = True,
+        files: dict[str, str] | None = None,
         **config: Any,
     ) -> Router:
-        """Names begin with p or d, which says the role."""
+        """Names begin with p or d, which says the role. files: digests of the router's own."""
         refs = []
         for name, script in scripts.items():
             role = Role.PREFILL if name.startswith("p") else Role.DECODE
@@ -67,7 +68,8 @@ class Cluster:
             self.servers[name] = server
             refs.append(ServerRef(name=name, role=role.value, address=f"127.0.0.1:{server.port}"))
         tree = Config(router=replace(CONFIG, servers=tuple(refs), **config))
-        self.router = Router(tree, TOKENIZER, model_name=MODEL, max_model_len=512, registry=self.registry, linger_s=0.1)
+        facts: dict[str, Any] = {"model_name": MODEL, "max_model_len": 512, "files": files or {}}
+        self.router = Router(tree, TOKENIZER, registry=self.registry, linger_s=0.1, **facts)
         await self.router.start()
         if ready:
             await self.until(self.router.healthy)

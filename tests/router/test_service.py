@@ -482,6 +482,58 @@ async def test_servers_that_do_not_fit_are_no_reason_to_wait(cluster: Cluster) -
         await cluster.ask()
 
 
+async def test_a_server_that_comes_back_with_another_tokenizer_gets_nothing_until_it_has_ours(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = {"config.json": "c", "tokenizer.json": "t"}
+    hello = {name: {"files": theirs, "weights_hash": "w"} for name in ("p0", "d0", "d1")}
+    await cluster.up({**NORMAL, "d1": decode}, hello=hello, files=theirs)
+    await cluster.until(lambda: [cluster.state(name) for name in ("p0", "d0", "d1")] == ["ready"] * 3)
+    d1 = cluster.servers["d1"]
+    d1.hello = replace(d1.hello, files={**theirs, "tokenizer.json": "other"})
+    d1.new_incarnation()
+    await cluster.until(lambda: cluster.state("d1") == "mismatch")
+    status = next(server for server in cluster.router.status()["servers"] if server["name"] == "d1")
+    assert "tokenizer.json" in status["reason"] and "restart" in status["reason"]
+    assert "d1" in caplog.text and "tokenizer.json is not what this router has loaded" in caplog.text
+    assert cluster.metric("disagg_router_servers_mismatched") == 1
+    before = len(d1.started)
+    for _ in range(4):
+        assert (await cluster.ask()).text[0] == answer(0, 8)
+    assert len(d1.started) == before
+    await cluster.servers["d0"].kill()
+    d1.hello = replace(d1.hello, files=theirs)
+    d1.new_incarnation()
+    await cluster.until(lambda: cluster.state("d1") == "ready")
+    assert (await cluster.ask()).text[0] == answer(0, 8)
+    assert len(d1.started) == before + 1
+
+
+async def test_servers_that_all_have_another_tokenizer_are_no_reason_to_wait(cluster: Cluster) -> None:
+    hello = {name: {"files": {"config.json": "c", "tokenizer.json": "t"}} for name in ("p0", "d0")}
+    await cluster.up(NORMAL, hello=hello, ready=False, files={"config.json": "other", "tokenizer.json": "t"})
+    await cluster.until(lambda: cluster.state("d0") == "mismatch" and cluster.state("p0") == "mismatch")
+    with pytest.raises(NoCompatiblePeer, match="configuration than this router"):
+        await cluster.ask()
+
+
+async def test_an_answer_goes_on_with_the_weights_it_began_with_or_says_that_it_cannot(cluster: Cluster) -> None:
+    """The decode server is lost after the first token, and comes back, as the prefill server does, with other weights."""
+    old, new = ({"weights_hash": name, "fingerprint": name} for name in ("old", "new"))
+    router = await cluster.up({"p0": prefill, "d0": silent}, hello={"p0": old, "d0": old})
+    updates = router.generate(request())
+    await anext(updates)
+    assert isinstance(await anext(updates), ChoiceDelta)
+    for server in cluster.servers.values():
+        server.script = {"p0": prefill, "d0": decode}[server.name]
+        server.hello = replace(server.hello, pid=server.hello.pid + 1, **new)
+        server.new_incarnation()
+    with pytest.raises(RequestFailed, match="other weights"):
+        async for _ in updates:
+            pass
+    assert (await cluster.ask()).text[0] == answer(0, 8)  # what begins now is the new model's
+
+
 async def test_the_deadline_ends_a_running_request_and_frees_the_servers(cluster: Cluster) -> None:
     await cluster.up({"p0": prefill, "d0": silent})
     with pytest.raises(DeadlineExceeded, match="running, with 1 tokens"):

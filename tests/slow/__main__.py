@@ -31,6 +31,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "bad-wire": ("-m", "slow", "tests/cluster/test_wire_faults.py", "-k", "ten_thousand or write"),
     "bad-wire-smollm2": ("-m", "slow", "tests/cluster/test_wire_faults.py", "-k", "smollm2"),
     "soak": ("-m", "slow", "tests/cluster/test_soak.py"),
+    "swapped-checkpoint": ("-m", "slow", "tests/cluster/test_swapped_checkpoint.py"),
+    "tokenizer-files": ("-m", "slow", "tests/text"),
     "partition": ("tests/cluster/test_partition.py",),
     "properties": (
         "-m",
