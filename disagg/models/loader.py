@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from disagg.convert.safetensors_file import find_weight_files, read_header
 from disagg.messages.heads import SliceError, check_heads
 from disagg.messages.layout import DTYPE_BYTES, GroupKind, LayerGroup, StatePart
 from disagg.models.attention.calls import ATTENTION_NAME, LayerSlot, active
@@ -45,6 +46,9 @@ LAYER_TYPES = {
 
 # Tokens of a sequence where the model itself knows no bound.
 LONGEST_RECURRENCE = 1024 * 1024
+
+MOST_MADE = 2  # times the weights that are stored: tied ones may be stored once, and are counted once
+SMALL_MODEL = 1 << 20
 
 CHANGED = "files in {} were written or replaced while they were loaded"
 
@@ -121,6 +125,7 @@ def _load(model_dir: Path, dtype: str, device: str, ranks: Ranks) -> LoadedModel
     files = ModelFiles.read(model_dir)
     config = _check_config_file(model_dir, files)
     _check_ranks(model_dir, config, ranks.size)
+    _check_size(model_dir)
     module, report = _from_pretrained(model_dir, dtype)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -173,6 +178,31 @@ def _from_pretrained(model_dir: Path, dtype: str) -> tuple[PreTrainedModel, dict
     return module, report
 
 
+def _check_size(model_dir: Path) -> None:
+    """Weights that a checkpoint lacks are made before they are missed, so a wrong size in config.json would take any memory.
+
+    The module is made on the meta device, where weights have shapes and no bytes.
+    """
+    stored = sum(
+        each.num_values for path in find_weight_files(model_dir) for each in read_header(path).tensors.values()
+    )
+    try:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    except MemoryError:
+        raise
+    except Exception as error:  # as in _from_pretrained
+        raise ConfigError(
+            f"{model_dir / CONFIG} describes no model: {type(error).__name__}: {str(error)[:400]}"
+        ) from error
+    described = sum(weight.numel() for weight in module.parameters())
+    if described > MOST_MADE * stored + SMALL_MODEL:
+        raise ConfigError(
+            f"{model_dir / CONFIG} describes a model of {described} weights, and {stored} are stored beside it"
+        )
+
+
 def _on_rank(model_dir: Path, module: PreTrainedModel, places: LayerPlaces, ranks: Ranks) -> LayerPlaces:
     """Cuts the module, and notes what attention has to cut itself."""
     try:
@@ -203,7 +233,7 @@ def _check_config_file(model_dir: Path, files: ModelFiles) -> dict[str, Any]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
-            f"{path}: model_type {str(model_type)[:80]!r} is not served; served are {', '.join(sorted(FAMILIES))}"
+            f"{path}: model_type {model_type!r:.80} is not served; served are {', '.join(sorted(FAMILIES))}"
         )
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(f"{path}: transformers {transformers.__version__} does not know model_type {model_type!r}")

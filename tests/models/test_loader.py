@@ -107,13 +107,13 @@ def test_unknown_dtype_is_refused(llama_dir: Path) -> None:
 
 
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"lacks config\.json"):
         PagedModel.load(tmp_path, "float32", "cpu")
 
 
 def test_a_directory_without_weights_is_refused(llama_dir: Path) -> None:
     (llama_dir / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="no weights"):
+    with pytest.raises(ConfigError, match="lacks safetensors weights"):
         PagedModel.load(llama_dir, "float32", "cpu")
 
 
@@ -204,3 +204,34 @@ def test_tiny_tokenizer_round_trips_and_names_every_id(llama_dir: Path) -> None:
     assert tokenizer.get_vocab_size() == VOCAB_SIZE
     assert tokenizer.token_to_id("<|endoftext|>") == EOS_TOKEN_ID
     assert all(tokenizer.id_to_token(i) is not None for i in range(VOCAB_SIZE))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("vocab_size", 2**40, "describes a model of .* weights, and .* are stored"),
+        ("intermediate_size", 2**36, "describes a model of .* weights, and .* are stored"),
+        ("hidden_size", "wide", "config.json describes no model"),
+        ("rope_parameters", [3], "config.json describes no model"),
+    ],
+)
+def test_a_configuration_of_another_size_takes_no_memory(llama_dir: Path, name: str, value: object, said: str) -> None:
+    """transformers would make what the files lack, and then say that it was missing."""
+    edit_config(llama_dir, **{name: value})
+    with pytest.raises(ConfigError, match=said):
+        PagedModel.load(llama_dir, "float32", "cpu")
+
+
+@pytest.mark.parametrize("spoil", ["header", "data", "shape"])
+def test_weights_that_cannot_be_read_are_the_configurations_fault(llama_dir: Path, spoil: str) -> None:
+    """The libraries have exceptions of their own, which a worker would end with."""
+    weights = llama_dir / "model.safetensors"
+    content = weights.read_bytes()
+    if spoil == "shape":
+        tensors = load_file(weights)
+        name = next(name for name in tensors if name.endswith("up_proj.weight"))
+        save_file({**tensors, name: tensors[name][:3].clone()}, weights, metadata={"format": "pt"})
+    else:
+        weights.write_bytes(content[:-8] if spoil == "data" else b"\xff" * 4096)
+    with pytest.raises(ConfigError, match=str(llama_dir)):
+        PagedModel.load(llama_dir, "float32", "cpu")

@@ -11,8 +11,11 @@ from disagg.config.tree import Config
 from disagg.messages.control import Loaded
 from disagg.messages.layout import LayerGroup
 from disagg.messages.legs import LegEnd, Outcome, PeerRef, ServerState, StartLeg
+from disagg.server import server as server_module
 from disagg.server.identity import ModelIdentity, changed, disagreement, identity_of
 from disagg.server.server import Server
+from disagg.server.workers import GroupLost
+from disagg.types.errors import ConfigError
 from disagg.types.ids import LegKey, Role
 from disagg.types.sampling import SamplingParams
 
@@ -99,3 +102,59 @@ async def test_another_model_after_a_restart_is_logged_counted_and_told_to_route
     assert "aaaaaaaaaaaa and bbbbbbbbbbbb" in caplog.text
     assert "aaaaaaaaaaaa and bbbbbbbbbbbb" in server._note
     assert server._registry.get_sample_value("disagg_model_changes_total") == 1
+
+
+class _Over(Exception):
+    pass
+
+
+class _Health:
+    async def set_serving(self, serving: bool) -> None:
+        pass
+
+
+@pytest.mark.parametrize("fault", [ConfigError("no weights any more"), GroupLost("files were replaced")])
+async def test_a_model_that_cannot_be_loaded_for_a_while_does_not_end_a_server_that_has_served(
+    monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    made, _, _ = ready_server(monkeypatch)
+    notes: list[str] = []
+    outcomes = [IDENTITY, fault, fault, IDENTITY]
+
+    class _Lost:
+        async def wait_lost(self) -> str:
+            return "rank 0 was killed by SIGKILL"
+
+    async def bring_up() -> None:
+        if not outcomes:
+            raise _Over
+        outcome = outcomes.pop(0)
+        notes.append(made._note)
+        if isinstance(outcome, Exception):
+            raise outcome
+        made._group = _Lost()  # type: ignore[assignment]
+        made._take_identity(outcome)
+
+    async def take_down(reason: str) -> None:
+        made._group = None
+
+    monkeypatch.setattr(server_module, "RESTART_FIRST_S", 0.001)
+    for name, value in (("_find_device", lambda: None), ("_find_model", lambda: None), ("_bring_up", bring_up)):
+        monkeypatch.setattr(made, name, value)
+    monkeypatch.setattr(made, "_take_down", take_down)
+    with pytest.raises(_Over):
+        await made._supervise(_Health())  # type: ignore[arg-type]
+    assert notes[:2] == ["", ""] and str(fault) in notes[2] and str(fault) in notes[3]
+    assert made._note == ""  # all is well again
+
+
+async def test_a_model_that_cannot_be_loaded_at_first_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _, _ = ready_server(monkeypatch)
+
+    async def bring_up() -> None:
+        raise ConfigError("no weights")
+
+    for name, value in (("_find_device", lambda: None), ("_find_model", lambda: None), ("_bring_up", bring_up)):
+        monkeypatch.setattr(made, name, value)
+    with pytest.raises(ConfigError, match="no weights"):
+        await made._supervise(_Health())  # type: ignore[arg-type]
