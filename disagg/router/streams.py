@@ -228,6 +228,7 @@ class ServerStream:
             stream_id=self._stream_id,
             last_received=self._channel.received,
             expected_server_incarnation=self.hello.incarnation if self.hello is not None and not self.lost else "",
+            server_name=self.name,
         )
         connection, first = await self._dial(self.address, greeting, self._lease_s)
         hello, attached = first.hello, first.attached

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 
 HELLO_S = 10.0  # from the opening of a stream to its first message
-MAX_WAITING = 64  # streams that have not said hello; a healthy one does at once
+MAX_WAITING = 64  # streams that have not said hello; the next one ends the oldest: a healthy one says it at once
 MAX_STREAMS = 1024  # in all; each costs a task or two and what gRPC keeps of it
 MAX_RIVALS = 64  # refused holders of one name that are remembered
 
@@ -25,8 +25,12 @@ class Door:
     """Counts the streams of one service."""
 
     def __init__(self) -> None:
-        self.waiting = 0
         self.streams = 0
+        self._waiting: dict[asyncio.Timeout, None] = {}  # for their hello, the oldest first
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
 
     @asynccontextmanager
     async def opened(self, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
@@ -44,20 +48,24 @@ class Door:
 
     async def first(self, messages: AsyncIterator[T], context: grpc.aio.ServicerContext[Any, Any]) -> T | None:
         """The first message; None if the other side has said that there will be none. `messages` then goes on with the second."""
-        if self.waiting >= MAX_WAITING:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{self.waiting} streams have not said hello yet; at most {MAX_WAITING} may be",
-            )
-        self.waiting += 1
+        if len(self._waiting) >= MAX_WAITING:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.reschedule(asyncio.get_running_loop().time())
+        patience = asyncio.timeout(HELLO_S)
         try:
-            async with asyncio.timeout(HELLO_S):
+            async with patience:
+                self._waiting[patience] = None
                 return await anext(aiter(messages), None)
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello came within {HELLO_S:g} s")
+            if patience in self._waiting:
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello came within {HELLO_S:g} s")
+            else:
+                why = f"more than {MAX_WAITING} streams have not said hello yet, and this one was the oldest"
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
             return None
         finally:
-            self.waiting -= 1
+            self._waiting.pop(patience, None)
 
 
 class Rivals:

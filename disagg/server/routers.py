@@ -262,6 +262,11 @@ class RouterStreams(ServerServicer):
         """The lease of this channel, and whether it existed; any other lease of this router ends. Raises _NotAdmitted."""
         now = time.monotonic()
         process = hello.router_incarnation
+        own = self._hello().name
+        if hello.server_name not in ("", own):  # or it would end what the same router has here under our own name
+            raise _NotAdmitted(
+                grpc.StatusCode.FAILED_PRECONDITION, f"this is server {own}; {hello.server_name} is meant"
+            )
         for lease in list(self._leases.values()):
             if lease.hello.router_incarnation == process and lease.hello.stream_id == hello.stream_id:
                 lease.stream += 1

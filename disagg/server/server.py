@@ -129,6 +129,7 @@ class Server:
         self._engine: PrefillEngine | DecodeEngine | None = None
         self._ranks: tuple[RankInfo, ...] = ()
         self._fingerprint = ""
+        self._dumping = asyncio.Lock()
         self._server_id = secrets.token_hex(8)
         self._stop = asyncio.Event()
         self._last_load: LoadReport | None = None
@@ -691,7 +692,11 @@ class Server:
         return (200 if self._state is ServerState.READY else 503), self._state.value
 
     async def _dump(self) -> str:
-        """Everything worth knowing of a hung server, as text."""
+        """Everything worth knowing of a hung server, as text. One at a time, whoever asks."""
+        async with self._dumping:
+            return await self._make_dump()
+
+    async def _make_dump(self) -> str:
         parts = [
             f"== {self._name} ({self._role.value}), pid {os.getpid()}, {socket.gethostname()}, {self._state.value}"
         ]

@@ -50,7 +50,6 @@ class TelemetryServer:
         self._health = health
         self._dump = dump
         self._debug_remote = debug_remote
-        self._dumping = asyncio.Lock()  # one dump at a time, whoever asks
         self._open: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
 
@@ -118,7 +117,7 @@ class TelemetryServer:
             return 403, TEXT, b"/debug answers clients on this host only; debug.remote = true opens it to others\n"
         if path == "/debug/dump":
             try:
-                async with asyncio.timeout(DUMP_TIMEOUT_S), self._dumping:
+                async with asyncio.timeout(DUMP_TIMEOUT_S):
                     return 200, TEXT, (await self._dump()).encode()
             except TimeoutError:
                 return 504, TEXT, f"no dump within {DUMP_TIMEOUT_S:g} s\n".encode()

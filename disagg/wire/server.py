@@ -85,7 +85,7 @@ class RouterHello(Struct, frozen=True):
 
     router_incarnation: new for every router process. stream_id: names the ReliableChannel, new for each; the server
     resumes the channel of this id only. last_received: of that channel, 0 on a new one. expected_server_incarnation:
-    empty when the router knows none.
+    empty when the router knows none. server_name: who is meant; empty from a router that is too old to say.
     """
 
     router_name: str
@@ -93,6 +93,7 @@ class RouterHello(Struct, frozen=True):
     stream_id: str
     last_received: int
     expected_server_incarnation: str = ""
+    server_name: str = ""
 
 
 class AttachReply(Struct, frozen=True):
@@ -135,6 +136,7 @@ def router_hello_to_proto(hello: RouterHello) -> pb.server.RouterFrame:
     out.hello.stream_id = hello.stream_id
     out.hello.last_received = hello.last_received
     out.hello.expected_server_incarnation = hello.expected_server_incarnation
+    out.hello.server_name = hello.server_name
     return out
 
 
@@ -153,7 +155,7 @@ def router_frame_from_proto(message: pb.server.RouterFrame) -> RouterHello | Fra
     for field in ("router_name", "router_incarnation", "stream_id"):
         if not getattr(hello, field):
             refuse(hello, field, "is empty")
-    refuse_long(hello, "router_name", "router_incarnation", "stream_id", "expected_server_incarnation")
+    refuse_long(hello, "router_name", "router_incarnation", "stream_id", "expected_server_incarnation", "server_name")
     if message.number or message.messages:
         refuse(message, "hello", "comes with a frame; it must come alone")
     return RouterHello(
@@ -162,6 +164,7 @@ def router_frame_from_proto(message: pb.server.RouterFrame) -> RouterHello | Fra
         stream_id=hello.stream_id,
         last_received=hello.last_received,
         expected_server_incarnation=hello.expected_server_incarnation,
+        server_name=hello.server_name,
     )
 
 

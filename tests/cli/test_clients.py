@@ -170,6 +170,19 @@ def test_the_router_says_what_it_has_and_that_it_drains(state: str, last: str) -
     assert out.getvalue().splitlines()[-1] == f"router router-0 (pid 7): 3 in flight, {last}"
 
 
+def test_a_router_that_is_refused_says_why() -> None:
+    out = io.StringIO()
+    router = {
+        "name": "gateway",
+        "pid": 7,
+        "inflight": 0,
+        "queued": 0,
+        "error": 'the name "gateway" is held [by] another',
+    }
+    print_pools(Console(file=out, width=120), {"state": "unavailable", "servers": [], "routers": [router]})
+    assert out.getvalue().splitlines()[-1] == 'the name "gateway" is held [by] another'
+
+
 def test_stacks_in_a_dump_keep_their_lines() -> None:
     text = render_dump({"router": {"waiting": []}, "servers": {"p0": "--- thread main\n  File x\n"}})
     head, stacks = text.split("\n\n")

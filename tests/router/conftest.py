@@ -94,7 +94,8 @@ class Cluster:
 
 
 def request(prompt: str | tuple[int, ...] = "hi", **params: Any) -> GenerateRequest:
-    outer = {name: params.pop(name) for name in ("model", "deadline_s", "seed", "tenant") if name in params}
+    names = ("model", "deadline_s", "seed", "cache_salt", "tenant")
+    outer = {name: params.pop(name) for name in names if name in params}
     return GenerateRequest(
         prompt=prompt, params=SamplingParams(**{"max_tokens": 8, **params}), **{"model": MODEL, **outer}
     )

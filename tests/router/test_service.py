@@ -11,17 +11,19 @@ import pytest
 from msgspec.structs import replace
 
 from disagg.messages.legs import (
+    AbortLeg,
     GroupMemory,
     KvEvents,
     LegTokens,
     LoadReport,
     MemoryReport,
     Outcome,
+    PeerRef,
     ServerState,
     StartLeg,
 )
 from disagg.router.requests import ChoiceDelta, Started
-from disagg.router.streams import FIRST_BACKOFF_S
+from disagg.router.streams import FIRST_BACKOFF_S, FRAME_TOKENS, frame_length
 from disagg.types.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -32,7 +34,8 @@ from disagg.types.errors import (
     Unavailable,
     UnknownModel,
 )
-from disagg.types.ids import FinishReason
+from disagg.types.ids import FinishReason, LegKey
+from disagg.types.sampling import SamplingParams
 from tests.router.conftest import DEADLINE_S, NORMAL, SHORT_LEASE_S, Answer, Cluster, request
 from tests.router.fake_server import (
     EOS,
@@ -107,6 +110,7 @@ async def test_many_requests_at_once_get_their_own_answers(cluster: Cluster) -> 
         ("hi", {"deadline_s": 0.0}, InvalidRequest, "deadline_s"),
         ("hi", {"deadline_s": float("nan")}, InvalidRequest, "deadline_s"),
         ("hi", {"seed": -1}, InvalidRequest, "seed"),
+        ("hi", {"cache_salt": "x" * 1025}, InvalidRequest, "cache_salt has 1025 characters; at most 1024"),
     ],
 )
 async def test_a_wrong_request_is_refused_by_name(
@@ -734,3 +738,15 @@ async def test_text_and_tokens_are_turned_into_each_other(cluster: Cluster) -> N
     with pytest.raises(InvalidRequest):
         router.detokenize("tiny", (999,))
     assert [(model.name, model.max_model_len) for model in router.models()] == [("tiny", 512)]
+
+
+def test_a_frame_to_a_server_holds_what_it_reads_at_once_and_always_something() -> None:
+    def leg(tokens: int) -> StartLeg:
+        ids = range(tokens)  # stands for a tuple: only its length counts here
+        peer = PeerRef("d", "d:1", "i")
+        return StartLeg(LegKey("r", 1, 0), ids, tokens, SamplingParams(max_tokens=1), (0,), peer, 1.0)  # type: ignore[arg-type]
+
+    assert frame_length([leg(FRAME_TOKENS // 2)] * 3) == 2
+    assert frame_length([leg(2 * FRAME_TOKENS)] * 2) == 1
+    assert frame_length([AbortLeg(LegKey("r", 1, 0))] * 5000) == 1024
+    assert frame_length([leg(1), AbortLeg(LegKey("r", 1, 0))]) == 2

@@ -32,6 +32,7 @@ from disagg.router.view import CachedPages
 from disagg.server import door, routers
 from disagg.server.kv_feed import KvFeed
 from disagg.server.routers import Lease, RouterStreams
+from disagg.types.errors import Unavailable
 from disagg.types.ids import LegKey, Role
 from disagg.wire.server import RouterHello, ServerSays
 from disagg.wire.services import ServerStub, make_server, open_channel, server_handler
@@ -371,6 +372,16 @@ async def comes_in(server: Server, process: str) -> Router:
                 await asyncio.sleep(0.01)
 
 
+async def test_a_router_that_means_another_server_harms_nobodys_stream(server: Server) -> None:
+    """As when one server stands in a router's list twice, by two addresses."""
+    first = await attach(server, process="one")
+    hello = RouterHello("router-0", "one", "t", 0, server_name="d1")
+    with pytest.raises(Unavailable, match="this is server d0; d1 is meant"):
+        await dial_server(f"127.0.0.1:{server.port}", hello, DEADLINE_S)
+    assert not server.ended
+    await first.close()
+
+
 # ---- streams that keep no hours
 
 
@@ -408,12 +419,12 @@ async def test_streams_that_wait_with_their_hello_are_few(server: Server, monkey
                 assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 refused += 1
     assert len(reads) == 3
+    router = await attach(server)  # one that says hello gets in while they wait
+    await router.close()
     for call in calls:
         call.cancel()
     await asyncio.gather(*reads, return_exceptions=True)
     await channel.close()
-    router = await comes_in(server, "one")  # there is room again
-    await router.close()
 
 
 async def test_a_router_that_acknowledges_nothing_loses_its_lease(

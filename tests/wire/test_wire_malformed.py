@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.messages.channel import Frame
+from disagg.messages.channel import MAX_FRAME_MESSAGES, Frame
 from disagg.messages.legs import LoadReport, ServerState
 from disagg.types.errors import InvalidRequest, ProtocolError
 from disagg.wire import inference, pb, peer, server
+from disagg.wire.fields import Undecodable
+from disagg.wire.server import MAX_LEG_TOKENS
 
 KEY = pb.server.LegKey(request_id="r", attempt=1, trunk=0)
 
@@ -263,3 +265,53 @@ def test_no_server_says_of_itself_that_it_is_dead():
     load = LoadReport(ServerState.DEAD, 0, 0, 0, 0, 0, 0)
     with pytest.raises(KeyError):
         server.server_says_to_proto(server.ServerSays(Frame(0, 0, ()), load))
+
+
+# ---- bounds before anything is read
+
+
+def test_a_frame_of_too_many_messages_is_refused_before_they_are_read():
+    frame = pb.server.RouterFrame(number=1)
+    frame.messages.extend([pb.server.RouterMessage()] * (MAX_FRAME_MESSAGES + 1))  # of no kind, were they read
+    with pytest.raises(ProtocolError, match=f"RouterFrame.messages are 8193; at most {MAX_FRAME_MESSAGES} may be"):
+        server.router_frame_from_proto(frame)
+
+
+@pytest.mark.parametrize("field", ["router_name", "router_incarnation", "stream_id", "server_name"])
+def test_names_of_routers_are_short(field):
+    texts = {"router_name": "r", "router_incarnation": "i", "stream_id": "s", field: "x" * 257}
+    with pytest.raises(ProtocolError, match=f"RouterHello.{field} has 257 characters; at most 256 may be"):
+        server.router_frame_from_proto(pb.server.RouterFrame(hello=pb.server.RouterHello(**texts)))
+
+
+@pytest.mark.parametrize("field", ["name", "generation", "incarnation", "fingerprint", "host_id", "server_id"])
+def test_names_of_peers_are_short(field):
+    texts = {"name": "d", "generation": "g", "incarnation": "i", field: "x" * 257}
+    with pytest.raises(ProtocolError, match=f"LinkHello.{field} has 257 characters; at most 256 may be"):
+        peer.link_frame_from_proto(pb.peer.LinkFrame(hello=pb.peer.LinkHello(**texts)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"token_ids": [1] * (MAX_LEG_TOKENS + 1)}, "StartLeg.token_ids are 4194305; at most 4194304 may be"),
+        ({"choices": range(65)}, "StartLeg.choices has 65 entries; at most 64 may be"),
+        ({"cache_salt": "x" * 1025}, "StartLeg.cache_salt has 1025 entries; at most 1024 may be"),
+    ],
+)
+def test_what_a_leg_holds_is_bounded(fields, says):
+    leg = pb.server.StartLeg(
+        key=KEY, params=pb.inference.SamplingParams(max_tokens=1), peer=pb.server.PeerRef(name="d"), **fields
+    )
+    with pytest.raises(ProtocolError, match=says):
+        server.router_frame_from_proto(
+            pb.server.RouterFrame(number=1, messages=[pb.server.RouterMessage(start_leg=leg)])
+        )
+
+
+@pytest.mark.parametrize(
+    "read", [server.router_frame_from_proto, server.server_says_from_proto, peer.link_frame_from_proto]
+)
+def test_what_cannot_be_decoded_is_refused_in_words(read):
+    with pytest.raises(ProtocolError, match="what came is no such message"):
+        read(Undecodable("what came is no such message"))

@@ -116,7 +116,7 @@ server_hellos = st.builds(
     st.dictionaries(name, text, max_size=3),
     text,
 )
-router_hellos = st.builds(RouterHello, name, name, name, u64, text)
+router_hellos = st.builds(RouterHello, name, name, name, u64, text, text)
 attach_replies = st.builds(AttachReply, u64, st.booleans())
 
 # One strategy per message class: the tests check that none of the unions' members is missing here.
@@ -145,10 +145,12 @@ ranks = st.builds(link.RankInfo, u32, u32, u64, st.binary(max_size=8), st.intege
 @st.composite
 def link_hellos(draw):
     numbered = tuple(structs.replace(rank, rank=i) for i, rank in enumerate(draw(tuples(ranks, min_size=1))))
-    return link.LinkHello(draw(name), draw(name), draw(name), draw(text), len(numbered), draw(text), numbered)
+    return link.LinkHello(
+        draw(name), draw(name), draw(name), draw(text), len(numbered), draw(text), numbered, draw(text)
+    )
 
 
-link_greetings = st.builds(LinkGreeting, link_hellos(), u64)
+link_greetings = st.builds(LinkGreeting, link_hellos(), u64, text)
 LINK_MESSAGES = {
     link.Announce: st.builds(link.Announce, keys, u32),
     link.OpenRing: st.builds(link.OpenRing, u32, u32, st.integers(1, 2**64 - 1), tuples(u64)),
