@@ -8,7 +8,6 @@ unless it is opened to others: what it tells is for operators, and it costs more
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 from collections.abc import Awaitable, Callable
 
@@ -16,7 +15,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 REQUEST_TIMEOUT_S = 10.0
 DUMP_TIMEOUT_S = 30.0
-CLOSE_TIMEOUT_S = 1.0
 MAX_HEAD_BYTES = 16384
 MAX_CONNECTIONS = 64  # at once; each may keep an answer of some hundred KB for REQUEST_TIMEOUT_S
 TEXT = "text/plain; charset=utf-8"
@@ -82,20 +80,19 @@ class TelemetryServer:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
             method, status, content_type, body = await self._answer(head, _is_local(writer))
+            writer.transport.set_write_buffer_limits(0)  # `drain` returns when the system has all of it
             writer.write(_head(status, content_type, len(body)))
             if method != "HEAD":
                 writer.write(body)
-            writer.close()
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                await writer.wait_closed()  # all of it was read
+                await writer.drain()
+            writer.close()
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, TimeoutError):
             pass  # the client went away, is too slow, or does not speak HTTP: nobody is left to tell
         finally:
             self._open.discard(writer)
-            writer.transport.abort()  # closing alone would wait for as long as the client does not read
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await writer.wait_closed()
+            if not writer.is_closing():
+                writer.transport.abort()  # closing would wait for as long as the client does not read
 
     async def _answer(self, head: bytes, local: bool) -> tuple[str, int, str, bytes]:
         """(method, status, content type, body) for one request head."""
