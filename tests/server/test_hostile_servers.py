@@ -9,10 +9,11 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import pytest
+import uvloop
 from hypothesis import HealthCheck, Phase, given, settings
 from prometheus_client import CollectorRegistry
 
@@ -105,6 +106,14 @@ class Hostile:
         await self._grpc.stop(None)
 
 
+S = TypeVar("S", Hostile, Server)
+
+
+async def entered(make: Callable[[], S]) -> S:
+    """Made on the loop that it is to serve on."""
+    return await make().__aenter__()
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
@@ -134,9 +143,9 @@ def _quiet() -> Iterator[None]:
 def test_no_server_says_what_a_router_does_not_survive(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "FIRST_BACKOFF_S", 0.001)
     monkeypatch.setattr(streams, "MAX_BACKOFF_S", 0.001)
-    with asyncio.Runner() as runner:
-        hostile = runner.run(Hostile(SERVER, "Attach").__aenter__())
-        healthy = runner.run(Server().__aenter__())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as servers run
+        hostile = runner.run(entered(lambda: Hostile(SERVER, "Attach")))
+        healthy = runner.run(entered(Server))
         refs = (
             ServerRef(name="p0", role="prefill", address=f"127.0.0.1:{hostile.port}"),
             ServerRef(name="d0", role="decode", address=f"127.0.0.1:{healthy.port}"),
@@ -176,8 +185,8 @@ def test_no_peer_answers_what_a_server_that_dials_does_not_survive(
     ups: list[int] = []
     downs: list[int] = []
     failed: list[str] = []
-    with asyncio.Runner() as runner:
-        hostile = runner.run(Hostile(PEER, "Link").__aenter__())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as servers run
+        hostile = runner.run(entered(lambda: Hostile(PEER, "Link")))
 
         async def begin() -> Links:
             return Links(

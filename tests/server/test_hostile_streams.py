@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import grpc
 import pytest
+import uvloop
 from hypothesis import HealthCheck, Phase, given, settings
 
 from disagg.messages.channel import Frame
@@ -199,7 +200,7 @@ def campaign(examples: int, victim: Callable[[], Awaitable[Victim]], path: str, 
     """Each example is one hostile stream; after each the healthy one is tried."""
     seen: set[grpc.StatusCode] = set()
     grown: list[int] = []
-    with asyncio.Runner() as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as servers run
         target = runner.run(victim())
 
         async def one(messages: list[bytes]) -> None:
