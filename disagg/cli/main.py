@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 it failed; 2 the command line makes no sense; 3 the config
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +31,9 @@ class _Failed(click.ClickException):
     exit_code = EXIT_FAILED
 
     def show(self, file: IO[Any] | None = None) -> None:
-        if file is not None or sys.stderr is not None:
-            print(f"error: {printable_text(self.message)}", file=file or sys.stderr, flush=True)
+        stream = file or sys.stderr
+        with contextlib.suppress(OSError):  # nobody reads, which the exit code does not change
+            print(f"error: {printable_text(self.message)}", file=stream, flush=True)
 
 
 class _Misconfigured(_Failed):

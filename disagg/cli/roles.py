@@ -14,7 +14,13 @@ from disagg.config.load import load_config
 from disagg.config.tree import Config
 from disagg.router.names import drawn_name
 from disagg.telemetry.logs import configure_logging, log_uncaught_exceptions
-from disagg.telemetry.process import die_with_parent, heartbeat_to, no_heartbeat, raise_descriptor_limit
+from disagg.telemetry.process import (
+    die_with_parent,
+    heartbeat_to,
+    never_wait_for_readers,
+    no_heartbeat,
+    raise_descriptor_limit,
+)
 from disagg.telemetry.stacks import dump_stacks_on_signal
 
 Role = Literal["router", "prefill", "decode"]
@@ -32,6 +38,7 @@ def run_role(
     if parent_pid is not None:
         die_with_parent(parent_pid)
     heartbeat = no_heartbeat if heartbeat_fd is None else heartbeat_to(heartbeat_fd)
+    never_wait_for_readers()
     config = load_config(file, overrides)
     if role == "router" and not config.router.name:
         config = replace(config, router=replace(config.router, name=drawn_name()))

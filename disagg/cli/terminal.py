@@ -75,7 +75,10 @@ class UnblockedStream(io.TextIOBase):
 
     def settle(self, timeout_s: float) -> None:
         """Waits until all is written, so long at most."""
-        self._writer.flush(timeout_s)
+        until_s = time.monotonic() + timeout_s
+        for writer in (self._writer, self.copy):
+            if writer is not None:
+                writer.flush(max(0.0, until_s - time.monotonic()))
 
 
 def unblock_streams() -> tuple[UnblockedStream, ...]:

@@ -11,6 +11,7 @@ import ctypes
 import os
 import resource
 import signal
+import stat
 from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
@@ -44,6 +45,24 @@ def open_standard_descriptors() -> None:
             opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             assert opened == fd, "somebody opened a file before this"
             os.set_inheritable(fd, True)
+
+
+def never_wait_for_readers() -> None:
+    """From now on writing to stdout and stderr fails where it would wait, for native code in this process too.
+
+    gRPC and UCX write to stderr from threads that must not stand still. Only for pipes and terminals, and on an open file
+    of our own: the mode belongs to the open file, which others may share. Where that cannot be had, all stays as it is.
+    """
+    for fd in (1, 2):
+        try:
+            kind = os.fstat(fd).st_mode
+            if not (stat.S_ISFIFO(kind) or os.isatty(fd)):
+                continue
+            own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        os.dup2(own, fd, inheritable=True)
+        os.close(own)
 
 
 def heartbeat_to(fd: int) -> Callable[[], None]:

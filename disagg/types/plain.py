@@ -12,11 +12,8 @@ from typing import Final
 NAME_CHARS: Final = 128  # of a name or value that an error repeats
 MESSAGE_CHARS: Final = 2000  # of a whole message
 
-# Controls (C0, DEL, C1), line and paragraph separators, bidi controls, what is invisible, halves of surrogate pairs, tags.
-_UNFIT: Final = (
-    "\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
-    "\ud800-\udfff\U000e0000-\U000e007f"
-)
+# Controls (C0, DEL, C1), line and paragraph separators, bidi overrides and isolates, halves of surrogate pairs, tags.
+_UNFIT: Final = "\x00-\x1f\x7f-\x9f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f"
 _UNFIT_IN_LINE: Final = re.compile(f"[{_UNFIT}]")
 _UNFIT_IN_TEXT: Final = re.compile(f"(?![\n\t])[{_UNFIT}]")
 _SHORT: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}

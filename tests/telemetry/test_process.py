@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import grpc
+import pytest
 
 from disagg.telemetry.process import heartbeat_to
 from disagg.telemetry.stacks import format_stacks
@@ -138,3 +140,31 @@ def test_the_soft_limit_on_open_files_is_raised_to_the_hard_one() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["1000", "1000", "1000", "1000"], done.stderr
+
+
+def test_native_code_does_not_wait_for_who_reads_stderr_and_others_who_share_the_pipe_still_do() -> None:
+    code = (
+        "import ctypes, sys; from disagg.telemetry.process import never_wait_for_readers; never_wait_for_readers(); "
+        "libc = ctypes.CDLL(None, use_errno=True); data = b'x' * 65536\n"
+        "while libc.write(2, data, len(data)) > 0: pass\n"
+        "print(ctypes.get_errno(), flush=True); sys.exit(0)"
+    )
+    reading, writing = os.pipe()
+    try:
+        argv = [sys.executable, "-c", code]
+        done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=writing, timeout=60, check=False)
+        assert (done.returncode, int(done.stdout)) == (0, errno.EAGAIN)
+        assert os.get_blocking(writing)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_process_without_stderr_gives_its_number_to_nothing_else(closed: str) -> None:
+    code = (
+        "import os, sys; from disagg.telemetry.process import open_standard_descriptors; open_standard_descriptors(); "
+        "sys.exit(0 if os.open('/', os.O_RDONLY) > 2 else 1)"
+    )
+    argv = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
+    assert subprocess.run(argv, cwd=ROOT, timeout=60, check=False).returncode == 0
