@@ -9,11 +9,15 @@ import asyncio
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import tokenizers
+from msgspec import json
 from msgspec.structs import replace
+from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from disagg.messages.channel import Frame, ReliableChannel
@@ -61,6 +65,16 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 TOKENIZER = tiny_tokenizer()
+
+
+def write_model(directory: Path) -> Path:
+    """What a router reads of a model: a tokenizer, a configuration, and weights that have a header."""
+    TOKENIZER._inner.save(str(directory / "tokenizer.json"))
+    facts = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 256}
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 4, "vocab_size": 257}
+    (directory / "config.json").write_bytes(json.encode({**facts, **sizes}))
+    save_file({"model.embed_tokens.weight": np.zeros((257, 4), np.float32)}, directory / "model.safetensors")
+    return directory
 
 
 def letter(choice: int, index: int) -> str:

@@ -7,13 +7,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from msgspec import json
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
-from safetensors.numpy import save_file
 
 from disagg.config.tree import Config, ModelConfig, ServerRef
 from disagg.router.main import RunningRouter, max_model_len, run_router
@@ -33,17 +30,12 @@ from disagg.wire.inference import (
 from disagg.wire.services import InferenceStub, is_serving, open_channel
 from disagg.wire.status import PARAM_KEY
 from tests.router.conftest import CONFIG, DEADLINE_S
-from tests.router.fake_server import TOKENIZER, FakeServer, answer, decode, prefill, silent
+from tests.router.fake_server import FakeServer, answer, decode, prefill, silent, write_model
 
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    TOKENIZER._inner.save(str(tmp_path / "tokenizer.json"))
-    facts = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 256}
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 4, "vocab_size": 257}
-    (tmp_path / "config.json").write_bytes(json.encode({**facts, **sizes}))
-    save_file({"model.embed_tokens.weight": np.zeros((257, 4), np.float32)}, tmp_path / "model.safetensors")
-    return tmp_path
+    return write_model(tmp_path)
 
 
 class Face:

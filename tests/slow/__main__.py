@@ -47,6 +47,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "hostile-streams": ("-m", "slow", "tests/server"),
     "models": ("-m", "slow", "tests/models", "tests/convert"),
     "command-line": ("-m", "slow", "tests/cli"),
+    "faces": ("-m", "slow", "tests/api"),
 }
 NO_TESTS = 5  # pytest's status when a selection is empty
 
