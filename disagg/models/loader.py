@@ -189,7 +189,8 @@ def _check_size(model_dir: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+            made: Any = AutoModelForCausalLM
+            module = made.from_config(config, attn_implementation=ATTENTION_NAME)
     except MemoryError:
         raise
     except Exception as error:  # as in _from_pretrained
