@@ -183,6 +183,13 @@ def test_a_router_that_is_refused_says_why() -> None:
     assert out.getvalue().splitlines()[-1] == 'the name "gateway" is held [by] another'
 
 
+def test_what_the_operator_should_know_of_a_server_stands_below_its_pool() -> None:
+    out = io.StringIO()
+    server = {"name": "decode-0", "role": "decode", "state": "mismatch", "reason": "its tokenizer.json is [another]"}
+    print_pools(Console(file=out, width=120), {"state": "ready", "servers": [server], "routers": []})
+    assert out.getvalue().splitlines()[-1] == "decode-0: its tokenizer.json is [another]"
+
+
 def test_stacks_in_a_dump_keep_their_lines() -> None:
     text = render_dump({"router": {"waiting": []}, "servers": {"p0": "--- thread main\n  File x\n"}})
     head, stacks = text.split("\n\n")
