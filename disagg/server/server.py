@@ -253,9 +253,8 @@ class Server:
                     raise
                 # It worked before, so it is what the model's files have become, perhaps for a moment while they are replaced.
                 reason = str(error)
-                self._note = f"the model in {self._model_dir} could be served before, and cannot now: {reason}"[
-                    :NOTE_CHARS
-                ]
+                note = f"the model in {self._model_dir} could be served before, and cannot now: {reason}"
+                self._note = note[:NOTE_CHARS]
             logger.error("the workers of %s are lost: %s", self._name, reason)
             await health.set_serving(False)
             await self._take_down(reason)
@@ -267,10 +266,9 @@ class Server:
     def _find_model(self) -> None:
         model = self._config.model
         self._model_dir = resolve(model.name, Path(model.cache_dir).expanduser())
-        self._inspect_model()
 
     def _inspect_model(self) -> None:
-        """What the files say now; again for every group, since they may have been replaced. Raises ConfigError."""
+        """What the files say now: of every group, since they may have been replaced. Raises ConfigError."""
         self._facts = inspect_model(self._model_dir)
         tp = self._config.server.tp
         try:
@@ -289,8 +287,7 @@ class Server:
     async def _bring_up(self) -> None:
         """Start a new incarnation: processes, model, pool, transfer agents, engine; then READY."""
         config = self._config
-        if self._identity is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._inspect_model)
+        await asyncio.get_running_loop().run_in_executor(None, self._inspect_model)
         assert self._facts is not None
         try:
             group = WorkerGroup(

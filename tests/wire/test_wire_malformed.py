@@ -123,6 +123,8 @@ def server_hello(**changes):
         (server_hello(role=0), "ServerHello.role is missing"),
         (server_hello(role=3), "ServerHello.role is 3"),
         (server_hello(load=None), "ServerHello.load is missing"),
+        (server_hello(files=[pb.server.ModelFile()] * 65), "ServerHello.files has 65 entries; at most 64"),
+        (server_hello(note="x" * 4097), "ServerHello.note has 4097 characters; at most 4096"),
         (pb.server.ServerFrame(attached=pb.server.AttachReply()), "ServerFrame.hello is missing"),
         (
             pb.server.ServerFrame(kv=pb.server.KvUpdate(stored=[b"a", b"b"], stored_groups=[0])),
