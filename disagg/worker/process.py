@@ -43,7 +43,7 @@ from disagg.messages.lane import Beat, LaneReport, LaneReportFrame, decode_lane,
 from disagg.messages.plan import Hello, Ready, WorkerFailed, WorkerPlan, decode_to_worker, encode_from_worker
 from disagg.telemetry.logs import Format, Level, configure_logging
 from disagg.telemetry.stacks import dump_stacks_on_signal, format_stacks
-from disagg.types.errors import ConfigError, DisaggError, ProtocolError
+from disagg.types.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:
     from disagg.worker.executor import Executor
@@ -70,6 +70,9 @@ class WorkerProcess:
         self._incarnation = incarnation
         self._sockets = Path(sockets)
         self._context = zmq.Context()
+        self._results = self._context.socket(zmq.PUSH)  # of the compute thread, which is the one that makes this object
+        self._results.sndhwm = 0
+        self._results.connect(f"ipc://{sockets}/results")
         self._executor: Executor | None = None
         self._driver: TransferDriver | None = None
         self._jobs: queue.SimpleQueue[ControlRequest] = queue.SimpleQueue()  # transfer thread -> compute thread
@@ -90,7 +93,7 @@ class WorkerProcess:
             self._stopping = True
             os.eventfd_write(self._lane_fd, 1)
             lane.join(CLOSE_S)
-        except (DisaggError, RuntimeError, ValueError, AssertionError, MemoryError, KeyError) as error:
+        except Exception as error:  # whatever a step raises, the server learns of it
             logger.exception("the worker cannot go on")
             self._send_result(WorkerFailed(self._rank, f"{type(error).__name__}: {error}"))
             time.sleep(0.1)  # let ZeroMQ deliver it; the engine would learn of our exit anyway
@@ -104,9 +107,6 @@ class WorkerProcess:
         plans.rcvhwm = 0
         plans.subscribe(b"")
         plans.connect(f"ipc://{self._sockets}/plans")
-        self._results = self._context.socket(zmq.PUSH)
-        self._results.sndhwm = 0
-        self._results.connect(f"ipc://{self._sockets}/results")
         poller = zmq.Poller()
         poller.register(plans, zmq.POLLIN)
         poller.register(self._job_fd, zmq.POLLIN)
@@ -154,7 +154,7 @@ class WorkerProcess:
             return self._try(job)
         except ConfigError as error:
             return ControlFailed(self._rank, str(error), config=True)
-        except (DisaggError, OSError, RuntimeError, ValueError, ImportError, MemoryError) as error:
+        except Exception as error:  # as above
             logger.exception("%s failed", type(job).__name__)
             return ControlFailed(self._rank, f"{type(error).__name__}: {error}", config=False)
 
@@ -198,7 +198,7 @@ class WorkerProcess:
     def _serve_lane(self) -> None:
         try:
             self._lane_loop()
-        except (DisaggError, RuntimeError, ValueError, AssertionError, KeyError) as error:
+        except Exception as error:  # as above: the compute thread tells
             logger.exception("the transfer thread cannot go on")
             self._failure = f"transfer thread: {type(error).__name__}: {error}"
             os.eventfd_write(self._job_fd, 1)

@@ -12,6 +12,7 @@ import pytest
 
 from disagg.config.tree import LogConfig, WorkerConfig
 from disagg.messages.control import Dump, Dumped, Profile, Profiled
+from disagg.messages.plan import WorkerPlan
 from disagg.server.workers import GroupLost, WorkerGroup
 
 SILENT_S = 1.0
@@ -67,3 +68,27 @@ async def test_a_call_is_lost_when_its_time_is_over_though_the_rank_lives() -> N
     async with group_of(60.0) as group:
         with pytest.raises(GroupLost, match="no answer to Profile in time"):
             await group.call(Profile(1, 1), 3 * SILENT_S)
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [("plan", "IndexError"), ("plan", "Unheard"), ("job", "ZeroDivisionError"), ("lane", "IndexError")],
+)
+async def test_whatever_a_worker_raises_its_server_learns_the_cause(what: str, error: str) -> None:
+    ignore: Callable[..., None] = lambda *_: None  # noqa: E731
+    command = (sys.executable, "-m", "tests.server.failing_worker", what, error)
+    group = WorkerGroup("test", WorkerConfig(command=command), LogConfig(), 1, ignore, ignore)
+    group.start()
+    try:
+        if what == "plan":
+            await group.barrier(30.0)
+            group.publish(WorkerPlan(0))
+        if what == "job":
+            with pytest.raises(GroupLost) as caught:
+                await group.call(Profile(1, 1), 30.0)
+            reason = str(caught.value)
+        else:
+            reason = await asyncio.wait_for(group.wait_lost(), 30.0)
+    finally:
+        await group.kill()
+    assert f"{error}: row 262144 is out of bounds" in reason
