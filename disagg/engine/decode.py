@@ -22,6 +22,7 @@ from disagg.engine.facts import EngineFacts
 from disagg.engine.finish import finish_of
 from disagg.engine.instructions import DialLink, DropLink, Instruction, Tally, ToLane, ToLink, ToRouter, ToWorkers
 from disagg.engine.pool import EnginePool
+from disagg.engine.refusal import refusal
 from disagg.engine.ring_talk import RingTalk
 from disagg.engine.steps import PlanPipeline, Slots
 from disagg.memory.sequence import KvMemory, SequencePages
@@ -165,9 +166,9 @@ class DecodeEngine:
             return []
         session = ReceiveSession(len(start.token_ids), self.facts.groups, ())
         leg = _Leg(router, start, session, now_s, now_unix_s, now_s + start.deadline_s)
-        refusal = self._refusal(start)
-        if refusal:
-            self._end(leg, Outcome.REFUSED, refusal)
+        wrong = self._refusal(start)
+        if wrong:
+            self._end(leg, Outcome.REFUSED, wrong)
             return self._take()
         if sum(leg.waits for leg in self._legs.values()) >= self.facts.max_waiting:
             self._end(leg, Outcome.GIVEN_BACK, "too many legs are waiting already")
@@ -448,19 +449,19 @@ class DecodeEngine:
     # ---- before the grant
 
     def _refusal(self, start: StartLeg) -> str:
+        facts = self.facts
+        wrong = refusal(
+            start, max_model_len=facts.max_model_len, vocab_size=facts.vocab_size, max_slots=facts.max_slots
+        )
+        if wrong:
+            return wrong
         tokens = len(start.token_ids)
-        if tokens == 0 or start.num_prompt > tokens or not start.choices:
-            return "a leg needs at least one token and one choice"
-        if tokens >= self.facts.max_model_len:
-            return f"{tokens} tokens leave no room within the model's {self.facts.max_model_len}"
         choices = len(start.choices)
         if not self._fits_alone(self.pool.kv, self._total_tokens(start), tokens, choices):
             return (
                 f"prompt and max_tokens come to {self._total_tokens(start)} tokens for each of {choices} choices; the "
                 f"decode server has KV memory for {self.pool.longest_alone} tokens of one"
             )
-        if len(start.choices) > self.facts.max_slots:
-            return f"{len(start.choices)} choices are more than the server's {self.facts.max_slots} slots"
         return ""
 
     def _fits_alone(self, kv: KvMemory, total_tokens: int, shared_tokens: int = 0, choices: int = 1) -> bool:

@@ -19,6 +19,7 @@ from disagg.engine.facts import EngineFacts
 from disagg.engine.finish import finish_of
 from disagg.engine.instructions import DropLink, Instruction, Tally, ToLane, ToLink, ToRouter, ToWorkers
 from disagg.engine.pool import EnginePool
+from disagg.engine.refusal import refusal
 from disagg.engine.steps import PlanPipeline, Slots
 from disagg.memory.sequence import (
     PLANS_IN_FLIGHT,
@@ -226,9 +227,9 @@ class PrefillEngine:
             received_unix_s=now_unix_s,
             deadline_s=now_s + start.deadline_s,
         )
-        refusal = self._refusal(start)
-        if refusal:
-            self._end(leg, Outcome.REFUSED, refusal)
+        wrong = self._refusal(start)
+        if wrong:
+            self._end(leg, Outcome.REFUSED, wrong)
         elif len(self._waiting) >= self.facts.max_waiting:
             self._end(leg, Outcome.GIVEN_BACK, f"{len(self._waiting)} legs are waiting already")
         else:
@@ -464,15 +465,15 @@ class PrefillEngine:
     # ---- admission and steps
 
     def _refusal(self, start: StartLeg) -> str:
+        facts = self.facts
+        wrong = refusal(
+            start, max_model_len=facts.max_model_len, vocab_size=facts.vocab_size, max_slots=facts.max_slots
+        )
+        if wrong:
+            return wrong
         tokens = len(start.token_ids)
-        if tokens == 0 or start.num_prompt > tokens or not start.choices:
-            return "a leg needs at least one token and one choice"
-        if tokens >= self.facts.max_model_len:
-            return f"{tokens} tokens leave no room within the model's {self.facts.max_model_len}"
         if not self._fits_alone(self.pool.kv, tokens):
             return f"{tokens} prompt tokens do not fit the prefill server's KV pool of {self.max_tokens_in_pool} tokens"
-        if len(start.choices) > self.facts.max_slots:
-            return f"{len(start.choices)} choices are more than the server's {self.facts.max_slots} slots"
         return ""
 
     def _fits_alone(self, kv: KvMemory, num_tokens: int) -> bool:
