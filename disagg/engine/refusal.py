@@ -18,7 +18,7 @@ def refusal(start: StartLeg, *, max_model_len: int, vocab_size: int, max_slots: 
     """
     tokens = len(start.token_ids)
     if not 0 < start.num_prompt <= tokens or not start.choices:
-        return "a leg needs at least one token of a prompt and one choice"
+        return "a leg needs at least one token and one choice"
     if tokens >= max_model_len:
         return f"{tokens} tokens leave no room within the model's {max_model_len}"
     if len(start.choices) > max_slots:
