@@ -30,6 +30,7 @@ from disagg.types.errors import ConfigError, DisaggError, UnknownModel
 
 MAX_BODY_BYTES = 16 << 20
 MAX_PROMPTS = 128
+INLINE_BYTES = 16 << 10  # of a completion's body that is read on the event loop: 1 ms
 CLIENT_REQUEST_ID_CHARS = 128
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that it is they who close them
 
@@ -57,12 +58,20 @@ def create_app(
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await _body(request, max_body_bytes)
-        return Answer(router, parse_completion(body, max_prompts, _client_request_id(request)), fingerprint)
+        client_id = _client_request_id(request)
+        if len(body) <= INLINE_BYTES:
+            call = parse_completion(body, router.limits, max_prompts, client_id)
+        else:
+            call = await router.beside(len(body), parse_completion, body, router.limits, max_prompts, client_id)
+        return Answer(router, call, fingerprint)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = await _body(request, max_body_bytes)
-        return Answer(router, parse_chat(body, chat_template, _client_request_id(request)), fingerprint)
+        client_id = _client_request_id(request)
+        # Beside the loop whatever its length: how long a template takes is the template's business.
+        call = await router.beside(len(body), parse_chat, body, router.limits, chat_template, client_id)
+        return Answer(router, call, fingerprint)
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -6,11 +6,15 @@ HTTP call can be started together; errors are of `types.errors`; `Finished` is l
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import ParamSpec, Protocol, TypeVar
 
 from disagg.messages.legs import TimelineEvent
 from disagg.router.requests import GenerateRequest, Update
+from disagg.text.limits import TextLimits
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ServedModel(Protocol):
@@ -28,6 +32,15 @@ class RouterPort(Protocol):
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
         """The updates of one request. Raises DisaggError; before `Started` if the request was not accepted."""
+        ...
+
+    @property
+    def limits(self) -> TextLimits:
+        """How much text a request may bring."""
+        ...
+
+    async def beside(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Does work on `size` bytes in a thread of the router's."""
         ...
 
     def models(self) -> Sequence[ServedModel]: ...

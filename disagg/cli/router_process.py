@@ -8,6 +8,7 @@ import logging
 import signal
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import grpc
 import uvloop
@@ -23,6 +24,7 @@ from disagg.router.service import Router
 from disagg.telemetry.metrics import new_registry
 from disagg.telemetry.stacks import format_stacks
 from disagg.text.chat import ChatTemplate
+from disagg.text.limits import TextLimits
 from disagg.wire import pb
 from disagg.wire.inference import ModelInfo
 from disagg.wire.services import ServerStub, open_channel
@@ -32,6 +34,9 @@ HTTP_GRACE_S = 1.0  # after the drain, for answers that are on their way out
 SERVER_DUMP_S = 15.0  # a server that hangs must not hide what the others say
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def run(config: Config, heartbeat: Callable[[], None]) -> int:
@@ -48,6 +53,13 @@ class RouterFace:
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
         return self._router.generate(request)
+
+    @property
+    def limits(self) -> TextLimits:
+        return self._router.limits
+
+    async def beside(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._router.beside(size, work, *args, **kwargs)
 
     def models(self) -> Sequence[ModelInfo]:
         return self._router.models()

@@ -42,30 +42,36 @@ class InferenceService(InferenceServicer):
         self, request: pb.inference.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.inference.GenerateResponse]:
         try:
-            asked = GenerateRequest(**generate_request_from_proto(request))
-            left_s = context.time_remaining()
-            if left_s is not None and math.isfinite(left_s):
-                deadline_s = max(0.001, left_s)
-                asked = replace(asked, deadline_s=min(deadline_s, asked.deadline_s or deadline_s))
-            async with aclosing(self._router.generate(asked)) as updates:
+            updates = self._router.generate(self._asked(request, context.time_remaining()))
+            async with aclosing(updates):
                 async for update in updates:
                     yield _to_proto(update)
+            return
         except DisaggError as error:
-            await abort_with(context, error)
+            failure = error
+        del request  # see abort_with
+        await abort_with(context, failure)
 
     async def tokenize(self, request: pb.inference.TokenizeRequest, context: Context) -> pb.inference.TokenizeResponse:
         try:
-            return tokenize_response_to_proto(self._router.tokenize(**tokenize_request_from_proto(request)))
+            return tokenize_response_to_proto(await self._router.tokenize(**tokenize_request_from_proto(request)))
         except DisaggError as error:
-            await abort_with(context, error)
+            failure = error
+        del request  # see abort_with
+        await abort_with(context, failure)
 
     async def detokenize(
         self, request: pb.inference.DetokenizeRequest, context: Context
     ) -> pb.inference.DetokenizeResponse:
+        most = self._router.limits.max_tokens
         try:
-            return detokenize_response_to_proto(self._router.detokenize(**detokenize_request_from_proto(request)))
+            return detokenize_response_to_proto(
+                await self._router.detokenize(**detokenize_request_from_proto(request, most))
+            )
         except DisaggError as error:
-            await abort_with(context, error)
+            failure = error
+        del request  # see abort_with
+        await abort_with(context, failure)
 
     async def list_models(
         self, request: pb.inference.ListModelsRequest, context: Context
@@ -76,7 +82,15 @@ class InferenceService(InferenceServicer):
         try:
             return pb.inference.AbortResponse(found=self._router.abort(abort_request_from_proto(request)))
         except DisaggError as error:
-            await abort_with(context, error)
+            failure = error
+        await abort_with(context, failure)
+
+    def _asked(self, request: pb.inference.GenerateRequest, left_s: float | None) -> GenerateRequest:
+        asked = GenerateRequest(**generate_request_from_proto(request, self._router.limits.max_tokens))
+        if left_s is None or not math.isfinite(left_s):
+            return asked
+        deadline_s = max(0.001, left_s)
+        return replace(asked, deadline_s=min(deadline_s, asked.deadline_s or deadline_s))
 
 
 def _to_proto(update: Update) -> pb.inference.GenerateResponse:

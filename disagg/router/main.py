@@ -6,19 +6,23 @@ The HTTP face, signals and logging are the caller's.
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from disagg.config.tree import Config, ModelConfig
-from disagg.convert.inspect import inspect_model
+from disagg.convert.inspect import ModelFacts, inspect_model
 from disagg.router.grpc_service import InferenceService
 from disagg.router.service import Router
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import ConfigError
 from disagg.wire.services import INFERENCE, Health, enable_reflection, inference_handler, make_server
 
+logger = logging.getLogger(__name__)
+
+NAMED_TOKENS, TOKEN_CHARS = 8, 64  # of those beyond the vocabulary, in the log
 _GOODBYE_S = 1.0  # for calls that have their answer to be told so
 
 
@@ -55,15 +59,18 @@ class RunningRouter:
 
 async def run_router(config: Config, model_dir: Path, *, registry: CollectorRegistry) -> RunningRouter:
     """Loads the tokenizer, dials the servers and listens. Raises ConfigError."""
-    tokenizer = await asyncio.to_thread(Tokenizer.load, model_dir)
+    facts = inspect_model(model_dir)
+    tokenizer = await asyncio.to_thread(Tokenizer.load, model_dir, facts.vocab_size)
+    if tokenizer.beyond_vocab:
+        logger.warning("%s", beyond_vocab(tokenizer))
     router = Router(
         config,
         tokenizer,
         model_name=config.model.public_name,
-        max_model_len=max_model_len(config.model, model_dir),
+        max_model_len=max_model_len(config.model, facts),
         registry=registry,
     )
-    server = make_server(inference_handler(InferenceService(router)))
+    server = make_server(inference_handler(InferenceService(router)), max_request_bytes=router.limits.message_bytes)
     health = Health(server, (INFERENCE,))
     enable_reflection(server, (INFERENCE,))
     host = f"[{config.router.host}]" if ":" in config.router.host else config.router.host
@@ -77,7 +84,18 @@ async def run_router(config: Config, model_dir: Path, *, registry: CollectorRegi
     return RunningRouter(router, server, port, health)
 
 
-def max_model_len(model: ModelConfig, model_dir: Path) -> int:
-    """Prompt and output together: the model's own, or less if so configured. Raises ConfigError."""
-    own = inspect_model(model_dir).max_model_len
+def beyond_vocab(tokenizer: Tokenizer) -> str:
+    """What an operator should know of a tokenizer with tokens that the model has no row for."""
+    beyond = tokenizer.beyond_vocab
+    named = ", ".join(f"{text[:TOKEN_CHARS]!r} ({token_id})" for token_id, text in beyond[:NAMED_TOKENS])
+    more = f" and {len(beyond) - NAMED_TOKENS} more" if len(beyond) > NAMED_TOKENS else ""
+    return (
+        f"the tokenizer has {len(beyond)} tokens beyond the model's vocabulary of {tokenizer.vocab_size}: {named}{more}; "
+        "prompts with one of them are refused"
+    )
+
+
+def max_model_len(model: ModelConfig, facts: ModelFacts) -> int:
+    """Prompt and output together: the model's own, or less if so configured."""
+    own = facts.max_model_len
     return min(own, model.max_model_len) if model.max_model_len else own

@@ -25,6 +25,7 @@ from disagg.messages.legs import (
     StartLeg,
 )
 from disagg.types.ids import Role
+from disagg.types.sampling import MAX_CHOICES
 from disagg.wire import pb
 from disagg.wire.fields import (
     FINISH_TO_PROTO,
@@ -45,6 +46,8 @@ from disagg.wire.fields import (
     require,
 )
 from disagg.wire.inference import fill_sampling, read_sampling
+
+MAX_LEG_TOKENS = 4 << 20  # longer than any model's context; 32 MiB as Python has them
 
 OUTCOME_TO_PROTO = {
     Outcome.DONE: pb.server.OUTCOME_DONE,
@@ -174,12 +177,14 @@ def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
         refuse(message, "params.max_tokens", "is missing; a router sets it")
     if message.num_prompt > len(message.token_ids):
         refuse(message, "num_prompt", f"is {message.num_prompt}, but there are {len(message.token_ids)} tokens")
+    if len(message.token_ids) > MAX_LEG_TOKENS:
+        refuse(message, "token_ids", f"has {len(message.token_ids)} entries; at most {MAX_LEG_TOKENS} may be")
     return StartLeg(
         key=key,
         token_ids=tuple(message.token_ids),
         num_prompt=message.num_prompt,
         params=read_sampling(message.params),
-        choices=tuple(message.choices),
+        choices=tuple(message.choices[: MAX_CHOICES + 1]),  # one more than may be: the engine refuses
         peer=PeerRef(name=message.peer.name, address=message.peer.address, incarnation=message.peer.incarnation),
         deadline_s=read_seconds(message, "deadline_s"),
         cache_salt=message.cache_salt,

@@ -56,9 +56,11 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
-def make_server(*handlers: grpc.GenericRpcHandler) -> grpc.aio.Server:
-    """A server that is not listening yet."""
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+def make_server(*handlers: grpc.GenericRpcHandler, max_request_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
+    """A server that is not listening yet. What is larger than max_request_bytes is refused before it is read."""
+    most = min(max_request_bytes, MAX_MESSAGE_BYTES)
+    options = {**dict(SERVER_OPTIONS), "grpc.max_receive_message_length": most}  # of one given twice, the first counts
+    server = grpc.aio.server(options=tuple(options.items()))
     server.add_generic_rpc_handlers(handlers)
     return server
 

@@ -626,10 +626,10 @@ async def test_a_server_with_another_name_or_model_is_not_used(cluster: Cluster)
 
 async def test_text_and_tokens_are_turned_into_each_other(cluster: Cluster) -> None:
     router = await cluster.up(NORMAL)
-    ids = router.tokenize("tiny", "hi")
-    assert router.detokenize("tiny", ids) == "hi"
+    ids = await router.tokenize("tiny", "hi")
+    assert await router.detokenize("tiny", ids) == "hi"
     with pytest.raises(UnknownModel):
-        router.tokenize("other", "hi")
+        await router.tokenize("other", "hi")
     with pytest.raises(InvalidRequest):
-        router.detokenize("tiny", (999,))
+        await router.detokenize("tiny", (999,))
     assert [(model.name, model.max_model_len) for model in router.models()] == [("tiny", 512)]
