@@ -14,13 +14,13 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from disagg.config.tree import ServerRef
 from disagg.messages.channel import Frame, ReliableChannel
-from disagg.messages.legs import LoadReport, RouterMessage, ServerHello, ServerMessage
+from disagg.messages.legs import LoadReport, RouterMessage, ServerHello, ServerMessage, StartLeg
 from disagg.router.view import CachedPages, ServerView
 from disagg.types.errors import ProtocolError, Unavailable
 from disagg.types.ids import Role, ServerName
@@ -32,6 +32,8 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 1.0
 REFUSED_TWICE_WITHIN_S = 0.5
 TICK_S = 0.1  # how soon frames are acknowledged and overdue ones are noticed
+MAX_FRAME_TOKENS = 256 << 10  # of the legs in one frame: 1.3 MiB at most; a gRPC message may have 64
+MAX_FRAME_MESSAGES = 1024
 FRESH_HEARTBEATS = 3.0
 
 
@@ -268,7 +270,8 @@ class ServerStream:
                 await connection.write(self._repeats.popleft())
                 self._wrote_s = self._clock()
             if self._outbox and channel is self._channel:
-                messages, self._outbox = tuple(self._outbox), []
+                count = frame_length(self._outbox)
+                messages, self._outbox = tuple(self._outbox[:count]), self._outbox[count:]
                 await connection.write(channel.push(messages, now_s))
                 self._wrote_s = self._clock()
             if channel.ack_owed or self._clock() - self._wrote_s >= self._heartbeat_s:
@@ -344,6 +347,16 @@ class ServerStream:
         self._channel: ReliableChannel[Any] = ReliableChannel()  # one type each way
         self._outbox = []
         self._repeats.clear()
+
+
+def frame_length(messages: Sequence[RouterMessage]) -> int:
+    """How many of the first messages go into one frame: what a server's loop reads in some 10 ms, and at least one."""
+    tokens = 0
+    for at, message in enumerate(messages):
+        tokens += len(message.token_ids) if isinstance(message, StartLeg) else 0
+        if at == MAX_FRAME_MESSAGES or (at and tokens > MAX_FRAME_TOKENS):
+            return at
+    return len(messages)
 
 
 def _log_death(task: asyncio.Task[None]) -> None:

@@ -16,12 +16,15 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from disagg.config.tree import Config, ModelConfig
+from disagg.messages.legs import AbortLeg, PeerRef, StartLeg
 from disagg.router import grpc_service
 from disagg.router.main import run_router
 from disagg.router.service import Router
+from disagg.router.streams import MAX_FRAME_TOKENS, frame_length
 from disagg.text import stops
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import InvalidRequest, Overloaded
+from disagg.types.ids import LegKey
 from disagg.types.sampling import MAX_STOP_CHARS, SamplingParams
 from disagg.wire import pb
 from disagg.wire.inference import (
@@ -238,3 +241,26 @@ async def test_nothing_of_a_refused_call_is_left_though_no_garbage_is_collected(
         assert [words() for words in there] == [None] * 20
     finally:
         gc.enable()
+
+
+def test_a_frame_to_a_server_carries_as_many_legs_as_its_loop_reads_at_once() -> None:
+    def leg(tokens: int) -> StartLeg:
+        peer = PeerRef("d0", "h:1", "i")
+        return StartLeg(LegKey("r", 1, 0), (1,) * tokens, tokens, SamplingParams(max_tokens=1), (0,), peer, 1.0)
+
+    abort = AbortLeg(LegKey("r", 1, 0))
+    assert frame_length([leg(10), abort, leg(20)]) == 3
+    half = MAX_FRAME_TOKENS // 2
+    assert frame_length([leg(half), abort, leg(half), leg(1), abort]) == 3
+    assert frame_length([leg(2 * MAX_FRAME_TOKENS), leg(1)]) == 1
+    assert frame_length([abort] * 3000) == 1024
+
+
+async def test_many_long_prompts_reach_a_server_in_several_frames(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("disagg.router.streams.MAX_FRAME_TOKENS", 1000)
+    await cluster.up(NORMAL)
+    prompt = tuple(range(250)) * 2
+    answers = await asyncio.gather(*(cluster.ask(prompt, max_tokens=1) for _ in range(20)))
+    assert all(answer.text for answer in answers)
