@@ -21,6 +21,7 @@ from disagg.messages.legs import TimelineEvent
 from disagg.router.main import run_router
 from disagg.router.requests import GenerateRequest, Update
 from disagg.router.service import Router
+from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.metrics import new_registry
 from disagg.telemetry.stacks import format_stacks
 from disagg.text.chat import ChatTemplate
@@ -111,6 +112,7 @@ async def _serve(config: Config, heartbeat: Callable[[], None]) -> int:
 
 async def _until(config: Config, stopping: asyncio.Event) -> None:
     registry = new_registry()
+    watch = LoopWatch(registry)
     model_dir = await asyncio.to_thread(_model_dir, config)
     running = await run_router(config, model_dir, registry=registry)
     async with contextlib.AsyncExitStack() as stack:
@@ -123,6 +125,8 @@ async def _until(config: Config, stopping: asyncio.Event) -> None:
             max_prompts=config.router.max_prompts_per_request,
         )
         http = await serve(app, config.router.host, config.router.http_port)
+        watch.start()
+        stack.callback(watch.stop)
         log.info("router is listening", extra={"http": http.base_url, "grpc_port": running.grpc_port})
         stop = asyncio.create_task(stopping.wait())
         end = asyncio.create_task(http.wait())

@@ -13,6 +13,7 @@ from disagg.config.tree import Config
 from disagg.models.families import FAMILIES
 from disagg.router.metrics import RouterMetrics
 from disagg.server.exporter import Exporter
+from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.metrics import EngineMetrics
 from tests.repository.source import PACKAGE, ROOT
 
@@ -38,6 +39,7 @@ def metrics() -> set[tuple[str, str]]:
     registry = CollectorRegistry()
     Exporter(EngineMetrics(registry), registry)
     RouterMetrics(registry)
+    LoopWatch(registry)
     return {(f"{m.name}_total" if m.type == "counter" else m.name, m.type) for m in registry.collect()}
 
 
