@@ -26,10 +26,12 @@ from disagg.api.answer import Answer
 from disagg.api.bodies import parse_chat, parse_completion
 from disagg.api.errors import INTERNAL, BadField, BodyTooLarge, Fault, fault_of, fault_of_http
 from disagg.api.ports import ChatTemplatePort, RouterPort, ServedModel
+from disagg.router.budget import Held
 from disagg.types.errors import ConfigError, DisaggError, UnknownModel
 
 MAX_BODY_BYTES = 16 << 20
 MAX_PROMPTS = 128
+MAX_ANSWER_BYTES = 128 << 20
 INLINE_BYTES = 16 << 10  # of a completion's body that is read on the event loop: 1 ms
 CLIENT_REQUEST_ID_CHARS = 128
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that it is they who close them
@@ -43,6 +45,7 @@ def create_app(
     version: str,
     max_prompts: int = MAX_PROMPTS,
     max_body_bytes: int = MAX_BODY_BYTES,
+    max_answer_bytes: int = MAX_ANSWER_BYTES,
 ) -> FastAPI:
     """The face of one router. chat_template None: the model cannot chat, and clients are told so.
 
@@ -57,21 +60,23 @@ def create_app(
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await _body(request, max_body_bytes)
-        client_id = _client_request_id(request)
-        if len(body) <= INLINE_BYTES:
-            call = parse_completion(body, router.limits, max_prompts, client_id)
-        else:
-            call = await router.beside(len(body), parse_completion, body, router.limits, max_prompts, client_id)
-        return Answer(router, call, fingerprint)
+        with _holding(router) as held:
+            body = await _body(request, max_body_bytes, held)
+            client_id = _client_request_id(request)
+            if len(body) <= INLINE_BYTES:
+                call = parse_completion(body, router.limits, max_prompts, client_id)
+            else:
+                call = await router.beside(len(body), parse_completion, body, router.limits, max_prompts, client_id)
+            return Answer(router, call, fingerprint, held, max_answer_bytes)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = await _body(request, max_body_bytes)
-        client_id = _client_request_id(request)
-        # Beside the loop whatever its length: how long a template takes is the template's business.
-        call = await router.beside(len(body), parse_chat, body, router.limits, chat_template, client_id)
-        return Answer(router, call, fingerprint)
+        with _holding(router) as held:
+            body = await _body(request, max_body_bytes, held)
+            client_id = _client_request_id(request)
+            # Beside the loop whatever its length: how long a template takes is the template's business.
+            call = await router.beside(len(body), parse_chat, body, router.limits, chat_template, client_id)
+            return Answer(router, call, fingerprint, held, max_answer_bytes)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -136,7 +141,18 @@ def _model_card(model: ServedModel, created: int) -> dict[str, object]:
     }
 
 
-async def _body(request: Request, limit: int) -> bytes:
+@contextlib.contextmanager
+def _holding(router: RouterPort) -> Iterator[Held]:
+    """An account of the router's memory, which the answer releases; or this, where there is none."""
+    held = router.hold()
+    try:
+        yield held
+    except BaseException:
+        held.release()
+        raise
+
+
+async def _body(request: Request, limit: int, held: Held) -> bytes:
     """The request's body. Raises BodyTooLarge, before reading it where its length is announced."""
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
@@ -147,6 +163,7 @@ async def _body(request: Request, limit: int) -> bytes:
         size += len(part)
         if size > limit:
             raise BodyTooLarge(f"the body has more than {limit} bytes")
+        held.add(len(part), new=True)
         parts.append(part)
     return b"".join(parts)
 

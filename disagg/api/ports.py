@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import ParamSpec, Protocol, TypeVar
 
 from disagg.messages.legs import TimelineEvent
+from disagg.router.budget import Held
 from disagg.router.requests import GenerateRequest, Update
 from disagg.text.limits import TextLimits
 
@@ -41,6 +42,10 @@ class RouterPort(Protocol):
 
     async def beside(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Does work on `size` bytes in a thread of the router's."""
+        ...
+
+    def hold(self) -> Held:
+        """An account of the memory that requests may take in this process."""
         ...
 
     def models(self) -> Sequence[ServedModel]: ...

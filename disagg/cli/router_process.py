@@ -18,6 +18,7 @@ from disagg.cli.version import version
 from disagg.config.tree import Config, ServerRef
 from disagg.convert.model_dir import resolve
 from disagg.messages.legs import TimelineEvent
+from disagg.router.budget import Held
 from disagg.router.main import run_router
 from disagg.router.requests import GenerateRequest, Update
 from disagg.router.service import Router
@@ -61,6 +62,9 @@ class RouterFace:
 
     async def beside(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._router.beside(size, work, *args, **kwargs)
+
+    def hold(self) -> Held:
+        return self._router.hold()
 
     def models(self) -> Sequence[ModelInfo]:
         return self._router.models()
@@ -123,6 +127,7 @@ async def _until(config: Config, stopping: asyncio.Event) -> None:
             registry,
             version=version(),
             max_prompts=config.router.max_prompts_per_request,
+            max_answer_bytes=config.router.answer_bytes,
         )
         http = await serve(app, config.router.host, config.router.http_port)
         watch.start()

@@ -27,6 +27,7 @@ from disagg.config.tree import Config
 from disagg.messages.legs import LegTokens, ServerMessage, TimelineEvent
 from disagg.router.acceptance import Accepted
 from disagg.router.beside import Beside
+from disagg.router.budget import Budget, Held
 from disagg.router.choice_text import ChoiceText
 from disagg.router.dial import dial_server
 from disagg.router.mailbox import Mailbox
@@ -83,6 +84,7 @@ LINGER_S = 0.25  # how long a finished request waits for the servers' last words
 FLUSH_S = 0.5  # how long a closing router waits for its last aborts to arrive
 KEPT_TIMELINES = 256
 RATE_WINDOW_S = 30.0
+PROMPT_TOKEN_BYTES, STOP_CHAR_BYTES = 40, 260  # as Python has them
 _OUTCOMES: tuple[tuple[type[DisaggError], str], ...] = (
     (RequestError, "invalid"),
     (Overloaded, "overloaded"),
@@ -101,12 +103,19 @@ class _Live:
     """A request from its acceptance to its end."""
 
     def __init__(
-        self, machine: RequestMachine, stops: StopTable | None, arrived_s: float, arrived_unix_s: float
+        self,
+        machine: RequestMachine,
+        stops: StopTable | None,
+        mailbox: Mailbox,
+        held: Held,
+        arrived_s: float,
+        arrived_unix_s: float,
     ) -> None:
         self.machine = machine
+        self.held = held  # its prompt's bytes
         self.stops = stops
         self.texts: dict[int, ChoiceText] = {}  # of the choices that have tokens: 8,192 at once would hold the loop
-        self.mailbox = Mailbox()
+        self.mailbox = mailbox
         self.arrived_s = arrived_s
         self.arrived_unix_s = arrived_unix_s
         self.dispatched = False  # it has a place among max_inflight
@@ -164,6 +173,7 @@ class Router:
         }
         self._limits = TextLimits(max_model_len, tokenizer.most_chars(max_model_len))
         self._beside = Beside()
+        self._budget = Budget(self._config.memory_bytes)
         self._stop_tables: weakref.WeakValueDictionary[tuple[str, ...], StopTable] = weakref.WeakValueDictionary()
         self._arriving = 0  # requests whose text is being read
         self._live: dict[str, _Live] = {}
@@ -226,6 +236,7 @@ class Router:
         finally:
             if live.machine.phase is not Phase.ENDED:
                 self._drive(live, ClientGone("the client went away"))
+            live.mailbox.close()
 
     def abort(self, request_id: str) -> bool:
         """Ends a request with Cancelled; whether it was running here."""
@@ -246,6 +257,10 @@ class Router:
     def limits(self) -> TextLimits:
         """What faces check before they turn a message into values."""
         return self._limits
+
+    def hold(self) -> Held:
+        """An account of `router.memory_bytes`, for a face that keeps something of a request."""
+        return self._budget.hold()
 
     async def beside(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Does what takes long with `size` bytes of text in a thread (see `beside.py`)."""
@@ -346,6 +361,8 @@ class Router:
         if not (math.isfinite(deadline_s) and deadline_s > 0):
             raise InvalidRequest(f"deadline_s is {deadline_s}; it must be a positive number of seconds", "deadline_s")
         self._check_room()
+        held = self._budget.hold()
+        held.add(PROMPT_TOKEN_BYTES * len(prompt) + STOP_CHAR_BYTES * sum(map(len, params.stop)), new=True)
         request_id = secrets.token_hex(12)
         machine = RequestMachine(
             request_id,
@@ -360,7 +377,8 @@ class Router:
             serial=self._serial,
         )
         self._serial += 1
-        live = _Live(machine, self._stop_table(params.stop), arrived_s, arrived_unix_s)
+        mailbox = Mailbox(self._budget.hold(), self._config.answer_bytes)
+        live = _Live(machine, self._stop_table(params.stop), mailbox, held, arrived_s, arrived_unix_s)
         logger.info(
             "request accepted: %d prompt tokens, up to %s more",
             len(prompt),
@@ -641,6 +659,9 @@ class Router:
         delta = text.push(accepted)
         if delta is not None:
             live.mailbox.put(delta)
+            if live.mailbox.overfull is not None:
+                # Not at once: what the machine has just said is still being done.
+                asyncio.get_running_loop().call_soon(self._drive, live, ShutDown(live.mailbox.overfull))
         if text.stopped_by is not None:
             self._drive(live, StopFound(accepted.choice))
 
@@ -697,6 +718,7 @@ class Router:
             f": {end}" if isinstance(end, DisaggError) else "",
             extra=live.log,
         )
+        live.held.release()
         live.mailbox.put(end)
         if not self._live:
             self._idle.set()

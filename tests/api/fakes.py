@@ -16,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from disagg.messages.legs import TimelineEvent
+from disagg.router.budget import Budget, Held
 from disagg.router.requests import (
     ChoiceDelta,
     Finished,
@@ -58,7 +59,11 @@ class FakeRouter:
         self.raw: Mapping[str, bytes] = {}  # a token's own bytes, where they are not its text's
         self.timelines: dict[str, tuple[TimelineEvent, ...]] = {}
         self.limits = TextLimits(MAX_MODEL_LEN, 100_000)
+        self.budget = Budget(64 << 20)
         self._numbers = itertools.count()
+
+    def hold(self) -> Held:
+        return self.budget.hold()
 
     async def beside(self, size: int, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.to_thread(work, *args)
