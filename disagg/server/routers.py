@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 MAX_PENDING_BYTES = 8 << 20
 TOKEN_BYTES = 64  # a token with its place, roughly, as it waits here
 LOGPROB_BYTES = 32
+MERGED_BYTES = 128 << 10  # of one message: what a router does with it keeps its loop for some 20 ms
+FRAME_BYTES = 512 << 10  # of one frame, for the same reason: a router that was away finds several
 ACK_DELAY_S = 0.1  # an acknowledgement waits this long for a frame to ride on
 KV_EVERY_S = 0.1  # no two parts of cache news follow each other faster: tokens come first
 
@@ -67,15 +69,15 @@ class Lease:
         self.stream = 0  # number of the stream that serves this lease now; older ones end
 
     def put(self, message: ServerMessage) -> None:
-        """Tokens of one choice that follow each other become one message."""
+        """Tokens of one choice that follow each other become one message, as long as it is small."""
+        self.pending_bytes += _size(message)
         if isinstance(message, LegTokens):
-            self.pending_bytes += TOKEN_BYTES * len(message.token_ids)
-            self.pending_bytes += LOGPROB_BYTES * sum(1 + len(entry.top) for entry in message.logprobs)
             at = self._open.get((message.key, message.choice))
             if at is not None:
                 before = self.pending[at]
                 assert isinstance(before, LegTokens)
-                if before.first_index + len(before.token_ids) == message.first_index:
+                follows = before.first_index + len(before.token_ids) == message.first_index
+                if follows and _size(before) < MERGED_BYTES:
                     self.pending[at] = LegTokens(
                         key=message.key,
                         choice=message.choice,
@@ -89,12 +91,25 @@ class Lease:
         self.pending.append(message)
 
     def take(self) -> tuple[ServerMessage, ...]:
-        messages = tuple(self.pending)
-        self.pending.clear()
-        self._open.clear()
-        self.pending_bytes = 0
-        self.ready = False
+        """The first of what is pending, as much as goes into one frame; it stays ready where there is more."""
+        count = total = 0
+        while count < len(self.pending) and (count == 0 or total + _size(self.pending[count]) <= FRAME_BYTES):
+            total += _size(self.pending[count])
+            count += 1
+        messages = tuple(self.pending[:count])
+        del self.pending[:count]
+        self._open = {place: at - count for place, at in self._open.items() if at >= count}
+        self.pending_bytes -= total
+        self.ready = bool(self.pending)
         return messages
+
+
+def _size(message: ServerMessage) -> int:
+    """Bytes of what waits here, roughly. All rows of log-probabilities of a message are as long as the first."""
+    if not isinstance(message, LegTokens):
+        return 0
+    rows = len(message.logprobs) * (1 + len(message.logprobs[0].top)) if message.logprobs else 0
+    return TOKEN_BYTES * len(message.token_ids) + LOGPROB_BYTES * rows
 
 
 class RouterStreams(ServerServicer):

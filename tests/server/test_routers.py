@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -21,12 +22,13 @@ from disagg.messages.legs import (
     ServerMessage,
     ServerState,
 )
+from disagg.messages.plan import TokenLogprobs
 from disagg.router.dial import dial_server
 from disagg.router.streams import Connection
 from disagg.router.view import CachedPages
 from disagg.server import routers
 from disagg.server.kv_feed import KvFeed
-from disagg.server.routers import RouterStreams
+from disagg.server.routers import FRAME_BYTES, LOGPROB_BYTES, Lease, RouterStreams
 from disagg.types.ids import LegKey, Role
 from disagg.wire.server import RouterHello, ServerSays
 from disagg.wire.services import make_server, server_handler
@@ -222,3 +224,41 @@ async def test_the_cache_adds_nothing_to_an_idle_stream(server: Server) -> None:
     await router.until(lambda: len(router.said) >= heard + 2)  # heartbeats
     assert all(says.kv is None for says in router.said[heard:])
     await router.close()
+
+
+def lease() -> Lease:
+    return Lease(0, RouterHello("r", "i", "s", 0))
+
+
+def tokens(first: int, count: int, choice: int = 0, top: int = 0) -> LegTokens:
+    rows = tuple(TokenLogprobs(-1.0, ((1, -1.0),) * top) for _ in range(count)) if top else ()
+    return LegTokens(LegKey("r", 1, 0), choice, first, tuple(range(first, first + count)), rows)
+
+
+def test_what_waited_for_a_router_goes_out_in_frames_that_its_loop_reads_at_once() -> None:
+    waiting = lease()
+    for step in range(2000):
+        for choice in range(4):
+            waiting.put(tokens(step, 1, choice, top=20))
+    before = waiting.pending_bytes
+    frames = []
+    while waiting.pending:
+        frames.append(waiting.take())
+        assert waiting.ready == bool(waiting.pending)
+        if len(frames) == 3:
+            waiting.put(tokens(2000, 1, 0, top=20))  # more comes meanwhile
+    assert waiting.pending_bytes == 0
+    assert len(frames) > 8
+    sizes = [sum(LOGPROB_BYTES * 21 * len(m.logprobs) for m in frame) for frame in frames]
+    assert max(sizes) <= FRAME_BYTES < before
+    for choice, count in ((0, 2001), (1, 2000)):
+        said = [m for frame in frames for m in frame if m.choice == choice]
+        assert [token for m in said for token in m.token_ids] == list(range(count))
+        assert all(a.first_index + len(a.token_ids) == b.first_index for a, b in itertools.pairwise(said))
+
+
+def test_a_message_larger_than_a_frame_goes_out_alone() -> None:
+    waiting = lease()
+    waiting.put(tokens(0, 2000, top=20))
+    waiting.put(tokens(2000, 1))
+    assert [len(waiting.take()) for _ in range(2)] == [1, 1]
