@@ -8,8 +8,7 @@ once every request has been accepted and the first token is there; an error afte
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -21,7 +20,9 @@ from starlette.types import Receive, Scope, Send
 from disagg.api.bodies import Call
 from disagg.api.errors import INTERNAL, Fault, fault_of
 from disagg.api.ports import RouterPort
-from disagg.api.replies import ChatWriter, Chunk, ChunkUsage, CompletionWriter, UsageReply, merge_deltas, usage_reply
+from disagg.api.replies import ChatWriter, Chunk, ChunkUsage, CompletionWriter, UsageReply, usage_reply
+from disagg.api.whole import PART_BYTES, WholeAnswer, check_size
+from disagg.router.budget import Held
 from disagg.router.requests import ChoiceDelta, Finished, GenerateRequest, Started, Update, Usage
 from disagg.types.errors import DisaggError, Unavailable
 
@@ -36,12 +37,20 @@ _EVENT_HEADERS = {
 class Answer(Response):
     """The response to one completion or chat call. An ASGI app: all the work happens when it is called."""
 
-    def __init__(self, router: RouterPort, call: Call, fingerprint: str) -> None:
+    def __init__(self, router: RouterPort, call: Call, fingerprint: str, held: Held, most_bytes: int) -> None:
+        """held: what the call holds of the router's memory. most_bytes: of an answer that is not streamed.
+
+        Raises InvalidRequest for an answer that would be larger.
+        """
         super().__init__()
+        if not call.stream:
+            check_size(call, most_bytes)
         self._router = router
         self._call = call
         self._fingerprint = fingerprint
         self._begun = False  # the status has been sent
+        self._held = held
+        self._most_bytes = most_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises DisaggError if a request fails before anything was sent."""
@@ -51,6 +60,8 @@ class Answer(Response):
             if not self._begun:
                 raise Unavailable(_CLOSING) from None
             raise
+        finally:
+            self._held.release()
 
     async def _run(self, send: Send) -> None:
         call = self._call
@@ -69,20 +80,28 @@ class Answer(Response):
         started: list[Started],
         updates: AsyncGenerator[tuple[int, Update], None],
     ) -> None:
-        deltas: dict[tuple[int, int], list[ChoiceDelta]] = defaultdict(list)
+        whole = WholeAnswer(self._call, len(started), self._most_bytes)
         usages: dict[int, Usage] = {}
         async for prompt, update in updates:
             if isinstance(update, ChoiceDelta):
-                deltas[prompt, update.choice].append(update)
+                self._held.add(whole.add(prompt, update))
             elif isinstance(update, Finished):
                 usages[prompt] = update.usage
         _assert_finished(usages, len(started))
-        per_choice = [[merge_deltas(c, deltas[p, c]) for c in range(self._call.n)] for p in range(len(started))]
-        body = msgspec.json.encode(writer.whole(per_choice, usage_reply(usages.values())))
-        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        parts = []
+        for part in whole.parts(writer, usage_reply(usages.values())):
+            parts.append(part)
+            if len(part) > PART_BYTES:
+                await asyncio.sleep(0)
+        headers = {"content-type": "application/json", "content-length": str(sum(map(len, parts)))}
         self._begun = True
         await _send_start(send, started, headers)
-        await send({"type": "http.response.body", "body": body})
+        last = b""
+        for body in in_parts(parts):
+            if last:
+                await send({"type": "http.response.body", "body": last, "more_body": True})
+            last = body
+        await _send_last(send, last)
 
     async def _stream(
         self,
@@ -180,6 +199,20 @@ async def _send_start(send: Send, started: list[Started], headers: Mapping[str, 
     await send({"type": "http.response.start", "status": 200, "headers": raw})
 
 
+def in_parts(pieces: list[bytes]) -> Iterator[bytes]:
+    """The same bytes in parts of PART_BYTES or less: small pieces together, large ones cut."""
+    together = bytearray()
+    for piece in pieces:
+        for at in range(0, len(piece), PART_BYTES):
+            cut = piece[at : at + PART_BYTES]
+            if len(together) + len(cut) > PART_BYTES:
+                yield bytes(together)
+                together.clear()
+            together += cut
+    if together:
+        yield bytes(together)
+
+
 async def _send_events(send: Send, chunks: Iterable[Chunk]) -> None:
     body = b"".join(_event(chunk) for chunk in chunks)
     await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -208,42 +241,45 @@ def _worth_sending(delta: ChoiceDelta, call: Call) -> bool:
 async def merged(router: RouterPort, requests: tuple[GenerateRequest, ...]) -> AsyncGenerator[tuple[int, Update], None]:
     """The updates of several requests, each with its request's index. The first error ends all of them.
 
-    First comes the Started of every request, then everything else, as it comes.
-
-    One request is read at the client's pace, and the router merges what a slow client leaves. Several are read as fast
-    as they come: what waits here is at most their whole output.
+    First comes the Started of every request, then everything else, as it comes. All are read at the client's pace: what a
+    slow client leaves waits with the router, which merges it and counts it.
     """
     if len(requests) == 1:
         async with aclosing(router.generate(requests[0])) as updates:
             async for update in updates:
                 yield 0, update
         return
-    waiting: asyncio.Queue[tuple[int, Update] | asyncio.Task[None]] = asyncio.Queue()
+    waiting: asyncio.Queue[tuple[int, Update | Exception | None]] = asyncio.Queue(maxsize=len(requests))
+    all_started = asyncio.Event()
 
     async def read(index: int, request: GenerateRequest) -> None:
-        async with aclosing(router.generate(request)) as updates:
-            async for update in updates:
-                waiting.put_nowait((index, update))
+        """Ends in None, or in what it failed with."""
+        try:
+            async with aclosing(router.generate(request)) as updates:
+                async for update in updates:
+                    if not isinstance(update, Started):
+                        await all_started.wait()
+                    await waiting.put((index, update))
+        except Exception as error:  # noqa: BLE001  raised again by whoever reads
+            await waiting.put((index, error))
+        else:
+            await waiting.put((index, None))
 
     readers = [asyncio.create_task(read(i, request)) for i, request in enumerate(requests)]
-    for reader in readers:
-        reader.add_done_callback(waiting.put_nowait)
     unstarted = reading = len(readers)
-    early: list[tuple[int, Update]] = []
     try:
         while reading:
-            item = await waiting.get()
-            if isinstance(item, asyncio.Task):
-                item.result()
+            index, item = await waiting.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
                 reading -= 1
-            elif unstarted and not isinstance(item[1], Started):
-                early.append(item)
-            else:
-                yield item
-                if isinstance(item[1], Started):
-                    unstarted -= 1
-                    for held in early if unstarted == 0 else ():
-                        yield held
+                continue
+            if isinstance(item, Started):
+                unstarted -= 1
+                if unstarted == 0:
+                    all_started.set()
+            yield index, item
     finally:
         for reader in readers:
             reader.cancel()

@@ -29,12 +29,15 @@ from disagg.api.bodies import parse_chat, parse_completion
 from disagg.api.connections import UNSENT_BYTES, Bounds, Connection, Crowd, HttpMetrics
 from disagg.api.errors import INTERNAL, BadField, BodyTooLarge, Fault, UnreadableBody, fault_of, fault_of_http
 from disagg.api.ports import ChatTemplatePort, RouterPort, ServedModel
+from disagg.router.budget import Held
 from disagg.router.tenants import tenant_of
 from disagg.types.errors import ConfigError, DisaggError, UnknownModel
 from disagg.types.plain import quoted
 
 MAX_BODY_BYTES = 16 << 20
 MAX_PROMPTS = 128
+MAX_ANSWER_BYTES = 128 << 20
+INLINE_BYTES = 16 << 10  # of a completion's body that is read on the event loop: 1 ms
 CLIENT_REQUEST_ID_CHARS = 128
 GOODBYE_S = 2.0  # after the drain: for the last words of what did not end in time
 NO_BOUNDS = Bounds()
@@ -51,6 +54,7 @@ def create_app(
     max_prompts: int = MAX_PROMPTS,
     max_body_bytes: int = MAX_BODY_BYTES,
     debug_remote: bool = False,
+    max_answer_bytes: int = MAX_ANSWER_BYTES,
 ) -> FastAPI:
     """The face of one router. chat_template None: the model cannot chat, and clients are told so.
 
@@ -66,17 +70,25 @@ def create_app(
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        with _refusals_noted(router, request):
-            body = await _body(request, max_body_bytes)
-            call = parse_completion(body, max_prompts, _client_request_id(request), _tenant(request))
-        return Answer(router, call, fingerprint)
+        with _refusals_noted(router, request), _holding(router) as held:
+            body = await _body(request, max_body_bytes, held)
+            client_id, tenant = _client_request_id(request), _tenant(request)
+            if len(body) <= INLINE_BYTES:
+                call = parse_completion(body, router.limits, max_prompts, client_id, tenant)
+            else:
+                call = await router.beside(
+                    len(body), parse_completion, body, router.limits, max_prompts, client_id, tenant
+                )
+            return Answer(router, call, fingerprint, held, max_answer_bytes)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        with _refusals_noted(router, request):
-            body = await _body(request, max_body_bytes)
-            call = parse_chat(body, chat_template, _client_request_id(request), _tenant(request))
-        return Answer(router, call, fingerprint)
+        with _refusals_noted(router, request), _holding(router) as held:
+            body = await _body(request, max_body_bytes, held)
+            client_id, tenant = _client_request_id(request), _tenant(request)
+            # Beside the loop whatever its length: how long a template takes is the template's business.
+            call = await router.beside(len(body), parse_chat, body, router.limits, chat_template, client_id, tenant)
+            return Answer(router, call, fingerprint, held, max_answer_bytes)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -168,7 +180,18 @@ def _refusals_noted(router: RouterPort, request: Request) -> Iterator[None]:
         raise
 
 
-async def _body(request: Request, limit: int) -> bytes:
+@contextlib.contextmanager
+def _holding(router: RouterPort) -> Iterator[Held]:
+    """An account of the router's memory, which the answer releases; or this, where there is none."""
+    held = router.hold()
+    try:
+        yield held
+    except BaseException:
+        held.release()
+        raise
+
+
+async def _body(request: Request, limit: int, held: Held) -> bytes:
     """The request's body. Raises BodyTooLarge, before reading it where its length is announced; or UnreadableBody."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
@@ -182,6 +205,7 @@ async def _body(request: Request, limit: int) -> bytes:
         size += len(part)
         if size > limit:
             raise BodyTooLarge(f"the body has more than {limit} bytes")
+        held.add(len(part), new=True)
         parts.append(part)
     return b"".join(parts)
 

@@ -4,24 +4,35 @@ Nothing is ignored: a field is served, or has no bearing on the answer (`user` a
 field that is null counts as absent, at any depth that has named fields.
 
     bytes ── JSON ──> dict ── drop nulls, refuse by name ──> CompletionBody | ChatBody ──> Call
+
+JSON can make a hundred times its bytes of objects, all in one call that nothing interrupts. So the body is first cut into its
+fields, which makes nothing (16 MiB: 10 to 60 ms); each is then measured, by its bytes, its commas or its elements, before
+it is read.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from disagg.api.errors import BadField
 from disagg.api.ports import ChatTemplatePort
 from disagg.router.requests import GenerateRequest
+from disagg.text.limits import MAX_MESSAGES, TextLimits
 from disagg.types.errors import InvalidRequest
 from disagg.types.plain import NAME_CHARS, one_line, quoted
 from disagg.types.sampling import MAX_LOGPROBS, SamplingParams
 
+MAX_FIELD_BYTES = 128 << 10  # of JSON, for any field but the prompt and the messages
+MAX_SMALL_BYTES = 4 << 10  # of a message's other fields, and of parts that are no text
+MAX_UNKNOWN = 8  # unknown fields that are looked at, in case they are null
+MAX_NAME_CHARS = 64  # of an unknown field, as it is said
+_ESCAPED_BYTES = 12  # of one character in JSON, at most
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat has none
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 
@@ -121,6 +132,18 @@ class ChatBody(_Body, frozen=True, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Int32 | None = None
 
 
+_KNOWN = tuple(
+    dict.fromkeys(
+        (
+            *(field.name for body in (CompletionBody, ChatBody) for field in msgspec.structs.fields(body)),
+            *sorted(_UNSERVED),
+            *(name for settings in _ONE_SETTING.values() for name in settings),
+        )
+    )
+)
+_MESSAGE_FIELDS = tuple(field.name for field in msgspec.structs.fields(Message))
+
+
 class Call(Struct, frozen=True, kw_only=True):
     """What one HTTP call asks for: one router request per prompt, and how to write the answer.
 
@@ -139,27 +162,30 @@ class Call(Struct, frozen=True, kw_only=True):
     usage_each: bool = False
 
 
-def parse_completion(body: bytes, max_prompts: int, client_request_id: str = "", tenant: str = "") -> Call:
+def parse_completion(
+    body: bytes, limits: TextLimits, max_prompts: int, client_request_id: str = "", tenant: str = ""
+) -> Call:
     """Raises InvalidRequest naming the field."""
-    parsed = _convert(_fields(body, "completion"), CompletionBody)
+    fields = _fields(body, "completion")
+    prompts = _prompts(fields["prompt"], limits, max_prompts) if "prompt" in fields else ()
+    parsed = _convert(fields, CompletionBody)
     if parsed.best_of not in (None, parsed.n):
         raise BadField(
             f"best_of is {parsed.best_of}; only best_of equal to n ({parsed.n}) is served",
             "best_of",
             "unsupported_value",
         )
-    prompts = _prompts(parsed.prompt)
-    if len(prompts) > max_prompts:
-        raise InvalidRequest(f"prompt holds {len(prompts)} prompts; at most {max_prompts} are allowed", "prompt")
     max_tokens = COMPLETION_MAX_TOKENS if parsed.max_tokens is None else _positive(parsed.max_tokens, "max_tokens")
     return _call("completion", parsed, prompts, max_tokens, parsed.logprobs, client_request_id, tenant)
 
 
-def parse_chat(body: bytes, template: ChatTemplatePort | None, client_request_id: str = "", tenant: str = "") -> Call:
-    """Raises InvalidRequest naming the field."""
+def parse_chat(
+    body: bytes, limits: TextLimits, template: ChatTemplatePort | None, client_request_id: str = "", tenant: str = ""
+) -> Call:
+    """Raises InvalidRequest naming the field. Renders the template, so it takes a while: see `text/limits`."""
     fields = _fields(body, "chat")
-    if isinstance(fields.get("messages"), list):
-        fields["messages"] = [_without_nulls(m) if isinstance(m, dict) else m for m in fields["messages"]]
+    if "messages" in fields:
+        fields["messages"] = _messages(fields["messages"])
     parsed = _convert(fields, ChatBody)
     if template is None:
         raise InvalidRequest(
@@ -174,7 +200,9 @@ def parse_chat(body: bytes, template: ChatTemplatePort | None, client_request_id
             f"top_logprobs is {parsed.top_logprobs}; it must be between 0 and {MAX_LOGPROBS}", "top_logprobs"
         )
     logprobs = (parsed.top_logprobs or 0) if parsed.logprobs else None
-    prompt = template.render([_for_template(i, m) for i, m in enumerate(parsed.messages)], add_generation_prompt=True)
+    messages = [_for_template(i, m) for i, m in enumerate(parsed.messages)]
+    limits.check_chars(sum(len(text) for m in messages for text in m.values()), "the messages have", "messages")
+    prompt = template.render(messages, add_generation_prompt=True)
     return _call("chat", parsed, (prompt,), _chat_max_tokens(parsed), logprobs, client_request_id, tenant)
 
 
@@ -241,13 +269,17 @@ def _call(
 
 def _fields(body: bytes, kind: str) -> dict[str, Any]:
     """The body's fields that are not null, without those that ask for nothing special. Refuses what is not served."""
-    try:
-        raw = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadField(f"the body cannot be read as JSON: {error}", None, "invalid_json") from error
-    if not isinstance(raw, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    fields = _without_nulls(raw)
+    fields: dict[str, Any] = {}
+    for name, raw in _cut(body, _KNOWN, "the body").items():
+        if name in ("prompt", "messages"):
+            if raw != b"null":
+                fields[name] = raw
+            continue
+        if len(raw) > MAX_FIELD_BYTES:
+            raise InvalidRequest(f"{name} has {len(raw)} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed", name)
+        value = _json(raw)
+        if value is not None:
+            fields[name] = value
     for name in list(fields):
         if name in _UNSERVED:
             raise BadField(f"{name} is not served", name, "unsupported_parameter")
@@ -263,13 +295,72 @@ def _fields(body: bytes, kind: str) -> dict[str, Any]:
     return fields
 
 
+def _cut(raw: bytes, known: tuple[str, ...], what: str, path: str = "") -> dict[str, bytes]:
+    """The fields of a JSON object, each still as JSON. Those not `known` are refused here only if they are too many."""
+    unknown: tuple[str, ...] = ()
+    while True:
+        names = (*known, *unknown)
+        try:
+            cut = _json(raw, _known_object(names) if not unknown else _object_of(names))
+        except msgspec.ValidationError as error:
+            named = _QUOTED.match(str(error))
+            if named is None:
+                raise BadField(f"{what} must be a JSON object", path or None, "invalid_type") from error
+            name = named["name"]
+            if len(unknown) == MAX_UNKNOWN or name in names or not _PLAIN_NAME.fullmatch(name):
+                raise _bad_field(str(error), path) from error
+            unknown = (*unknown, name)
+        else:
+            raws = (getattr(cut, f"f{at}") for at in range(len(names)))
+            return {name: bytes(raw).strip() for name, raw in zip(names, raws, strict=True) if raw is not UNSET}
+
+
+def _object_of(names: tuple[str, ...]) -> type[Struct]:
+    """A struct with a field `f0`, `f1`, ... for each name, that takes any JSON as it is."""
+    fields = [(f"f{at}", Raw | UnsetType, msgspec.field(default=UNSET, name=name)) for at, name in enumerate(names)]
+    return msgspec.defstruct("Object", fields, forbid_unknown_fields=True)
+
+
+_known_object = lru_cache(8)(_object_of)  # of names that no client chose
+
+
+def _json(raw: bytes, to: Any = Any) -> Any:
+    try:
+        return msgspec.json.decode(raw, type=to)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _no_json(error) from error
+
+
+def _no_json(error: Exception) -> BadField:
+    return BadField(f"the body cannot be read as JSON: {error}", None, "invalid_json")
+
+
+def _elements(raw: bytes, most: int) -> list[bytes] | None:
+    """The elements of a JSON list, each still as JSON; None if there are more than `most`: they are not even cut."""
+    try:
+        cut = _json(raw, _list_of(most))
+    except msgspec.ValidationError:
+        return None
+    found = (getattr(cut, f"f{at}") for at in range(most))
+    return [bytes(element) for element in found if element is not UNSET]
+
+
+@lru_cache(4)
+def _list_of(most: int) -> type[Struct]:
+    fields = [(f"f{at}", Raw | UnsetType, UNSET) for at in range(most)]
+    return msgspec.defstruct("List", fields, array_like=True, forbid_unknown_fields=True)
+
+
 def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
 _B = TypeVar("_B")
+_PLAIN_NAME = re.compile(rf"[\w.-]{{1,{MAX_NAME_CHARS}}}")  # of an unknown field that may be null
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
-_QUOTED = re.compile(r"^Object (?P<what>contains unknown|missing required) field `(?P<name>.*?)`")
+_QUOTED = re.compile(r"^Object (?P<what>contains unknown|missing required) field `(?P<name>.*?)`", re.DOTALL)
 
 
 def _convert(fields: object, to: type[_B], root: str = "") -> _B:
@@ -288,7 +379,8 @@ def _bad_field(problem: str, root: str) -> BadField:
     named = _QUOTED.match(problem)
     if named is None:
         return BadField(f"{path}: {problem}" if path else problem, path or None, "invalid_type")
-    path = f"{path}.{named['name']}" if path else named["name"]
+    name = named["name"][:MAX_NAME_CHARS]
+    path = f"{path}.{name}" if path else name
     if named["what"] == "contains unknown":
         return BadField(f"unknown field {path}", path, "unknown_parameter")
     return BadField(f"{path} is required", path, "missing_required_parameter")
@@ -297,24 +389,109 @@ def _bad_field(problem: str, root: str) -> BadField:
 # ---- fields that need a closer look
 
 
-def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
-    """A string, token ids, a list of strings, or a list of lists of token ids."""
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list):
+def _prompts(raw: bytes, limits: TextLimits, max_prompts: int) -> tuple[str | tuple[int, ...], ...]:
+    """A string, token ids, a list of strings, or a list of lists of token ids; `raw` is its JSON."""
+    if raw[:1] == b'"':
+        return (_text(raw, limits, "prompt"),)
+    if raw[:1] != b"[":
         raise BadField("prompt must be a string, a list of token ids, or a list of either", "prompt", "invalid_type")
-    if not value:
+    first = raw[1:MAX_FIELD_BYTES].lstrip()[:1]
+    if first == b"]":
         raise InvalidRequest("prompt is an empty list", "prompt")
-    prompts: tuple[str | tuple[int, ...], ...]
-    if isinstance(value[0], str):
-        prompts = _convert(value, tuple[str, ...], "prompt")
-    elif isinstance(value[0], list):
-        prompts = _convert(value, tuple[TokenIds, ...], "prompt")
-    else:
-        prompts = (_convert(value, TokenIds, "prompt"),)
-    if any(ids == () for ids in prompts):
+    if first not in (b'"', b"["):
+        return (_token_ids(raw, limits, "prompt"),)
+    cut = _elements(raw, max_prompts)
+    if cut is None:
+        raise InvalidRequest(
+            f"prompt holds more than {max_prompts} prompts; at most {max_prompts} are allowed", "prompt"
+        )
+    read = _text if first == b'"' else _token_ids
+    return tuple(read(element.strip(), limits, f"prompt[{at}]") for at, element in enumerate(cut))
+
+
+def _text(raw: bytes, limits: TextLimits, path: str) -> str:
+    """Measured as JSON first: 10 ms per 16 MiB are then the most that it takes to read."""
+    limits.check_chars(-(-(len(raw) - 2) // _ESCAPED_BYTES), f"{path} has at least", "prompt")
+    text = _read(raw, str, path)
+    limits.check_chars(len(text), f"{path} has", "prompt")
+    return text
+
+
+def _token_ids(raw: bytes, limits: TextLimits, path: str) -> tuple[int, ...]:
+    """Counted by their commas first: 30 ns per id are then what they take to read."""
+    limits.check_count(raw.count(b",") + 1, f"{path} has", "prompt")
+    ids = _read(raw, TokenIds, path)
+    if not ids:
         raise InvalidRequest("prompt holds an empty list of token ids", "prompt")
-    return prompts
+    return ids
+
+
+def _messages(raw: bytes) -> list[Any]:
+    """The messages of a chat as JSON has them, without their nulls; with their parts, at most so many."""
+    cut = _elements(raw, MAX_MESSAGES) if raw[:1] == b"[" else []
+    if raw[:1] != b"[":
+        raise BadField("messages must be a list of messages", "messages", "invalid_type")
+    if cut is None:
+        raise _too_many_messages()
+    messages = []
+    left = MAX_MESSAGES - len(cut)
+    for at, element in enumerate(cut):
+        message = _message(element, f"messages[{at}]", left)
+        content = message.get("content")
+        left -= len(content) if isinstance(content, list) else 0
+        messages.append(message)
+    return messages
+
+
+def _too_many_messages() -> InvalidRequest:
+    return InvalidRequest(f"messages holds more than {MAX_MESSAGES} messages and parts, which is the most", "messages")
+
+
+def _message(raw: bytes, path: str, max_parts: int) -> dict[str, Any]:
+    message: dict[str, Any] = {}
+    for name, value in _cut(raw, _MESSAGE_FIELDS, path, path).items():
+        if value == b"null":
+            continue
+        if name == "content" and value[:1] == b"[":
+            parts = _elements(value, MAX_MESSAGES)
+            if parts is None or len(parts) > max_parts:
+                raise _too_many_messages()
+            message[name] = [_part(part, f"{path}.content[{at}]") for at, part in enumerate(parts)]
+        elif name == "content" and value[:1] == b'"':
+            message[name] = _read(value, str, f"{path}.content")
+        else:
+            message[name] = _small(value, f"{path}.{name}")
+    return message
+
+
+class _Part(Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+def _part(raw: bytes, path: str) -> Any:
+    """A text part. Any other is refused later, by a name that needs to know it; so it is read if it is small."""
+    try:
+        return msgspec.to_builtins(_json(raw, _Part))
+    except msgspec.ValidationError:
+        return _small(raw, path)
+
+
+def _small(raw: bytes, path: str) -> Any:
+    if len(raw) > MAX_SMALL_BYTES:
+        raise InvalidRequest(f"{path} has {len(raw)} bytes of JSON; at most {MAX_SMALL_BYTES} are allowed", path)
+    return _json(raw)
+
+
+_R = TypeVar("_R")
+
+
+def _read(raw: bytes, to: type[_R], path: str) -> _R:
+    try:
+        read: _R = _json(raw, to)
+    except msgspec.ValidationError as error:
+        raise _bad_field(str(error), path) from error
+    return read
 
 
 def _logit_bias(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:

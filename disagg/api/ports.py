@@ -6,12 +6,17 @@ HTTP call can be started together; errors are of `types.errors`; `Finished` is l
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import ParamSpec, Protocol, TypeVar
 
 from disagg.messages.legs import TimelineEvent
+from disagg.router.budget import Held
 from disagg.router.requests import GenerateRequest, Update
+from disagg.text.limits import TextLimits
 from disagg.types.errors import DisaggError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ServedModel(Protocol):
@@ -33,6 +38,19 @@ class RouterPort(Protocol):
 
     def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:
         """Counts a request that the face refused before there was a GenerateRequest."""
+        ...
+
+    @property
+    def limits(self) -> TextLimits:
+        """How much text a request may bring."""
+        ...
+
+    async def beside(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Does work on `size` bytes in a thread of the router's."""
+        ...
+
+    def hold(self) -> Held:
+        """An account of the memory that requests may take in this process."""
         ...
 
     def models(self) -> Sequence[ServedModel]: ...

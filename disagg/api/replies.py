@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from disagg.api.bodies import Call
 from disagg.router.requests import ChoiceDelta, LogprobEntry, Started, TokenLogprobInfo, Usage
@@ -32,19 +32,19 @@ ChunkUsage = UsageReply | UnsetType | None
 class CompletionLogprobs(Struct, frozen=True):
     """Parallel lists, one element per token. text_offset: where the token begins in the choice's text, characters."""
 
-    text_offset: list[int]
-    token_logprobs: list[float]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    text_offset: list[int] | Raw
+    token_logprobs: list[float] | Raw
+    tokens: list[str] | Raw
+    top_logprobs: list[dict[str, float]] | Raw
 
 
 class CompletionChoice(Struct, frozen=True):
     index: int
-    text: str
+    text: str | Raw
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None = None
-    token_ids: Sequence[int] | UnsetType = UNSET
+    token_ids: Sequence[int] | Raw | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
@@ -74,12 +74,12 @@ class ChatTokenLogprob(Struct, frozen=True):
 
 
 class ChatLogprobs(Struct, frozen=True):
-    content: list[ChatTokenLogprob]
+    content: list[ChatTokenLogprob] | Raw
     refusal: None = None
 
 
 class ChatMessage(Struct, frozen=True):
-    content: str
+    content: str | Raw
     role: str = "assistant"
     refusal: None = None
 
@@ -90,7 +90,7 @@ class ChatChoice(Struct, frozen=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None = None
-    token_ids: Sequence[int] | UnsetType = UNSET
+    token_ids: Sequence[int] | Raw | UnsetType = UNSET
 
 
 class ChatReply(Struct, frozen=True):
@@ -141,17 +141,15 @@ def usage_reply(usages: Iterable[Usage]) -> UsageReply:
     return UsageReply(prompt, completion, prompt + completion, cached)
 
 
-def merge_deltas(choice: int, deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
-    """All of a choice's deltas as one. The last one must finish it."""
-    last = deltas[-1]
-    return ChoiceDelta(
-        choice,
-        "".join(d.text for d in deltas),
-        tuple(token for d in deltas for token in d.token_ids),
-        tuple(info for d in deltas for info in d.logprobs),
-        last.finish,
-        last.stop_reason,
-    )
+class WholeChoice(Struct, frozen=True):
+    """A choice that is complete. What is long is JSON already: see `whole`."""
+
+    choice: int
+    text: Raw
+    token_ids: Raw
+    logprobs: ChatLogprobs | CompletionLogprobs | None
+    finish: str | None
+    stop_reason: str | int | None
 
 
 class CompletionWriter:
@@ -165,9 +163,23 @@ class CompletionWriter:
         self._created = int(started[0].created_unix_s)
         self._fingerprint = fingerprint
 
-    def whole(self, deltas: Sequence[Sequence[ChoiceDelta]], usage: UsageReply) -> CompletionReply:
-        """The complete reply. deltas: [prompt][choice], merged."""
-        return self._reply([self._choice(p, d) for p, of_prompt in enumerate(deltas) for d in of_prompt], usage)
+    def without_choices(self, usage: UsageReply) -> CompletionReply:
+        """The complete reply but for its choices."""
+        return self._reply([], usage)
+
+    def whole(self, prompt: int, done: WholeChoice) -> CompletionChoice:
+        """One of its choices."""
+        assert not isinstance(done.logprobs, ChatLogprobs)
+        ids = self._call.return_token_ids
+        return CompletionChoice(
+            index=prompt * self._call.n + done.choice,
+            text=done.text,
+            logprobs=done.logprobs,
+            finish_reason=done.finish,
+            stop_reason=done.stop_reason,
+            token_ids=done.token_ids if ids else UNSET,
+            prompt_token_ids=self._started[prompt].prompt_token_ids if ids else UNSET,
+        )
 
     def opening(self, usage: ChunkUsage) -> list[Chunk]:
         return []
@@ -209,19 +221,21 @@ class ChatWriter:
         self._created = int(started[0].created_unix_s)
         self._fingerprint = fingerprint
 
-    def whole(self, deltas: Sequence[Sequence[ChoiceDelta]], usage: UsageReply) -> ChatReply:
-        """The complete reply. deltas: [prompt][choice], merged."""
-        choices = [
-            ChatChoice(d.choice, ChatMessage(d.text), self._logprobs(d), d.finish, d.stop_reason, self._ids(d))
-            for d in deltas[0]
-        ]
+    def whole(self, prompt: int, done: WholeChoice) -> ChatChoice:
+        """One choice of the complete reply."""
+        assert prompt == 0 and not isinstance(done.logprobs, CompletionLogprobs)
+        ids = done.token_ids if self._call.return_token_ids else UNSET
+        return ChatChoice(done.choice, ChatMessage(done.text), done.logprobs, done.finish, done.stop_reason, ids)
+
+    def without_choices(self, usage: UsageReply) -> ChatReply:
+        """The complete reply but for its choices."""
         return ChatReply(
             self._id,
             "chat.completion",
             self._created,
             self._call.model,
             self._fingerprint,
-            choices,
+            [],
             usage,
             self._prompt_ids,
         )

@@ -8,6 +8,7 @@ import logging
 import signal
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import grpc
 import uvloop
@@ -18,12 +19,15 @@ from disagg.cli.version import version
 from disagg.config.tree import Config, RouterConfig, ServerRef
 from disagg.convert.model_dir import resolve
 from disagg.messages.legs import TimelineEvent
+from disagg.router.budget import Held
 from disagg.router.main import RunningRouter, run_router
 from disagg.router.requests import GenerateRequest, Update
 from disagg.router.service import Router
+from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.metrics import new_registry
 from disagg.telemetry.stacks import format_stacks
 from disagg.text.chat import ChatTemplate
+from disagg.text.limits import TextLimits
 from disagg.text.model_files import ModelFiles
 from disagg.types.errors import DisaggError
 from disagg.wire import pb
@@ -34,6 +38,9 @@ HEARTBEAT_S = 1.0
 SERVER_DUMP_S = 15.0  # a server that hangs must not hide what the others say
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def run(config: Config, heartbeat: Callable[[], None]) -> int:
@@ -53,6 +60,16 @@ class RouterFace:
 
     def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:
         self._router.note_refused(error, client_request_id)
+
+    @property
+    def limits(self) -> TextLimits:
+        return self._router.limits
+
+    async def beside(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._router.beside(size, work, *args, **kwargs)
+
+    def hold(self) -> Held:
+        return self._router.hold()
 
     def models(self) -> Sequence[ModelInfo]:
         return self._router.models()
@@ -104,6 +121,7 @@ async def _serve(config: Config, heartbeat: Callable[[], None]) -> int:
 
 async def _until(config: Config, stopping: asyncio.Event) -> None:
     registry = new_registry()
+    watch = LoopWatch(registry)
     model_dir = await asyncio.to_thread(_model_dir, config)
     files = await asyncio.to_thread(ModelFiles.read, model_dir)
     running = await run_router(config, model_dir, registry=registry, files=files)
@@ -115,11 +133,14 @@ async def _until(config: Config, stopping: asyncio.Event) -> None:
             registry,
             version=version(),
             max_prompts=config.router.max_prompts_per_request,
+            max_answer_bytes=config.router.answer_bytes,
             debug_remote=config.debug.remote,
         )
         http = await serve(
             app, config.router.host, config.router.http_port, _bounds(config.router), HttpMetrics(registry)
         )
+        watch.start()
+        stack.callback(watch.stop)
         log.info("router is listening", extra={"http": http.base_url, "grpc_port": running.grpc_port})
         stop = asyncio.create_task(stopping.wait())
         end = asyncio.create_task(http.wait())

@@ -166,6 +166,11 @@ def _check_router(config: Config) -> None:
     _check_name("router.name", router.name)
     if router.http_port and router.http_port == router.grpc_port:
         raise ConfigError(f"router.http_port and router.grpc_port are both {router.http_port}; they must differ")
+    if router.answer_bytes > router.memory_bytes:
+        raise ConfigError(
+            f"router.answer_bytes = {format_size(router.answer_bytes)}: one answer may take at most what all may, "
+            f"router.memory_bytes = {format_size(router.memory_bytes)}"
+        )
     if router.heartbeat_s * 2 > router.lease_s:
         raise ConfigError(
             f"router.heartbeat_s = {router.heartbeat_s}: it must be at most half of router.lease_s = {router.lease_s}, "

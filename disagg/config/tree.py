@@ -118,6 +118,8 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_inflight: PositiveInt = 1024  # requests dispatched and not finished
     max_queued: NonNegativeInt = 1024  # requests waiting for a place or a server
     max_prompts_per_request: PositiveInt = 128
+    memory_bytes: Annotated[int, Meta(ge=16 * MIB)] = 2048 * MIB  # of texts and unread answers, all requests together
+    answer_bytes: Annotated[int, Meta(ge=MIB)] = 128 * MIB  # of one answer, as far as it is not sent
     max_attempts: PositiveInt = 3
     request_deadline_s: Seconds = 600.0
     max_connections: PositiveInt = 4096  # of clients, over HTTP and over gRPC each

@@ -13,6 +13,7 @@ overlap, drops duplicates and holds what comes too early. Knows token ids and in
 from __future__ import annotations
 
 import enum
+from array import array
 
 from msgspec import Struct
 
@@ -55,7 +56,7 @@ class _Choice:
     __slots__ = ("end_at", "end_reason", "finish", "held", "token_ids")
 
     def __init__(self) -> None:
-        self.token_ids: list[int] = []
+        self.token_ids = array("q")  # 8 bytes each, where Python's integers take 36
         self.held: dict[int, tuple[int, TokenLogprobs | None]] = {}
         self.end_at: int | None = None  # the attempt said that the choice ends before this index
         self.end_reason: FinishReason | None = None

@@ -19,7 +19,7 @@ from disagg.messages.plan import TokenLogprobs
 from disagg.router.acceptance import Accepted
 from disagg.router.requests import ChoiceDelta, LogprobEntry, TokenLogprobInfo
 from disagg.text.detokenizer import Detokenizer
-from disagg.text.stops import StopFinder
+from disagg.text.stops import StopFinder, StopTable
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.ids import FinishReason
 from disagg.types.sampling import SamplingParams
@@ -35,8 +35,14 @@ class ChoiceText:
     """The text of one choice so far."""
 
     def __init__(
-        self, tokenizer: Tokenizer, choice: int, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        tokenizer: Tokenizer,
+        choice: int,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        stops: StopTable | None = None,
     ) -> None:
+        """stops: of params.stop, where there is one that is shared."""
         self.stopped_by: str | None = None  # the stop string that was found
         self.num_tokens = 0  # given out
         self._tokenizer = tokenizer
@@ -44,7 +50,7 @@ class ChoiceText:
         self._min_tokens = params.min_tokens
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._detokenizer = Detokenizer(tokenizer, start_ids=prompt_token_ids)
-        self._finder = StopFinder(params.stop) if params.stop else None
+        self._finder = StopFinder(stops or StopTable(params.stop)) if params.stop else None
         self._chars = 0  # detokenized
         self._given_chars = 0
         self._held: deque[_Token] = deque()

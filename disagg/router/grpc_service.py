@@ -43,38 +43,49 @@ class InferenceService(InferenceServicer):
         self, request: pb.inference.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.inference.GenerateResponse]:
         try:
-            asked = self._asked(request, _tenant(context))
-            left_s = context.time_remaining()
-            if left_s is not None and math.isfinite(left_s):
-                deadline_s = max(0.001, left_s)
-                asked = replace(asked, deadline_s=min(deadline_s, asked.deadline_s or deadline_s))
-            async with aclosing(self._router.generate(asked)) as updates:
+            updates = self._router.generate(self._asked(request, _tenant(context), context.time_remaining()))
+            async with aclosing(updates):
                 async for update in updates:
                     yield _to_proto(update)
+            return
         except DisaggError as error:
-            await abort_with(context, error)
+            failure = error
+        del request  # see abort_with
+        await abort_with(context, failure)
 
-    def _asked(self, request: pb.inference.GenerateRequest, tenant: str) -> GenerateRequest:
-        """Raises InvalidRequest, which counts as a request that was refused."""
+    def _asked(self, request: pb.inference.GenerateRequest, tenant: str, left_s: float | None) -> GenerateRequest:
+        """left_s: until the call's own deadline. Raises InvalidRequest, which counts as a request that was refused."""
         try:
-            return GenerateRequest(**generate_request_from_proto(request), tenant=tenant)
+            fields = generate_request_from_proto(request, self._router.limits.max_tokens)
         except DisaggError as error:
             self._router.note_refused(error, request.request_id)
             raise
+        asked = GenerateRequest(**fields, tenant=tenant)
+        if left_s is None or not math.isfinite(left_s):
+            return asked
+        deadline_s = max(0.001, left_s)
+        return replace(asked, deadline_s=min(deadline_s, asked.deadline_s or deadline_s))
 
     async def tokenize(self, request: pb.inference.TokenizeRequest, context: Context) -> pb.inference.TokenizeResponse:
         try:
-            return tokenize_response_to_proto(self._router.tokenize(**tokenize_request_from_proto(request)))
+            return tokenize_response_to_proto(await self._router.tokenize(**tokenize_request_from_proto(request)))
         except DisaggError as error:
-            await abort_with(context, error)
+            failure = error
+        del request  # see abort_with
+        await abort_with(context, failure)
 
     async def detokenize(
         self, request: pb.inference.DetokenizeRequest, context: Context
     ) -> pb.inference.DetokenizeResponse:
+        most = self._router.limits.max_tokens
         try:
-            return detokenize_response_to_proto(self._router.detokenize(**detokenize_request_from_proto(request)))
+            return detokenize_response_to_proto(
+                await self._router.detokenize(**detokenize_request_from_proto(request, most))
+            )
         except DisaggError as error:
-            await abort_with(context, error)
+            failure = error
+        del request  # see abort_with
+        await abort_with(context, failure)
 
     async def list_models(
         self, request: pb.inference.ListModelsRequest, context: Context
@@ -85,10 +96,13 @@ class InferenceService(InferenceServicer):
         try:
             found = self._router.abort(*abort_request_from_proto(request))
         except DisaggError as error:
-            await abort_with(context, error)
-        if not found:  # unknown and not the caller's look the same, so that nobody can try ids out
+            failure = error
+        else:
+            if found:
+                return pb.inference.AbortResponse(found=True)
+            # Unknown and not the caller's look the same, so that nobody can try ids out.
             await context.abort(grpc.StatusCode.NOT_FOUND, "no request of this id and abort_token runs here")
-        return pb.inference.AbortResponse(found=True)
+        await abort_with(context, failure)
 
 
 def _tenant(context: Context) -> str:

@@ -6,13 +6,14 @@ The HTTP face, signals and logging are the caller's.
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from disagg.config.tree import Config, ModelConfig
-from disagg.convert.inspect import inspect_model
+from disagg.convert.inspect import ModelFacts, inspect_model
 from disagg.router.grpc_service import InferenceService
 from disagg.router.metrics import GrpcMetrics
 from disagg.router.service import Router
@@ -22,6 +23,9 @@ from disagg.types.errors import ConfigError, InvalidRequest
 from disagg.wire.guard import Guard
 from disagg.wire.services import INFERENCE, Health, client_options, enable_reflection, inference_handler, make_server
 
+logger = logging.getLogger(__name__)
+
+NAMED_TOKENS, TOKEN_CHARS = 8, 64  # of those beyond the vocabulary, in the log
 _GOODBYE_S = 2.0  # after the drain: for calls to be told how they ended
 _COUNTED_METHOD = f"/{INFERENCE}/Generate"  # whose refusals count as requests that were refused
 
@@ -68,12 +72,15 @@ async def run_router(
     """Loads the tokenizer, dials the servers and listens. Raises ConfigError. files: of model_dir, if they were read."""
     if files is None:
         files = await asyncio.to_thread(ModelFiles.read, model_dir)
-    tokenizer = await asyncio.to_thread(Tokenizer.of, files)
+    facts = inspect_model(model_dir)
+    tokenizer = await asyncio.to_thread(Tokenizer.of, files, facts.vocab_size)
+    if tokenizer.beyond_vocab:
+        logger.warning("%s", beyond_vocab(tokenizer))
     router = Router(
         config,
         tokenizer,
         model_name=config.model.public_name,
-        max_model_len=max_model_len(config.model, model_dir),
+        max_model_len=max_model_len(config.model, facts),
         registry=registry,
         files=files.digests(),
     )
@@ -106,11 +113,23 @@ def _grpc_server(config: Config, router: Router, registry: CollectorRegistry) ->
     return make_server(
         inference_handler(InferenceService(router)),
         interceptors=(guard,),
+        max_request_bytes=router.limits.message_bytes,
         options=client_options(bounds.max_connections, bounds.max_calls_per_connection, bounds.head_s, bounds.idle_s),
     )
 
 
-def max_model_len(model: ModelConfig, model_dir: Path) -> int:
-    """Prompt and output together: the model's own, or less if so configured. Raises ConfigError."""
-    own = inspect_model(model_dir).max_model_len
+def beyond_vocab(tokenizer: Tokenizer) -> str:
+    """What an operator should know of a tokenizer with tokens that the model has no row for."""
+    beyond = tokenizer.beyond_vocab
+    named = ", ".join(f"{text[:TOKEN_CHARS]!r} ({token_id})" for token_id, text in beyond[:NAMED_TOKENS])
+    more = f" and {len(beyond) - NAMED_TOKENS} more" if len(beyond) > NAMED_TOKENS else ""
+    return (
+        f"the tokenizer has {len(beyond)} tokens beyond the model's vocabulary of {tokenizer.vocab_size}: {named}{more}; "
+        "prompts with one of them are refused"
+    )
+
+
+def max_model_len(model: ModelConfig, facts: ModelFacts) -> int:
+    """Prompt and output together: the model's own, or less if so configured."""
+    own = facts.max_model_len
     return min(own, model.max_model_len) if model.max_model_len else own

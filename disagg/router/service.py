@@ -13,10 +13,11 @@ import math
 import os
 import secrets
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from msgspec import to_builtins
 from msgspec.structs import replace
@@ -25,6 +26,8 @@ from prometheus_client import CollectorRegistry
 from disagg.config.tree import Config
 from disagg.messages.legs import LegTokens, ServerMessage, TimelineEvent
 from disagg.router.acceptance import Accepted
+from disagg.router.beside import Beside
+from disagg.router.budget import Budget, Held
 from disagg.router.choice_text import ChoiceText
 from disagg.router.dial import dial_server
 from disagg.router.mailbox import Mailbox
@@ -60,6 +63,8 @@ from disagg.router.requests import Finished, GenerateRequest, Started, Update, U
 from disagg.router.streams import NO_FILES, Dialer, ServerStream
 from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView
 from disagg.scheduler.fairness import FairQueue
+from disagg.text.limits import INLINE_CHARS, TextLimits
+from disagg.text.stops import StopTable
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import (
     Cancelled,
@@ -73,7 +78,7 @@ from disagg.types.errors import (
     UnknownModel,
 )
 from disagg.types.plain import quoted
-from disagg.types.sampling import MAX_CACHE_SALT_CHARS, SamplingParams
+from disagg.types.sampling import MAX_CACHE_SALT_CHARS, MAX_INT, SamplingParams, check_ids
 from disagg.wire.inference import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -81,8 +86,8 @@ logger = logging.getLogger(__name__)
 LINGER_S = 0.25  # how long a finished request waits for the servers' last words
 FLUSH_S = 0.5  # how long a closing router waits for its last aborts to arrive
 KEPT_TIMELINES = 256
-LONG_PROMPT_CHARS = 8192  # longer texts are tokenized beside the event loop
 RATE_WINDOW_S = 30.0
+PROMPT_TOKEN_BYTES, STOP_CHAR_BYTES = 40, 260  # as Python has them
 _OUTCOMES: tuple[tuple[type[DisaggError], str], ...] = (
     (RequestError, "invalid"),
     (Overloaded, "overloaded"),
@@ -93,16 +98,28 @@ _OUTCOMES: tuple[tuple[type[DisaggError], str], ...] = (
 )
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
 class _Live:
     """A request from its acceptance to its end."""
 
     def __init__(
-        self, machine: RequestMachine, texts: list[ChoiceText], arrived_s: float, arrived_unix_s: float
+        self,
+        machine: RequestMachine,
+        stops: StopTable | None,
+        mailbox: Mailbox,
+        held: Held,
+        arrived_s: float,
+        arrived_unix_s: float,
     ) -> None:
         self.machine = machine
-        self.texts = texts
-        self.mailbox = Mailbox()
         self.abort_token = secrets.token_hex(16)  # proves to `abort` that the caller began this request
+        self.held = held  # its prompt's bytes
+        self.stops = stops
+        self.texts: dict[int, ChoiceText] = {}  # of the choices that have tokens: 8,192 at once would hold the loop
+        self.mailbox = mailbox
         self.arrived_s = arrived_s
         self.arrived_unix_s = arrived_unix_s
         self.dispatched = False  # it has a place among max_inflight
@@ -164,6 +181,11 @@ class Router:
             )
             for ref in self._config.servers
         }
+        self._limits = TextLimits(max_model_len, tokenizer.most_chars(max_model_len))
+        self._beside = Beside()
+        self._budget = Budget(self._config.memory_bytes)
+        self._stop_tables: weakref.WeakValueDictionary[tuple[str, ...], StopTable] = weakref.WeakValueDictionary()
+        self._arriving = 0  # requests whose text is being read
         self._live: dict[str, _Live] = {}
         self._waiting: FairQueue[_Live] = FairQueue()  # for a place or a server, tenants in turns
         self._replays: deque[_Live] = deque()  # for a server; they have a place
@@ -211,6 +233,7 @@ class Router:
         await asyncio.gather(*(stream.close() for stream in self._streams.values()))
         if self._pump_handle is not None:
             self._pump_handle.cancel()
+        self._beside.close()
 
     # ---- what faces call
 
@@ -231,6 +254,7 @@ class Router:
             self._readers -= 1
             if live.machine.phase is not Phase.ENDED:
                 self._drive(live, ClientGone("the client went away"))
+            live.mailbox.close()
             self._note_idle()
 
     def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:
@@ -253,14 +277,31 @@ class Router:
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
-    def tokenize(self, model: str, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        self._check_model(model)
-        return tuple(self._tokenizer.encode(_well_formed(text), add_special_tokens=add_special_tokens))
+    @property
+    def limits(self) -> TextLimits:
+        """What faces check before they turn a message into values."""
+        return self._limits
 
-    def detokenize(self, model: str, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def hold(self) -> Held:
+        """An account of `router.memory_bytes`, for a face that keeps something of a request."""
+        return self._budget.hold()
+
+    async def beside(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Does what takes long with `size` bytes of text in a thread (see `beside.py`)."""
+        return await self._beside.run(size, work, *args, **kwargs)
+
+    async def tokenize(self, model: str, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         self._check_model(model)
-        self._check_ids("token_ids", token_ids)
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._encoded(text, add_special_tokens, "the text has", "text")
+
+    async def detokenize(self, model: str, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        self._check_model(model)
+        self._limits.check_count(len(token_ids), "token_ids has", "token_ids")
+        check_ids("token_ids", token_ids, self._tokenizer.vocab_size)
+        decode = self._tokenizer.decode
+        if len(token_ids) <= INLINE_CHARS:
+            return decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._beside.run(len(token_ids), decode, token_ids, skip_special_tokens=skip_special_tokens)
 
     def healthy(self) -> bool:
         """A request that comes now can be served."""
@@ -331,18 +372,22 @@ class Router:
             raise Unavailable("the router is shutting down")
         arrived_s, arrived_unix_s = self._clock(), time.time()
         self._check_model(request.model)
-        if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
-            raise InvalidRequest(
-                f"cache_salt has {len(request.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed",
-                "cache_salt",
-            )
-        prompt = await self._prompt_ids(request)
+        self._check_room(request.tenant)
+        self._check_before_text(request)
+        self._arriving += 1
+        try:
+            prompt = await self._prompt_ids(request)
+        finally:
+            self._arriving -= 1
         if self._closing:
             raise Unavailable("the router is shutting down")
         params = self._check_params(request, prompt)
         deadline_s = self._config.request_deadline_s if request.deadline_s is None else request.deadline_s
         if not (math.isfinite(deadline_s) and deadline_s > 0):
             raise InvalidRequest(f"deadline_s is {deadline_s}; it must be a positive number of seconds", "deadline_s")
+        self._check_room(request.tenant)
+        held = self._budget.hold()
+        held.add(PROMPT_TOKEN_BYTES * len(prompt) + STOP_CHAR_BYTES * sum(map(len, params.stop)), new=True)
         self._make_room(request.tenant)
         request_id = secrets.token_hex(12)
         machine = RequestMachine(
@@ -359,8 +404,8 @@ class Router:
             tenant=request.tenant,
         )
         self._serial += 1
-        texts = [ChoiceText(self._tokenizer, choice, prompt, params) for choice in range(params.n)]
-        live = _Live(machine, texts, arrived_s, arrived_unix_s)
+        mailbox = Mailbox(self._budget.hold(), self._config.answer_bytes)
+        live = _Live(machine, self._stop_table(params.stop), mailbox, held, arrived_s, arrived_unix_s)
         logger.info(
             "request accepted: %d prompt tokens, up to %s more",
             len(prompt),
@@ -381,38 +426,65 @@ class Router:
         if model != self._model_name:
             raise UnknownModel(f"model {quoted(model)} is not served here; {self._model_name!r} is", "model")
 
-    def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        vocab_size = self._tokenizer.vocab_size
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(f"{name} has token {token_id}; the vocabulary has ids 0 to {vocab_size - 1}", name)
+    def _check_before_text(self, request: GenerateRequest) -> None:
+        """What needs no tokens to be refused: nobody's text is read for a request that cannot be served."""
+        if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
+            raise InvalidRequest(
+                f"cache_salt has {len(request.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed",
+                "cache_salt",
+            )
+        params = replace(request.params, seed=request.seed or 0)
+        replace(params, max_tokens=params.max_tokens or MAX_INT).validate(self._tokenizer.vocab_size)
 
     async def _prompt_ids(self, request: GenerateRequest) -> tuple[int, ...]:
-        if not request.prompt:
+        """Ids that the model has rows for, whoever made them: a tokenizer may know tokens that the model does not."""
+        prompt = request.prompt
+        if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
-        if isinstance(request.prompt, tuple):
-            self._check_ids("prompt", request.prompt)
-            return request.prompt
-        text = _well_formed(request.prompt)
-        special = request.add_special_tokens
-        if len(text) > LONG_PROMPT_CHARS:
-            ids = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=special)
+        if isinstance(prompt, str):
+            prompt = await self._encoded(prompt, request.add_special_tokens, "the prompt has", "prompt")
+            if not prompt:
+                raise InvalidRequest("the prompt has no tokens", "prompt")
+        self._check_prompt_length(len(prompt))
+        check_ids("prompt", prompt, self._tokenizer.vocab_size)
+        return prompt
+
+    async def _encoded(self, text: str, add_special_tokens: bool, what: str, param: str) -> tuple[int, ...]:
+        """As many ids as fit the context, or InvalidRequest. Long texts are read beside the loop."""
+        self._limits.check_chars(len(text), what, param)
+        encoding = self._tokenizer.encoding
+        text = _well_formed(text)
+        if len(text) <= INLINE_CHARS:
+            found = encoding(text, add_special_tokens=add_special_tokens)
         else:
-            ids = self._tokenizer.encode(text, add_special_tokens=special)
-        if not ids:
-            raise InvalidRequest("the prompt has no tokens", "prompt")
-        return tuple(ids)
+            found = await self._beside.run(len(text), encoding, text, add_special_tokens=add_special_tokens)
+        if param == "prompt":
+            self._check_prompt_length(len(found))
+        self._limits.check_count(len(found), what, param)
+        return tuple(found.ids)
+
+    def _check_prompt_length(self, tokens: int) -> None:
+        longest = self._longest()
+        if tokens >= longest:
+            raise InvalidRequest(
+                f"the prompt has {tokens} tokens; the model's context holds {longest}, "
+                "and at least one must be left for the answer",
+                "prompt",
+            )
+
+    def _stop_table(self, stops: tuple[str, ...]) -> StopTable | None:
+        """One for all requests that have the same stop strings now, as the prompts of one call have."""
+        if not stops:
+            return None
+        table = self._stop_tables.get(stops)
+        if table is None:
+            table = self._stop_tables[stops] = StopTable(stops)
+        return table
 
     def _check_params(self, request: GenerateRequest, prompt: tuple[int, ...]) -> SamplingParams:
         """The parameters with their seed; max_tokens 0 stays, for the first pair to fill in."""
         longest = self._longest()
         room = longest - len(prompt)
-        if room < 1:
-            raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens; the model's context holds {longest}, "
-                "and at least one must be left for the answer",
-                "prompt",
-            )
         seed = secrets.randbits(64) if request.seed is None else request.seed
         params = replace(request.params, seed=seed)
         checked = replace(params, max_tokens=room) if params.max_tokens == 0 else params
@@ -431,22 +503,31 @@ class Router:
         served = [hello.max_model_len for hello in hellos if hello.model == self._model_name]
         return min(self._max_model_len, max(served, default=self._max_model_len))
 
+    def _check_room(self, tenant: str) -> None:
+        """Raises Overloaded if the queue is full, and this tenant has as much of it as any other."""
+        full = self._full()
+        if full is not None and self._waiting.displaced_by(tenant) is None:
+            raise full
+
     def _make_room(self, tenant: str) -> None:
-        """For one more in the queue. Raises Overloaded if it is full and this tenant has as much of it as any other; else the
-        youngest of whoever has most there goes.
-        """
+        """For one more in a queue that may be full: the youngest of whoever has most there goes. Raises as `_check_room`."""
+        self._check_room(tenant)
+        full = self._full()
+        if full is not None:
+            displaced = self._waiting.displaced_by(tenant)
+            assert displaced is not None
+            self._drive(displaced, ShutDown(full))
+
+    def _full(self) -> Overloaded | None:
         free = self._config.max_inflight - self._inflight
-        if len(self._waiting) < self._config.max_queued + max(0, free if self._view().has_pair else 0):
-            return
-        full = Overloaded(
-            f"{self._inflight} requests are running and {len(self._waiting)} are waiting; "
+        taken = len(self._waiting) + self._arriving
+        if taken < self._config.max_queued + max(0, free if self._view().has_pair else 0):
+            return None
+        return Overloaded(
+            f"{self._inflight} requests are running and {taken} are waiting; "
             f"at most {self._config.max_inflight} and {self._config.max_queued} may",
             self._retry_after_s(),
         )
-        displaced = self._waiting.displaced_by(tenant)
-        if displaced is None:
-            raise full
-        self._drive(displaced, ShutDown(full))
 
     def _silence_s(self) -> float:
         """The longest time that a choice which has begun and not finished has now been silent."""
@@ -638,10 +719,17 @@ class Router:
                     self._metrics.itl_s.observe((now_s - last_s) / count)
             live.heard_s[accepted.choice] = now_s
             self._metrics.completion_tokens.inc(count)
-        text = live.texts[accepted.choice]
+        text = live.texts.get(accepted.choice)
+        if text is None:
+            machine = live.machine
+            text = ChoiceText(self._tokenizer, accepted.choice, machine.prompt_token_ids, machine.params, live.stops)
+            live.texts[accepted.choice] = text
         delta = text.push(accepted)
         if delta is not None:
             live.mailbox.put(delta)
+            if live.mailbox.overfull is not None:
+                # Not at once: what the machine has just said is still being done.
+                asyncio.get_running_loop().call_soon(self._drive, live, ShutDown(live.mailbox.overfull))
         if accepted.finish is not None or text.stopped_by is not None:
             live.heard_s.pop(accepted.choice, None)
         if text.stopped_by is not None:
@@ -660,7 +748,7 @@ class Router:
         self._note_attempt(live, "done")
         usage = Usage(
             prompt_tokens=len(machine.prompt_token_ids),
-            completion_tokens=sum(text.num_tokens for text in live.texts),
+            completion_tokens=sum(text.num_tokens for text in live.texts.values()),
             cached_tokens=machine.cached_tokens,
         )
         timeline = _sorted_timeline(live.timeline + machine.timeline)
@@ -698,11 +786,12 @@ class Router:
             "request ended: %s after %.3f s, %d tokens, %d attempts%s",
             outcome,
             now_s - live.arrived_s,
-            sum(text.num_tokens for text in live.texts),
+            sum(text.num_tokens for text in live.texts.values()),
             machine.attempts_counted,
             f": {end}" if isinstance(end, DisaggError) else "",
             extra=live.log,
         )
+        live.held.release()
         live.mailbox.put(end)
         self._note_idle()
         self._pump_soon()

@@ -34,8 +34,8 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 1.0
 REFUSED_TWICE_WITHIN_S = 0.5
 TICK_S = 0.1  # how soon frames are acknowledged and overdue ones are noticed
+MAX_FRAME_TOKENS = 256 << 10  # of the legs in one frame: 1.3 MiB at most; a gRPC message may have 64
 FRESH_HEARTBEATS = 3.0
-FRAME_TOKENS = 1 << 20  # of prompts in one frame, unless a single one has more
 NO_FILES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -380,14 +380,14 @@ class ServerStream:
         self._repeats.clear()
 
 
-def frame_length(outbox: Sequence[RouterMessage]) -> int:
-    """How many of these messages go into the next frame: at least one, and no more than a server reads at once."""
+def frame_length(messages: Sequence[RouterMessage]) -> int:
+    """How many of the first messages go into one frame: what a server's loop reads in some 10 ms, and at least one."""
     tokens = 0
-    for count, message in enumerate(outbox[:FRAME_MESSAGES]):
+    for at, message in enumerate(messages):
         tokens += len(message.token_ids) if isinstance(message, StartLeg) else 0
-        if tokens > FRAME_TOKENS and count:
-            return count
-    return min(len(outbox), FRAME_MESSAGES)
+        if at == FRAME_MESSAGES or (at and tokens > MAX_FRAME_TOKENS):
+            return at
+    return len(messages)
 
 
 def _log_death(task: asyncio.Task[None]) -> None:

@@ -52,6 +52,8 @@ MESSAGE_BYTES = 256  # a message without what counts below, roughly, as it waits
 TOKEN_BYTES = 64
 LOGPROB_BYTES = 32
 TIMELINE_BYTES = 128
+MERGED_BYTES = 128 << 10  # of one message: what a router does with it keeps its loop for some 20 ms
+FRAME_BYTES = 512 << 10  # of one frame, for the same reason: a router that was away finds several
 ACK_DELAY_S = 0.1  # an acknowledgement waits this long for a frame to ride on
 KV_EVERY_S = 0.1  # no two parts of cache news follow each other faster: tokens come first
 
@@ -87,16 +89,15 @@ class Lease:
         return self.pending_bytes + self._sent_bytes
 
     def put(self, message: ServerMessage) -> None:
-        """Tokens of one choice that follow each other become one message."""
-        self.pending_bytes += MESSAGE_BYTES
+        """Tokens of one choice that follow each other become one message, as long as it is small."""
+        self.pending_bytes += _size(message)
         if isinstance(message, LegTokens):
-            self.pending_bytes += TOKEN_BYTES * len(message.token_ids)
-            self.pending_bytes += LOGPROB_BYTES * sum(1 + len(entry.top) for entry in message.logprobs)
             at = self._open.get((message.key, message.choice))
             if at is not None:
                 before = self.pending[at]
                 assert isinstance(before, LegTokens)
-                if before.first_index + len(before.token_ids) == message.first_index:
+                follows = before.first_index + len(before.token_ids) == message.first_index
+                if follows and _size(before) < MERGED_BYTES:
                     self.pending[at] = LegTokens(
                         key=message.key,
                         choice=message.choice,
@@ -108,21 +109,32 @@ class Lease:
                     self.pending_bytes -= MESSAGE_BYTES
                     return
             self._open[message.key, message.choice] = len(self.pending)
-        else:
-            self.pending_bytes += len(message.reason) + TIMELINE_BYTES * len(message.timeline)
         self.pending.append(message)
 
     def take(self) -> tuple[ServerMessage, ...]:
-        """What goes into one frame, which is to be pushed at once. What is left stays ready."""
-        messages = tuple(self.pending[:FRAME_MESSAGES])
-        nbytes = self.pending_bytes * len(messages) // max(1, len(self.pending))
-        self._sent.append(nbytes)
-        self._sent_bytes += nbytes
-        del self.pending[:FRAME_MESSAGES]
-        self._open.clear()
-        self.pending_bytes -= nbytes
+        """The first of what is pending, as much as goes into one frame, to be pushed at once. What is left stays ready."""
+        count = total = 0
+        for message in self.pending[:FRAME_MESSAGES]:
+            if count and total + _size(message) > FRAME_BYTES:
+                break
+            total += _size(message)
+            count += 1
+        messages = tuple(self.pending[:count])
+        self._sent.append(total)
+        self._sent_bytes += total
+        del self.pending[:count]
+        self._open = {place: at - count for place, at in self._open.items() if at >= count}
+        self.pending_bytes -= total
         self.ready = bool(self.pending)
         return messages
+
+
+def _size(message: ServerMessage) -> int:
+    """Bytes of what waits here, roughly. All rows of log-probabilities of a message are as long as the first."""
+    if not isinstance(message, LegTokens):
+        return MESSAGE_BYTES + len(message.reason) + TIMELINE_BYTES * len(message.timeline)
+    rows = len(message.logprobs) * (1 + len(message.logprobs[0].top)) if message.logprobs else 0
+    return MESSAGE_BYTES + TOKEN_BYTES * len(message.token_ids) + LOGPROB_BYTES * rows
 
 
 class RouterStreams(ServerServicer):

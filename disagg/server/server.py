@@ -80,6 +80,7 @@ from disagg.server.routers import RouterStreams
 from disagg.server.workers import GroupLost, WorkerGroup
 from disagg.staging.pieces import framed_bytes
 from disagg.telemetry.http import TelemetryServer
+from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.metrics import EngineMetrics, new_registry
 from disagg.telemetry.process import raise_descriptor_limit
 from disagg.telemetry.stacks import format_stacks
@@ -176,6 +177,8 @@ class Server:
         self._metrics_address = f"{host}:{metrics_port}"
         await server.start()
         logger.info("%s listens on %s:%d, metrics on port %d", self._name, host, port, metrics_port)
+        watch = LoopWatch(self._registry)
+        watch.start()
         ticker = asyncio.create_task(self._tick(), name="tick")
         supervisor = asyncio.create_task(self._supervise(health), name="supervise")
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
@@ -198,6 +201,7 @@ class Server:
             self._routers.close()
             if self._group is not None:
                 await self._group.stop()
+            watch.stop()
             await telemetry.close()
             await server.stop(grace=1.0)
             ticker.cancel()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import time
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -34,7 +36,14 @@ _COMPILE_ERRORS = (
     ArithmeticError,
 )
 # What Python raises when a template does something with a value that the value does not support.
-_RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_RENDER_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
+    *(RecursionError, MemoryError),
+)
+RENDER_S = 5.0  # beside the event loop, for thousands of messages; most templates need 20 us for each
+MAX_REPEATED = 1 << 20  # elements or characters of what a template multiplies
+MAX_POWER_BITS = 1 << 16
+_until_s: ContextVar[float] = ContextVar("until_s")
 
 
 class ChatTemplate:
@@ -73,6 +82,7 @@ class ChatTemplate:
         """
         if not messages:
             raise InvalidRequest("messages is empty; a chat needs at least one message", "messages")
+        _until_s.set(time.monotonic() + RENDER_S)
         plain = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
         try:
             return self._template.render(
@@ -154,7 +164,37 @@ class _Generator(jinja2.compiler.CodeGenerator):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
+    """Ends a rendering that takes too long, at the next value that it looks up or calls; multiplies within limits only."""
+
     code_generator_class = _Generator
+    intercepted_binops = frozenset(("*", "**"))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        _in_time()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        _in_time()
+        return super().getitem(obj, argument)
+
+    def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        _in_time()
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        _in_time()
+        if operator == "*":
+            for many, times in ((left, right), (right, left)):
+                if isinstance(times, int) and hasattr(many, "__len__") and len(many) * times > MAX_REPEATED:
+                    raise jinja2.TemplateRuntimeError(f"{len(many)} elements are repeated {times} times")
+        elif isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MAX_POWER_BITS:
+            raise jinja2.TemplateRuntimeError(f"a number is raised to the power of {right}")
+        return super().call_binop(context, operator, left, right)
+
+
+def _in_time() -> None:
+    if time.monotonic() > _until_s.get():
+        raise jinja2.TemplateRuntimeError(f"it is not rendered after {RENDER_S:g} s")
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

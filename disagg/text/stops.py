@@ -4,20 +4,22 @@ The stop string that is complete first ends the text, whatever the pieces: gener
 see whether a longer stop string that began earlier would have been completed too. Of several that are complete at the
 same character, the longest counts. An Aho-Corasick automaton makes the cost linear in the text: its depth is exactly
 the length of the text that might still become a stop string.
+
+A `StopTable` is the automaton, some 130 to 260 bytes per character of the stop strings: it never changes once it is made, so all
+choices of all prompts with the same stop strings share one. A `StopFinder` is one text's place in it.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 
 
 class StopFinder:
     """`include`: whether the text that is emitted ends after the stop string, rather than before it."""
 
-    def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
-        assert all(stops), "an empty stop string would stop everything"
+    def __init__(self, table: StopTable, include: bool = False) -> None:
         self._include = include
-        self._automaton = _Automaton(stops)
+        self._automaton = table
         self._state = 0
         self._held = ""  # always of length depth[state]: what might be the beginning of a stop string
         self._hit: str | None = None
@@ -50,41 +52,40 @@ class StopFinder:
         return held
 
 
-class _Automaton:
+class StopTable:
     """A trie of the stop strings with links to the longest suffix that is a prefix too. State 0 is the root."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self._next: list[dict[str, int]] = [{}]
-        self._fall = [0]
-        self.depth = [0]
-        self.stop_chars = [0]  # length of the longest stop string that ends here; 0: none
+        assert all(stops), "an empty stop string would stop everything"
+        self._next: dict[
+            tuple[int, str], int
+        ] = {}  # (state, character): one table, where one per state is twice as large
+        self._fall = array("i", [0])
+        self.depth = array("i", [0])
+        self.stop_chars = array("i", [0])  # length of the longest stop string that ends here; 0: none
         for stop in stops:
             self._insert(stop)
         self._link()
 
     def step(self, state: int, char: str) -> int:
-        while state and char not in self._next[state]:
+        while state and (state, char) not in self._next:
             state = self._fall[state]
-        return self._next[state].get(char, 0)
+        return self._next.get((state, char), 0)
 
     def _insert(self, stop: str) -> None:
         state = 0
         for char in stop:
-            if char not in self._next[state]:
-                self._next[state][char] = len(self._next)
-                self._next.append({})
+            if (state, char) not in self._next:
+                self._next[state, char] = len(self.depth)
                 self._fall.append(0)
                 self.depth.append(self.depth[state] + 1)
                 self.stop_chars.append(0)
-            state = self._next[state][char]
+            state = self._next[state, char]
         self.stop_chars[state] = len(stop)
 
     def _link(self) -> None:
-        queue = deque(self._next[0].values())
-        while queue:
-            state = queue.popleft()
-            for char, child in self._next[state].items():
-                self._fall[child] = self.step(self._fall[state], char)
-                # A node's own stop string is longer than any that ends in its suffix.
-                self.stop_chars[child] = self.stop_chars[child] or self.stop_chars[self._fall[child]]
-                queue.append(child)
+        # Shallow states first, since a state falls to a shallower one.
+        for (state, char), child in sorted(self._next.items(), key=lambda edge: self.depth[edge[1]]):
+            self._fall[child] = self.step(self._fall[state], char) if state else 0
+            # A node's own stop string is longer than any that ends in its suffix.
+            self.stop_chars[child] = self.stop_chars[child] or self.stop_chars[self._fall[child]]

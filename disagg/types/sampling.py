@@ -17,6 +17,7 @@ from disagg.types.errors import InvalidRequest
 MAX_LOGPROBS = 20
 MAX_CHOICES = 64
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 2048  # of all stop strings together: a table of some 0.4 MB, built in 2 ms (text/stops)
 MAX_STOP_TOKENS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_CACHE_SALT_CHARS = 1024  # beside the parameters; it goes to servers with every leg
@@ -67,13 +68,14 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         _within("n", self.n, 1, MAX_CHOICES)
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _at_most("stop", len(self.stop), MAX_STOP_STRINGS, "strings")
+        at_most("stop", len(self.stop), MAX_STOP_STRINGS, "strings")
+        at_most("stop", sum(map(len, self.stop)), MAX_STOP_CHARS, "characters in all")
         if any(not s for s in self.stop):
             raise InvalidRequest("stop holds an empty string; every stop string needs at least one character", "stop")
         if any(0xD800 <= ord(c) <= 0xDFFF for s in self.stop for c in s):
             raise InvalidRequest("stop holds half of a surrogate pair, which is no character", "stop")
-        _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKENS, "ids")
-        _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS, "entries")
+        at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKENS, "ids")
+        at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS, "entries")
         check_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         check_ids("logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
         for _, bias in self.logit_bias:
@@ -87,7 +89,8 @@ def _within(name: str, value: float, low: float, high: float) -> None:
     raise InvalidRequest(f"{name} is {value}; it must be {allowed}", name)
 
 
-def _at_most(name: str, count: int, most: int, what: str) -> None:
+def at_most(name: str, count: int, most: int, what: str) -> None:
+    """Raises InvalidRequest."""
     if count > most:
         raise InvalidRequest(f"{name} holds {count} {what}; at most {most} are allowed", name)
 

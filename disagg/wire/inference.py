@@ -15,7 +15,7 @@ from disagg.messages.legs import TimelineEvent
 from disagg.types.errors import InvalidRequest
 from disagg.types.ids import FinishReason
 from disagg.types.plain import NAME_CHARS
-from disagg.types.sampling import SamplingParams
+from disagg.types.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKENS, SamplingParams, at_most
 from disagg.wire import pb
 from disagg.wire.fields import FINISH_TO_PROTO, fill_timeline, read_finish, read_timeline, refuse, require
 
@@ -51,14 +51,17 @@ def fill_sampling(out: pb.inference.SamplingParams, params: SamplingParams) -> N
 
 
 def read_sampling(message: pb.inference.SamplingParams) -> SamplingParams:
-    """An absent field means its default; max_tokens absent becomes 0 ("as many as fit")."""
+    """An absent field means its default; max_tokens absent becomes 0 ("as many as fit").
+
+    Of a list that is too long, one entry more than is allowed is read: enough for `validate` to refuse it.
+    """
     given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
     given.setdefault("max_tokens", 0)
     return SamplingParams(
         **given,
-        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias[: MAX_LOGIT_BIAS + 1]),
+        stop=tuple(message.stop[: MAX_STOP_STRINGS + 1]),
+        stop_token_ids=tuple(message.stop_token_ids[: MAX_STOP_TOKENS + 1]),
     )
 
 
@@ -112,9 +115,13 @@ def generate_request_to_proto(
     return out
 
 
-def generate_request_from_proto(message: pb.inference.GenerateRequest) -> GenerateFields:
-    """Raises InvalidRequest."""
+def generate_request_from_proto(message: pb.inference.GenerateRequest, max_ids: int) -> GenerateFields:
+    """Raises InvalidRequest. Lists are counted before they become Python's: that takes ten times their bytes."""
     _require_model(message.model)
+    at_most("prompt", len(message.token_ids.ids), max_ids, "token ids")
+    at_most("stop", len(message.sampling.stop), MAX_STOP_STRINGS, "strings")
+    at_most("stop_token_ids", len(message.sampling.stop_token_ids), MAX_STOP_TOKENS, "ids")
+    at_most("logit_bias", len(message.sampling.logit_bias), MAX_LOGIT_BIAS, "entries")
     kind = message.WhichOneof("prompt")
     if kind is None:
         _invalid("prompt", "is missing; send text or token_ids")
@@ -395,9 +402,10 @@ def detokenize_request_to_proto(
     return pb.inference.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
 
 
-def detokenize_request_from_proto(message: pb.inference.DetokenizeRequest) -> DetokenizeFields:
+def detokenize_request_from_proto(message: pb.inference.DetokenizeRequest, max_ids: int) -> DetokenizeFields:
     """Raises InvalidRequest."""
     _require_model(message.model)
+    at_most("token_ids", len(message.token_ids), max_ids, "token ids")
     return DetokenizeFields(
         model=message.model,
         token_ids=tuple(message.token_ids),

@@ -80,9 +80,16 @@ def make_server(
     *handlers: grpc.GenericRpcHandler,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     options: tuple[tuple[str, int], ...] = (),
+    max_request_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Server:
-    """A server that is not listening yet."""
-    server = grpc.aio.server(options=(*SERVER_OPTIONS, *options), interceptors=interceptors)
+    """A server that is not listening yet. What is larger than max_request_bytes is refused before it is read."""
+    most = min(max_request_bytes, MAX_MESSAGE_BYTES)
+    given = {
+        **dict(SERVER_OPTIONS),
+        **dict(options),
+        "grpc.max_receive_message_length": most,
+    }  # each once: the first counts
+    server = grpc.aio.server(options=tuple(given.items()), interceptors=interceptors)
     server.add_generic_rpc_handlers(handlers)
     return server
 

@@ -60,7 +60,12 @@ def details_of(error: object) -> str:
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: DisaggError) -> NoReturn:
-    """Ends the call with the error's status. Never returns."""
+    """Ends the call with the error's status. Never returns. Call it outside of `except`, without the request at hand.
+
+    gRPC keeps the exception that ends the call, and that the frames that it passed, in a circle that only the garbage
+    collector opens: what those frames, or the error's own, still name would stay in memory until it runs.
+    """
+    error.__traceback__ = error.__cause__ = error.__context__ = None
     await context.abort(status_of(error), details_of(error), trailers_of(error))
     raise AssertionError("ServicerContext.abort raises")
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from disagg.messages.legs import TimelineEvent
+from disagg.router.budget import Budget, Held
 from disagg.router.requests import (
     ChoiceDelta,
     Finished,
@@ -25,6 +27,7 @@ from disagg.router.requests import (
     Update,
     Usage,
 )
+from disagg.text.limits import TextLimits
 from disagg.types.errors import DisaggError, InvalidRequest, UnknownModel
 from disagg.types.ids import FinishReason
 
@@ -56,7 +59,15 @@ class FakeRouter:
         self.words: Sequence[str] = WORDS
         self.raw: Mapping[str, bytes] = {}  # a token's own bytes, where they are not its text's
         self.timelines: dict[str, tuple[TimelineEvent, ...]] = {}
+        self.limits = TextLimits(MAX_MODEL_LEN, 100_000)
+        self.budget = Budget(64 << 20)
         self._numbers = itertools.count()
+
+    def hold(self) -> Held:
+        return self.budget.hold()
+
+    async def beside(self, size: int, work: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.to_thread(work, *args)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
         number = next(self._numbers)

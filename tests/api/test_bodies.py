@@ -8,19 +8,21 @@ import pytest
 
 from disagg.api.bodies import Call, parse_chat, parse_completion
 from disagg.api.errors import BadField
+from disagg.text.limits import TextLimits
 from disagg.types.errors import InvalidRequest
 from disagg.types.sampling import SamplingParams
 from tests.api.fakes import FakeChatTemplate
 
+LIMITS = TextLimits(max_tokens=200, max_chars=2000)
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 def completion(**fields: object) -> Call:
-    return parse_completion(json.dumps({"model": "m", "prompt": "hello", **fields}).encode(), max_prompts=4)
+    return parse_completion(json.dumps({"model": "m", "prompt": "hello", **fields}).encode(), LIMITS, max_prompts=4)
 
 
 def chat(**fields: object) -> Call:
-    return parse_chat(json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode(), FakeChatTemplate())
+    return parse_chat(json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode(), LIMITS, FakeChatTemplate())
 
 
 def refusal(parse: object, **fields: object) -> InvalidRequest:
@@ -286,7 +288,7 @@ def test_a_missing_field_is_named(missing: str) -> None:
     body = {"model": "m", "prompt": "p"}
     del body[missing]
     with pytest.raises(BadField) as caught:
-        parse_completion(json.dumps(body).encode(), max_prompts=1)
+        parse_completion(json.dumps(body).encode(), LIMITS, max_prompts=1)
     assert (caught.value.param, caught.value.code) == (missing, "missing_required_parameter")
 
 
@@ -306,7 +308,7 @@ def test_a_missing_field_is_named(missing: str) -> None:
 )
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        parse_completion(body, max_prompts=1)
+        parse_completion(body, LIMITS, max_prompts=1)
 
 
 # ---- chats
@@ -362,4 +364,4 @@ def test_a_message_that_cannot_be_rendered_is_refused_by_name(message: object, p
 def test_a_chat_needs_messages_and_a_template() -> None:
     assert refusal(chat, messages=[]).param == "messages"
     with pytest.raises(InvalidRequest, match=r"no chat template.*v1/completions"):
-        parse_chat(json.dumps({"model": "m", "messages": MESSAGES}).encode(), None)
+        parse_chat(json.dumps({"model": "m", "messages": MESSAGES}).encode(), LIMITS, None)

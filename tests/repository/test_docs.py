@@ -15,6 +15,7 @@ from disagg.messages.legs import Outcome
 from disagg.models.families import FAMILIES
 from disagg.router.metrics import GrpcMetrics, RouterMetrics
 from disagg.server.exporter import Exporter
+from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.metrics import EngineMetrics
 from tests.repository.source import PACKAGE, ROOT
 
@@ -42,6 +43,7 @@ def metrics() -> set[tuple[str, str]]:
     RouterMetrics(registry)
     GrpcMetrics(registry)
     HttpMetrics(registry)
+    LoopWatch(registry)
     return {(f"{m.name}_total" if m.type == "counter" else m.name, m.type) for m in registry.collect()}
 
 

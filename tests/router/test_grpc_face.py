@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from disagg.config.tree import Config, ModelConfig, ServerRef
+from disagg.convert.inspect import inspect_model
 from disagg.router.main import RunningRouter, max_model_len, run_router
 from disagg.types.errors import ConfigError
 from disagg.types.ids import FinishReason, Role
@@ -233,13 +234,14 @@ async def test_a_port_that_is_taken_is_a_configuration_error(face: Face, model_d
 def test_names_and_lengths_come_from_the_configuration_or_the_model(model_dir: Path) -> None:
     assert ModelConfig(name="/models/llama/").public_name == "llama"
     assert ModelConfig(name="/models/llama", served_name="chat").public_name == "chat"
-    assert max_model_len(ModelConfig(), model_dir) == 256
-    assert max_model_len(ModelConfig(max_model_len=100), model_dir) == 100
-    assert max_model_len(ModelConfig(max_model_len=1000), model_dir) == 256
+    facts = inspect_model(model_dir)
+    assert max_model_len(ModelConfig(), facts) == 256
+    assert max_model_len(ModelConfig(max_model_len=100), facts) == 100
+    assert max_model_len(ModelConfig(max_model_len=1000), facts) == 256
 
 
 @pytest.mark.parametrize(
-    "name", ["x" * (8 << 20), "\x1b[2J\n2026-01-01T00:00:00.000Z ERROR forged\u202e" * 300, "北" * 5000]
+    "name", ["x" * (64 << 10), "\x1b[2J\n2026-01-01T00:00:00.000Z ERROR forged\u202e" * 300, "北" * 5000]
 )
 async def test_a_model_name_of_any_length_and_content_is_refused_in_our_words(
     face: Face, name: str, caplog: pytest.LogCaptureFixture

@@ -23,7 +23,7 @@ from disagg.messages.legs import (
     StartLeg,
 )
 from disagg.router.requests import ChoiceDelta, Started
-from disagg.router.streams import FIRST_BACKOFF_S, FRAME_TOKENS, frame_length
+from disagg.router.streams import FIRST_BACKOFF_S, MAX_FRAME_TOKENS, frame_length
 from disagg.types.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -731,12 +731,12 @@ async def test_a_server_with_another_name_or_model_is_not_used(cluster: Cluster)
 
 async def test_text_and_tokens_are_turned_into_each_other(cluster: Cluster) -> None:
     router = await cluster.up(NORMAL)
-    ids = router.tokenize("tiny", "hi")
-    assert router.detokenize("tiny", ids) == "hi"
+    ids = await router.tokenize("tiny", "hi")
+    assert await router.detokenize("tiny", ids) == "hi"
     with pytest.raises(UnknownModel):
-        router.tokenize("other", "hi")
+        await router.tokenize("other", "hi")
     with pytest.raises(InvalidRequest):
-        router.detokenize("tiny", (999,))
+        await router.detokenize("tiny", (999,))
     assert [(model.name, model.max_model_len) for model in router.models()] == [("tiny", 512)]
 
 
@@ -746,7 +746,7 @@ def test_a_frame_to_a_server_holds_what_it_reads_at_once_and_always_something() 
         peer = PeerRef("d", "d:1", "i")
         return StartLeg(LegKey("r", 1, 0), ids, tokens, SamplingParams(max_tokens=1), (0,), peer, 1.0)  # type: ignore[arg-type]
 
-    assert frame_length([leg(FRAME_TOKENS // 2)] * 3) == 2
-    assert frame_length([leg(2 * FRAME_TOKENS)] * 2) == 1
+    assert frame_length([leg(MAX_FRAME_TOKENS // 2)] * 3) == 2
+    assert frame_length([leg(2 * MAX_FRAME_TOKENS)] * 2) == 1
     assert frame_length([AbortLeg(LegKey("r", 1, 0))] * 5000) == 1024
     assert frame_length([leg(1), AbortLeg(LegKey("r", 1, 0))]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -25,13 +26,14 @@ from disagg.messages.legs import (
     ServerMessage,
     ServerState,
 )
+from disagg.messages.plan import TokenLogprobs
 from disagg.router.dial import dial_server
 from disagg.router.service import Router as WholeRouter
 from disagg.router.streams import Connection, NameTaken
 from disagg.router.view import CachedPages
 from disagg.server import door, routers
 from disagg.server.kv_feed import KvFeed
-from disagg.server.routers import Lease, RouterStreams
+from disagg.server.routers import FRAME_BYTES, LOGPROB_BYTES, Lease, RouterStreams
 from disagg.types.errors import Unavailable
 from disagg.types.ids import LegKey, Role
 from disagg.wire.server import RouterHello, ServerSays
@@ -459,3 +461,41 @@ def test_a_frame_holds_a_bounded_number_of_messages_and_none_is_lost() -> None:
     assert lease.pending_bytes == 0
     lease.channel.take(Frame(number=0, ack=99, messages=()), 0.0)
     assert lease.kept_bytes == 0
+
+
+def lease() -> Lease:
+    return Lease(0, RouterHello("r", "i", "s", 0), "here")
+
+
+def tokens(first: int, count: int, choice: int = 0, top: int = 0) -> LegTokens:
+    rows = tuple(TokenLogprobs(-1.0, ((1, -1.0),) * top) for _ in range(count)) if top else ()
+    return LegTokens(LegKey("r", 1, 0), choice, first, tuple(range(first, first + count)), rows)
+
+
+def test_what_waited_for_a_router_goes_out_in_frames_that_its_loop_reads_at_once() -> None:
+    waiting = lease()
+    for step in range(2000):
+        for choice in range(4):
+            waiting.put(tokens(step, 1, choice, top=20))
+    before = waiting.pending_bytes
+    frames = []
+    while waiting.pending:
+        frames.append(waiting.take())
+        assert waiting.ready == bool(waiting.pending)
+        if len(frames) == 3:
+            waiting.put(tokens(2000, 1, 0, top=20))  # more comes meanwhile
+    assert waiting.pending_bytes == 0
+    assert len(frames) > 8
+    sizes = [sum(LOGPROB_BYTES * 21 * len(m.logprobs) for m in frame) for frame in frames]
+    assert max(sizes) <= FRAME_BYTES < before
+    for choice, count in ((0, 2001), (1, 2000)):
+        said = [m for frame in frames for m in frame if m.choice == choice]
+        assert [token for m in said for token in m.token_ids] == list(range(count))
+        assert all(a.first_index + len(a.token_ids) == b.first_index for a, b in itertools.pairwise(said))
+
+
+def test_a_message_larger_than_a_frame_goes_out_alone() -> None:
+    waiting = lease()
+    waiting.put(tokens(0, 2000, top=20))
+    waiting.put(tokens(2000, 1))
+    assert [len(waiting.take()) for _ in range(2)] == [1, 1]

@@ -179,3 +179,32 @@ def _rendered(model_dir: Path) -> str:
     template = ChatTemplate.load(model_dir)
     assert template is not None
     return template.render([{"role": "user", "content": "hi"}])
+
+
+LOOPS = "{% for a in messages %}{% for b in messages %}{% for c in messages %}{{ c.role }}{% endfor %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (LOOPS, "it is not rendered after 0.2 s"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
+        ("{{ 'x' * 10000000000 }}", "repeated 10000000000 times"),
+        ("{{ 10000000000 * [1] }}", "repeated 10000000000 times"),
+        ("{{ 10 ** 1000000000 }}", "power"),
+        ("{% for a in range(10**9) %}{% endfor %}", "[Rr]ange too big"),
+    ],
+)
+def test_a_template_that_would_take_for_ever_or_all_memory_is_ended(
+    source: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("disagg.text.chat.RENDER_S", 0.2)
+    template = ChatTemplate(source)
+    with pytest.raises(InvalidRequest, match=words):
+        template.render([{"role": "user", "content": "hi"}] * 500)
+
+
+def test_what_templates_multiply_within_reason_is_multiplied() -> None:
+    assert ChatTemplate("{{ '-' * 20 }}{{ 2 ** 10 }}{{ 3 * 4 }}").render([{"role": "user", "content": ""}]) == (
+        "-" * 20 + "102412"
+    )

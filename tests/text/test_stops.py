@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.text.stops import StopFinder
+from disagg.text.stops import StopFinder, StopTable
 
 LETTERS = st.text("abc", max_size=30)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4).map(tuple)
@@ -39,7 +39,7 @@ def test_every_chunking_emits_what_a_search_of_the_whole_text_says(
     text: str, stops: tuple[str, ...], include: bool, cuts: list[int]
 ) -> None:
     edges = [0, *sorted(cuts), len(text)]
-    finder = StopFinder(stops, include)
+    finder = StopFinder(StopTable(stops), include)
     expected, stop = brute_force(text, stops, include)
     assert run(finder, [text[a:b] for a, b in itertools.pairwise(edges)]) == (expected, stop is not None)
     assert finder.hit == stop
@@ -48,7 +48,7 @@ def test_every_chunking_emits_what_a_search_of_the_whole_text_says(
 @given(text=LETTERS, stops=STOPS)
 @settings(derandomize=True, deadline=None, max_examples=300)
 def test_only_what_may_begin_a_stop_string_is_held_back(text: str, stops: tuple[str, ...]) -> None:
-    finder, shown = StopFinder(stops), ""
+    finder, shown = StopFinder(StopTable(stops)), ""
     for at, char in enumerate(text, start=1):
         part, hit = finder.push(char)
         shown += part
@@ -61,7 +61,7 @@ def test_only_what_may_begin_a_stop_string_is_held_back(text: str, stops: tuple[
 
 
 def test_a_stop_string_across_three_pushes_is_found() -> None:
-    finder = StopFinder(("STOP",))
+    finder = StopFinder(StopTable(("STOP",)))
     assert finder.push("go S") == ("go ", False)
     assert finder.push("TO") == ("", False)
     assert finder.push("P more") == ("", True)
@@ -69,31 +69,31 @@ def test_a_stop_string_across_three_pushes_is_found() -> None:
 
 
 def test_after_a_hit_late_text_is_dropped() -> None:
-    finder = StopFinder(("x",))
+    finder = StopFinder(StopTable(("x",)))
     assert finder.push("ax") == ("a", True)
     assert finder.push("late") == ("", True)
 
 
 def test_without_stop_strings_everything_passes_at_once() -> None:
-    finder = StopFinder(())
+    finder = StopFinder(StopTable(()))
     assert finder.push("anything") == ("anything", False)
     assert finder.finish() == ""
 
 
 def test_a_false_beginning_is_given_out_at_the_end() -> None:
-    finder = StopFinder(("\n\nUser:",))
+    finder = StopFinder(StopTable(("\n\nUser:",)))
     assert finder.push("answer\n\nUse") == ("answer", False)
     assert finder.finish() == "\n\nUse"
 
 
 def test_an_empty_stop_string_is_a_bug_of_the_caller() -> None:
     with pytest.raises(AssertionError):
-        StopFinder(("",))
+        StopFinder(StopTable(("",)))
 
 
 def test_a_text_made_to_fool_the_finder_costs_linear_time() -> None:
     stop = "a" * 20_000 + "b"
-    finder = StopFinder((stop,))
+    finder = StopFinder(StopTable((stop,)))
     start = time.process_time()
     for _ in range(100):
         assert finder.push("a" * 1000)[1] is False

@@ -200,14 +200,14 @@ def generate(**fields):
 )
 def test_a_malformed_generate_request_is_the_clients_fault_and_names_the_field(message, param):
     with pytest.raises(InvalidRequest, match=param) as caught:
-        inference.generate_request_from_proto(message)
+        inference.generate_request_from_proto(message, 1 << 24)
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize("name", ["min_tokens", "top_k", "logprobs", "n"])
 def test_a_negative_parameter_reaches_validation_as_it_is(name):
     sampling = pb.inference.SamplingParams(max_tokens=5, **{name: -2})
-    params = inference.generate_request_from_proto(generate(sampling=sampling))["params"]
+    params = inference.generate_request_from_proto(generate(sampling=sampling), 1 << 24)["params"]
     with pytest.raises(InvalidRequest, match=f"{name} is -2"):
         params.validate(vocab_size=10)
 
@@ -216,7 +216,11 @@ def test_a_negative_parameter_reaches_validation_as_it_is(name):
     ("read", "message", "param"),
     [
         (inference.tokenize_request_from_proto, pb.inference.TokenizeRequest(), "model"),
-        (inference.detokenize_request_from_proto, pb.inference.DetokenizeRequest(), "model"),
+        (
+            lambda message: inference.detokenize_request_from_proto(message, 10),
+            pb.inference.DetokenizeRequest(),
+            "model",
+        ),
         (inference.abort_request_from_proto, pb.inference.AbortRequest(), "request_id"),
         (inference.abort_request_from_proto, pb.inference.AbortRequest(request_id="r"), "abort_token"),
     ],

@@ -155,7 +155,7 @@ def test_absent_sampling_parameters_mean_the_defaults():
 @given(generate_fields)
 def test_generate_request_survives(fields):
     message = through_bytes(inference.generate_request_to_proto(**fields))
-    assert inference.generate_request_from_proto(message) == fields
+    assert inference.generate_request_from_proto(message, 1 << 24) == fields
 
 
 def test_generate_fields_are_the_routers_generate_request():
@@ -164,7 +164,7 @@ def test_generate_fields_are_the_routers_generate_request():
 
 
 def test_the_least_request_has_a_model_and_a_prompt_and_gets_the_defaults():
-    fields = inference.generate_request_from_proto(pb.inference.GenerateRequest(model="m", text="hi"))
+    fields = inference.generate_request_from_proto(pb.inference.GenerateRequest(model="m", text="hi"), 1 << 24)
     request = requests.GenerateRequest(**fields)
     assert request == requests.GenerateRequest(model="m", prompt="hi", params=SamplingParams(max_tokens=0))
 
@@ -226,7 +226,7 @@ def test_tokenize_and_detokenize_survive(model, some_text, flag, ids):
     }
     assert inference.tokenize_response_from_proto(through_bytes(inference.tokenize_response_to_proto(ids))) == ids
     back = inference.detokenize_request_to_proto(model=model, token_ids=ids, skip_special_tokens=flag)
-    assert inference.detokenize_request_from_proto(through_bytes(back)) == {
+    assert inference.detokenize_request_from_proto(through_bytes(back), 1 << 24) == {
         "model": model,
         "token_ids": ids,
         "skip_special_tokens": flag,
@@ -236,7 +236,9 @@ def test_tokenize_and_detokenize_survive(model, some_text, flag, ids):
 
 def test_special_tokens_are_added_and_skipped_unless_the_client_says_no():
     assert inference.tokenize_request_from_proto(pb.inference.TokenizeRequest(model="m"))["add_special_tokens"]
-    assert inference.detokenize_request_from_proto(pb.inference.DetokenizeRequest(model="m"))["skip_special_tokens"]
+    assert inference.detokenize_request_from_proto(pb.inference.DetokenizeRequest(model="m"), 1 << 24)[
+        "skip_special_tokens"
+    ]
 
 
 def test_list_of_models_survives():

@@ -38,7 +38,7 @@ class EchoInference(services.InferenceServicer):
     async def generate(self, request, context):
         if self.failure is not None:
             await status.abort_with(context, self.failure)
-        fields = inference.generate_request_from_proto(request)
+        fields = inference.generate_request_from_proto(request, 1 << 24)
         yield inference.started_to_proto(inference.StartedView("id-1", (1, 2), 5.0))
         words = fields["prompt"].split()
         for number, word in enumerate(words):

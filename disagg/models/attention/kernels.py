@@ -52,7 +52,8 @@ def _cut(
 
     A share is all tokens that are seen, over `shares`, and BLOCK at least; a sequence has as many parts as it has shares,
     rounded. items: [most, 4] int32, (row, first place, place behind the last, 1 if it is the whole sequence), row -1 where
-    there is none; places are tokens from the row's first page on. splits: [most, 3] int32, (row, first item, number of items) of sequences of several; num_splits: [1].
+    there is none; places are tokens from the row's first page on. splits: [most, 3] int32, (row, first item, number of
+    items) of sequences of several; num_splits: [1].
     ROWS: num_rows, rounded up to a power of 2. Grid: blocks of ITEMS items, each of which looks at all lengths.
     """
     rows = tl.arange(0, ROWS)
