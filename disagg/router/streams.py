@@ -105,6 +105,8 @@ class ServerStream:
         self.error = ""
         self.name_taken = False  # which is what `error` says, then
         self.differing: tuple[str, ...] = ()
+        self.changed = ""  # that its weights are not those of before, also when its process is another
+        self._loaded = ("", "")  # incarnation and weights of the last workers that said them
         self._files = files
         self._model = model
         self._router_name = router_name
@@ -171,6 +173,7 @@ class ServerStream:
             cached=self.cached,
             error=self.error,
             differing=self.differing,
+            changed=self.changed,
         )
 
     # ---- dialling
@@ -332,6 +335,7 @@ class ServerStream:
         before, self.hello, self.load = self.hello, hello, hello.load
         was_lost, self.lost = self.lost, False
         self._compare_files(hello)
+        self._compare_weights(hello)
         if before is None or before.incarnation != hello.incarnation:
             self.cached.clear()
         if before is None or was_lost or not before.incarnation:  # it has none while it loads
@@ -353,6 +357,18 @@ class ServerStream:
             )
         elif before and not self.differing:
             logger.info("server %s has the same model files as this router again", self.name)
+
+    def _compare_weights(self, hello: ServerHello) -> None:
+        """A server whose process has ended, too, cannot say itself that its workers had other weights before."""
+        if not hello.weights_hash:
+            return
+        incarnation, weights = self._loaded
+        self._loaded = (hello.incarnation, hello.weights_hash)
+        if weights and weights != hello.weights_hash:
+            self.changed = f"its weights were {weights[:12]} before, and are {hello.weights_hash[:12]} now"
+            logger.error("server %s came back with another model: %s", self.name, self.changed)
+        elif incarnation != hello.incarnation:
+            self.changed = ""
 
     def _forgotten(self, hello: ServerHello) -> None:
         """The server does not know our channel. If it is the incarnation that we knew, our legs there are gone too."""

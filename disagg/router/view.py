@@ -57,8 +57,9 @@ class ServerView(Struct, frozen=True, kw_only=True):
 
     connected: its stream is up. lost: given up by the router. fresh: heard within the last few heartbeats.
     outstanding_prompt_tokens, outstanding_choices: what this router sent it and does not know to be done. differing: which
-    of its model's files are not those that this router makes tokens and text with. cached: the one part that is not frozen,
-    because it is too large to be copied for each decision.
+    of its model's files are not those that this router makes tokens and text with. changed: how its model differs from the one
+    that it had before, if it does. cached: the one part that is not frozen, because it is too large to be copied for each
+    decision.
     """
 
     name: ServerName
@@ -74,6 +75,7 @@ class ServerView(Struct, frozen=True, kw_only=True):
     cached: CachedPages = field(default_factory=CachedPages)
     error: str = ""
     differing: tuple[str, ...] = ()
+    changed: str = ""
 
     @property
     def said_ready(self) -> bool:
@@ -103,7 +105,7 @@ class ServerView(Struct, frozen=True, kw_only=True):
                 f"its {', '.join(self.differing)} is not what this router has loaded, so nothing is sent to it; restart "
                 "whichever of the two has the old files"
             )
-        return self.hello.note if self.hello is not None else ""
+        return (self.hello.note if self.hello is not None else "") or self.changed
 
     @property
     def usable(self) -> bool:

@@ -538,6 +538,30 @@ async def test_an_answer_goes_on_with_the_weights_it_began_with_or_says_that_it_
     assert (await cluster.ask()).text[0] == answer(0, 8)  # what begins now is the new model's
 
 
+async def test_a_server_whose_process_came_back_with_other_weights_is_said_to_have(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new process cannot know what the one before it had."""
+
+    def reason() -> str:
+        return next(server["reason"] for server in cluster.router.status()["servers"] if server["name"] == "d0")
+
+    await cluster.up(NORMAL, hello={"p0": {"weights_hash": "a" * 64}, "d0": {"weights_hash": "a" * 64}})
+    d0 = cluster.servers["d0"]
+    await d0.kill()
+    await cluster.until(lambda: cluster.state("d0") == "dead")
+    d0.hello = replace(d0.hello, weights_hash="b" * 64, fingerprint="other")
+    await d0.restart()
+    await cluster.until(lambda: cluster.state("d0") == "no-peer")
+    assert reason() == "its weights were aaaaaaaaaaaa before, and are bbbbbbbbbbbb now"
+    assert "server d0 came back with another model" in caplog.text
+    d0.break_streams()  # the same workers, heard again
+    await cluster.until(lambda: len(d0.greetings) >= 3 and cluster.state("d0") == "no-peer")
+    assert "before" in reason()
+    d0.new_incarnation()
+    await cluster.until(lambda: reason() == "")
+
+
 async def test_the_deadline_ends_a_running_request_and_frees_the_servers(cluster: Cluster) -> None:
     await cluster.up({"p0": prefill, "d0": silent})
     with pytest.raises(DeadlineExceeded, match="running, with 1 tokens"):
