@@ -95,16 +95,19 @@ class Dialled:
         self._channel = open_channel(f"127.0.0.1:{prefill.port}")
         self._hello = hello
         self.channel: ReliableChannel[object] = ReliableChannel()
+        self._greeted = asyncio.Event()
         self.call = PeerStub(self._channel).link(self._frames())
 
     async def _frames(self) -> AsyncIterator[pb.peer.LinkFrame]:
         yield link_greeting_to_proto(LinkGreeting(self._hello, 0))
+        await self._greeted.wait()  # gRPC hides the status of a call that ends while it writes
         while True:
             yield link_frame_to_proto(self.channel.ack_frame())
             await asyncio.sleep(0.02)
 
     async def greeted(self) -> None:
         assert isinstance(link_frame_from_proto(await self.call.read()), LinkGreeting)
+        self._greeted.set()
 
     async def next_message(self) -> object:
         """The next message of any frame; what it is acknowledged with is the next beat."""
