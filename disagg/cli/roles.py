@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from disagg.config.check import check_descriptors, warnings_of
+from disagg.config.check import check_descriptors, connections_allowed, warnings_of
 from disagg.config.load import load_config
 from disagg.config.tree import Config
 from disagg.router.names import drawn_name
@@ -46,9 +46,12 @@ def run_role(
     configure_logging(name, config.log.level, config.log.format, config.log.lines_per_s)
     log_uncaught_exceptions()
     dump_stacks_on_signal()
-    for warning in (*warnings_of(config), check_descriptors(config, role, raise_descriptor_limit())):
+    limit = raise_descriptor_limit()
+    for warning in (*warnings_of(config), check_descriptors(config, role, limit)):
         if warning:
             log.warning(warning)
+    most = min(config.router.max_connections, connections_allowed(config, role, limit))
+    config = replace(config, router=replace(config.router, max_connections=most))
     return _run(role, config, heartbeat)
 
 

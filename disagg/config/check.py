@@ -88,7 +88,7 @@ def check_descriptors(config: Config, role: Literal["router", "prefill", "decode
 
 
 def connections_allowed(config: Config, role: Literal["router", "prefill", "decode"], limit: int) -> int:
-    """How many connections each listening socket of gRPC may accept, so that what comes from outside leaves the process
+    """How many connections each of its two ports may accept at most, so that what comes from outside leaves the process
     the files that it needs for itself: for its workers, whose sockets end it when there is no descriptor for them, for what
     it dials, and for its other port."""
     least, _ = descriptors_needed(config, role)
