@@ -40,6 +40,7 @@ MAX_ANSWER_BYTES = 128 << 20
 INLINE_BYTES = 16 << 10  # of a completion's body that is read on the event loop: 1 ms
 CLIENT_REQUEST_ID_CHARS = 128
 GOODBYE_S = 2.0  # after the drain: for the last words of what did not end in time
+BACKLOG = 1024  # connections that the kernel keeps; all are taken at once, which holds the loop for some 60 ms
 NO_BOUNDS = Bounds()
 # Headers that tell clients of one address apart; the first one counts.
 CREDENTIALS = ("authorization", "api-key", "x-api-key")
@@ -327,6 +328,7 @@ async def serve(
         log_config=None,
         access_log=False,
         server_header=False,
+        backlog=BACKLOG,
         proxy_headers=False,  # a client's word for its address, which decides who may debug, is not taken
     )
     server = _Server(config)

@@ -47,7 +47,7 @@ _ACKED_OFFSET = 120  # of tcpi_bytes_acked in struct tcp_info
 class Bounds(Struct, frozen=True, kw_only=True):
     """What clients may take. The settings of the same names say what each is."""
 
-    max_connections: int = 4096
+    max_connections: int = 2048
     head_s: float = 10.0
     body_s: float = 60.0
     idle_s: float = 75.0
@@ -353,9 +353,9 @@ class Connection(HttpToolsProtocol):
                 self.transport.abort()
 
     def give_way(self) -> None:
-        """Makes room for another, at once."""
-        if self._phase is Phase.IDLE:
-            self._count("crowded")
+        """Makes room for another, at once: in 60 microseconds, of which a flood costs as many as it has connections."""
+        if self._phase is Phase.IDLE or (self._phase is Phase.HEAD and self._reading is None):
+            self._count("crowded")  # nothing was asked, so nothing is answered
         else:
             self._refuse(CROWDED, "crowded")
         self._forget_body()

@@ -122,7 +122,7 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     answer_bytes: Annotated[int, Meta(ge=MIB)] = 128 * MIB  # of one answer, as far as it is not sent
     max_attempts: PositiveInt = 3
     request_deadline_s: Seconds = 600.0
-    max_connections: PositiveInt = 4096  # of clients, over HTTP and over gRPC each
+    max_connections: PositiveInt = 2048  # of clients, over HTTP and over gRPC each
     max_calls_per_connection: PositiveInt = 1024  # gRPC calls open at once on one connection
     head_s: Seconds = 10.0  # from a connection's or request's first byte to the end of its head
     body_s: Seconds = 60.0  # from there to the end of its body, or of a gRPC request message

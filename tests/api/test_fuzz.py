@@ -1,20 +1,14 @@
 """Whatever a client sends to either API of a router's process: a clear status, and nobody else notices.
 
-The router is a process of its own, its servers and a client that reads streams are another (`tests.router.steady_cluster`),
-and this one sends what hypothesis draws.
+This process sends what hypothesis draws; `tests.api.target` has the others.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -23,110 +17,17 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from disagg.cli.rundir import pick_ports
-from disagg.config.tree import Config, ModelConfig, RouterConfig, ServerRef
 from disagg.wire import pb
-from tests.cli.test_router_process import ROOT, Running
-from tests.router.fake_server import MODEL, write_model
+from tests.api.target import DEADLINE_S, Target, make_target, make_watched, undisturbed  # noqa: F401  # two are fixtures
+from tests.router.fake_server import MODEL
 
 EXAMPLES = 2_000
 MANY_EXAMPLES = 50_000
 WARM_UP = 200
-MAX_GROWTH = 64 << 20
-MAX_LATE_S = 0.25
-DEADLINE_S = 60.0
 # What a Python program says of itself. None of it may reach a client.
 OURS = re.compile(
     r"Traceback|<class|object at 0x|\b\w+(Error|Exception|Warning)\b|msgspec|asyncio|google\.protobuf|\.py\b"
 )
-
-
-class Steady:
-    """The process with the servers and the reader."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.router.steady_cluster"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.ports: dict[str, int] = self._line()
-
-    def _line(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def tell(self, **what: object) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        return self._line()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-class Target:
-    """A running router, seen from outside."""
-
-    def __init__(self, directory: Path) -> None:
-        self.steady = Steady()
-        http_port, grpc_port = pick_ports("127.0.0.1", 2)
-        ports = self.steady.ports
-        servers = (
-            ServerRef(name="p0", role="prefill", address=f"127.0.0.1:{ports['p0']}"),
-            ServerRef(name="d0", role="decode", address=f"127.0.0.1:{ports['d0']}"),
-        )
-        (directory / "model").mkdir()
-        config = Config(
-            model=ModelConfig(name=str(write_model(directory / "model")), served_name=MODEL),
-            router=RouterConfig(http_port=http_port, grpc_port=grpc_port, servers=servers, request_deadline_s=20.0),
-        )
-        self.address = ("127.0.0.1", http_port)
-        self.running = Running(config, directory)
-        self.running.wait_until_it_answers()
-        self.http = httpx.Client(base_url=self.running.url, trust_env=False, timeout=DEADLINE_S)
-        self.until(lambda: self.http.get("/health").status_code == 200)
-        self.channel = grpc.insecure_channel(f"127.0.0.1:{grpc_port}")
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        until_s = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < until_s, self.running.log.read_text()[-4000:]
-            time.sleep(0.02)
-
-    def rss_bytes(self) -> int:
-        status = Path(f"/proc/{self.running.process.pid}/status").read_text()
-        return int(status.partition("VmRSS:")[2].split()[0]) << 10
-
-    def files(self) -> int:
-        return len(os.listdir(f"/proc/{self.running.process.pid}/fd"))
-
-    def metric(self, name: str) -> float:
-        found = re.search(rf"^{name} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
-        return float(found[1]) if found else 0.0
-
-    def requests(self) -> int:
-        return len(self.http.get("/debug/dump").json()["router"]["requests"])
-
-    def tasks(self) -> int:
-        return str(self.http.get("/debug/dump").json()["router_stacks"]).count("Task")
-
-    def close(self) -> None:
-        self.channel.close()
-        self.http.close()
-        self.running.close()
-        self.steady.close()
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    made = Target(tmp_path_factory.mktemp("fuzz"))
-    yield made
-    made.close()
 
 
 # ---- what is sent
@@ -307,35 +208,6 @@ def many(examples: int) -> Callable[[Any], Any]:
     checks = list(HealthCheck)
     bounded = settings(max_examples=examples, deadline=None, database=None, phases=phases, suppress_health_check=checks)
     return lambda test: seed(20261122)(bounded(test))
-
-
-def undisturbed(target: Target, warm_up: Callable[[], None], fuzz: Callable[[], None]) -> None:
-    """Runs `fuzz`; fails if a stream, or the process itself, shows that it has."""
-    warm_up()
-    target.steady.tell(report=True)
-    time.sleep(3.0)
-    before = target.steady.tell(report=True)
-    assert before["tokens"] > 20
-    rss, files, tasks = target.rss_bytes(), target.files(), target.tasks()
-    fuzz()
-    during = target.steady.tell(report=True)
-    print(f"\nundisturbed {before}\ndisturbed   {during}")
-    assert not during["failed"], during
-    allowed_s = before["worst_late_s"] + MAX_LATE_S + during["worst_lag_s"]
-    assert during["worst_late_s"] <= allowed_s, (before, during)
-    target.until(lambda: target.requests() <= 1)  # the steady one
-    target.until(lambda: target.tasks() <= tasks + 4)  # that one comes and goes
-    target.until(lambda: target.files() <= files + 2)
-    growth = target.rss_bytes() - rss
-    print(f"{growth / 2**20:.1f} MiB more than before")
-    assert growth <= MAX_GROWTH
-    assert target.running.process.poll() is None
-
-
-@pytest.fixture(scope="module")
-def watched(target: Target) -> Target:
-    target.steady.tell(watch=target.address)
-    return target
 
 
 def fuzz_http(target: Target, examples: int) -> Callable[[], None]:
