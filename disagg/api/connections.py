@@ -13,6 +13,7 @@ A client that closes its sending half counts as gone: that is how a client that 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 from collections import deque
@@ -32,9 +33,7 @@ from disagg.api.errors import Fault
 HEAD_BYTES = 32 << 10  # request line and headers; trailers, too
 AHEAD_BYTES = 64 << 10  # of requests that a client sends before it has the answer to the one before
 PIPELINED = 16  # such requests
-BODIES_BYTES = (
-    256 << 20
-)  # of bodies under way, all connections together: beyond it, the one that takes longest is refused
+BODIES_BYTES = 64 << 20  # of unfinished bodies, of all connections: beyond it, the slowest is refused
 WRITE_HIGH_BYTES = 32 << 10  # of an answer, in this process; what is behind it stays in the mailbox, where it is merged
 UNSENT_BYTES = 64 << 10  # of an answer, in the kernel, before the client's side has room
 LAST_WORDS_BYTES = 4 << 20  # what the kernel is asked to take when the process ends; it gives what it allows
@@ -148,8 +147,7 @@ class Crowd:
         """Ends what has waited for too long. About a microsecond per connection."""
         for phase, connections in self._by_phase.items():
             for connection in tuple(connections):
-                late = overdue(phase, now_s - connection.since_s, self.bounds)
-                if late and not (phase is Phase.IDLE and connection.transport.is_closing()):
+                if overdue(phase, now_s - connection.since_s, self.bounds):
                     connection.time_out()
                 else:
                     connection.check_reader(now_s)
@@ -339,6 +337,9 @@ class Connection(HttpToolsProtocol):
 
     def time_out(self) -> None:
         bounds = self._crowd.bounds
+        if self.transport.is_closing() and self._phase in _ROOM:  # what it was sent is still on its way
+            self._enter(Phase.ANSWER)
+            return
         match self._phase:
             case Phase.HEAD:
                 late = f"the head of the request did not come within {bounds.head_s:g} s"
@@ -366,6 +367,8 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, fault: Fault, reason: str) -> None:
         """Answers the request that is being read with `fault`, as far as HTTP allows, and closes the connection."""
         self._count(reason)
+        if self.transport.is_closing():
+            return
         if self._answers_others():
             self._deafen()
             return
@@ -413,7 +416,10 @@ class Connection(HttpToolsProtocol):
         if not self.transport.get_write_buffer_size():
             self._acked_bytes = -1
             return
-        info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+        try:
+            info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+        except OSError:  # it has just been lost, which the loop will say
+            return
         acked_bytes = struct.unpack_from("=Q", info, _ACKED_OFFSET)[0]
         if acked_bytes != self._acked_bytes:
             self._acked_bytes, self._acked_s = acked_bytes, now_s
@@ -431,9 +437,10 @@ class Connection(HttpToolsProtocol):
         What the kernel has, it delivers, also to a client that reads it later.
         """
         self._hurried = True
-        taken = self.transport.get_extra_info("socket")
-        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 2**31 - 1)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LAST_WORDS_BYTES)
+        with contextlib.suppress(OSError):  # it has just been lost
+            sending = self.transport.get_extra_info("socket")
+            sending.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 2**31 - 1)
+            sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LAST_WORDS_BYTES)
         if self._phase is Phase.BODY:
             self._refuse(CLOSING, "closing")
         self.resume_writing()

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from disagg.api import connections
 from disagg.api.app import HttpServer, create_app, serve
 from disagg.api.connections import AHEAD_BYTES, HEAD_BYTES, Bounds, HttpMetrics, Phase, overdue
 from tests.api.fakes import MODEL, FakeChatTemplate, FakeRouter
@@ -215,6 +216,19 @@ async def test_who_is_being_served_stays_and_who_comes_is_told(port: Port, route
     router.gate.set()
     for reader, _ in served:
         assert b" one two three" in await reader.readuntil(b"]")
+
+
+async def test_unfinished_bodies_have_one_budget_and_the_slowest_gives_way(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "BODIES_BYTES", 50_000)
+    slow, _ = await port.open(post(b" " * 30_000, b"content-length: 60000"))
+    await asyncio.sleep(0.05)
+    other, writer = await port.open(post(b" " * 25_000, b"content-length: 25001"))
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await slow.read()).startswith(b"HTTP/1.1 503 ")
+        writer.write(b" ")
+        assert (await other.readline()).startswith(b"HTTP/1.1 400 ")  # it was read to its end, though it says nothing
 
 
 # ---- too much
