@@ -28,6 +28,10 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     dtype: Dtype = "auto"  # auto: float32 on CPU, the checkpoint's own on a GPU
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: NonNegativeInt = 0  # 0: the model's own
+    prefill_attention: Literal["auto", "cudnn", "triton", "torch"] = (
+        "auto"  # auto: by device, dtype and what layers ask
+    )
+    decode_attention: Literal["auto", "triton", "torch"] = "auto"
     cache_dir: str = "~/.cache/disagg/models"
 
     @property

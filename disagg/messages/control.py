@@ -10,6 +10,14 @@ from msgspec import Struct
 from disagg.messages.layout import LayerGroup
 
 
+class Computation(Struct, frozen=True):
+    """How a model's layers are computed. prefill_attention, decode_attention: names of backends (models/attention/choice), or
+    "auto"."""
+
+    prefill_attention: str = "auto"
+    decode_attention: str = "auto"
+
+
 class Load(Struct, frozen=True, tag="load"):
     """Load the model, or one rank's part of it, and meet the other ranks.
 
@@ -27,6 +35,7 @@ class Load(Struct, frozen=True, tag="load"):
     tp: int
     meet_s: float
     collective_s: float
+    computation: Computation = Computation()
 
 
 class Profile(Struct, frozen=True, tag="profile"):

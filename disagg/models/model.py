@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
+from disagg.messages.control import Computation
 from disagg.messages.layout import LayerGroup
 from disagg.models.attention.backend import Ask, Phase
 from disagg.models.attention.calls import PagedAttention, active
-from disagg.models.attention.choice import AUTO, choose
+from disagg.models.attention.choice import choose
 from disagg.models.batch import ForwardBatch
 from disagg.models.gemv import add_gemv_copies
 from disagg.models.loader import LayerPlaces, LoadedModel, load
@@ -29,16 +30,14 @@ logger = logging.getLogger(__name__)
 class PagedModel:
     """`PagedModel.load(model_dir, dtype, device)`, then `forward` per step."""
 
-    def __init__(
-        self, loaded: LoadedModel, ranks: Ranks, prefill_attention: str = AUTO, decode_attention: str = AUTO
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, ranks: Ranks, computation: Computation) -> None:
         """Raises ConfigError when an attention backend that is wanted by name cannot do what the layers ask."""
         self._loaded = loaded
         self.ranks = ranks
         self.groups = tuple(group.on_rank(ranks.size) for group in loaded.places.groups)
         """Layer groups as this rank keeps them, each with pages of its own in the pool."""
         backends = {
-            index: choose(asks, prefill_attention, decode_attention)
+            index: choose(asks, computation.prefill_attention, computation.decode_attention)
             for index, asks in asks_of(loaded.places, self.device).items()
         }
         self._backends = {index: chosen.make() for index, chosen in backends.items()}
@@ -52,16 +51,15 @@ class PagedModel:
         dtype: str,
         device: str,
         ranks: Ranks | None = None,
-        prefill_attention: str = AUTO,
-        decode_attention: str = AUTO,
+        computation: Computation | None = None,
     ) -> PagedModel:
         """dtype: "float32", "bfloat16" or "float16". ranks: connected before the first forward; None for a single one.
-        prefill_attention, decode_attention: names of backends (attention/choice), or "auto".
+        computation: None for what fits the device best.
 
         Raises ConfigError for a model that cannot be served exactly, or not on so many ranks.
         """
         ranks = ranks or Ranks()
-        return cls(load(model_dir, dtype, device, ranks), ranks, prefill_attention, decode_attention)
+        return cls(load(model_dir, dtype, device, ranks), ranks, computation or Computation())
 
     def add_gemv_copies(self) -> int:
         """Make steps of one row faster on CPU, for the weights' bytes once more; returns how many."""

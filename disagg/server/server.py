@@ -47,7 +47,18 @@ from disagg.engine.prefill import PrefillEngine
 from disagg.memory.groups import spec_of
 from disagg.memory.layout import PageSizing, PoolLayout, plan_layout
 from disagg.memory.sizing import size_pool
-from disagg.messages.control import Dump, Dumped, Load, Loaded, MakePool, OpenTransfer, Profile, Profiled, TransferOpen
+from disagg.messages.control import (
+    Computation,
+    Dump,
+    Dumped,
+    Load,
+    Loaded,
+    MakePool,
+    OpenTransfer,
+    Profile,
+    Profiled,
+    TransferOpen,
+)
 from disagg.messages.heads import SliceError, check_heads
 from disagg.messages.lane import LaneReport, LaneRequest
 from disagg.messages.layout import PROTOCOL_VERSION, Fingerprint, LayerGroup
@@ -317,6 +328,7 @@ class Server:
             tp=config.server.tp,
             meet_s=timeout_s,
             collective_s=config.worker.step_deadline_s,
+            computation=Computation(config.model.prefill_attention, config.model.decode_attention),
         )
         loaded = [rank for rank in await group.call(load, timeout_s) if isinstance(rank, Loaded)]
         if why := disagreement(loaded):

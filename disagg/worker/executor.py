@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from disagg.messages.control import Computation
 from disagg.messages.layout import LayerGroup
 from disagg.messages.mirror import Mirror, MirrorSequence, RunView
 from disagg.messages.plan import SampledToken, StepResult, TokenLogprobs, WorkerPlan
@@ -55,7 +56,15 @@ class Executor:
         """As this rank keeps them."""
         return self.model.groups
 
-    def load(self, model_dir: Path, dtype: str, device: str, threads: int, gemv_copies: bool = False) -> None:
+    def load(
+        self,
+        model_dir: Path,
+        dtype: str,
+        device: str,
+        threads: int,
+        gemv_copies: bool = False,
+        computation: Computation | None = None,
+    ) -> None:
         """Raises ConfigError for a model that cannot be served."""
         torch.set_num_threads(threads)
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a bar in a log file is noise
@@ -65,7 +74,7 @@ class Executor:
             torch.cuda.set_device(index)  # this thread's, which NCCL and kernels look at
             # Where float32 is asked for it is meant: convolutions would take 10 bits of their inputs' 23.
             torch.backends.cudnn.allow_tf32 = False
-        self._model = PagedModel.load(model_dir, dtype, device, self._ranks)
+        self._model = PagedModel.load(model_dir, dtype, device, self._ranks, computation)
         if gemv_copies:
             self._model.add_gemv_copies()
 

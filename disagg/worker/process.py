@@ -162,7 +162,9 @@ class WorkerProcess:
                 started = time.perf_counter()
                 self._executor = Executor(self._rank, job.tp)
                 device = f"cuda:{job.first_gpu + self._rank}" if job.device == "cuda" else job.device
-                self._executor.load(Path(job.model_dir), job.dtype, device, job.threads, job.gemv_copies)
+                self._executor.load(
+                    Path(job.model_dir), job.dtype, device, job.threads, job.gemv_copies, job.computation
+                )
                 load_s = time.perf_counter() - started
                 self._executor.connect(self._sockets / MEETING, job.meet_s, job.collective_s)
                 model = self._executor.model
