@@ -16,6 +16,7 @@ from disagg.memory.layout import PageSizing
 from disagg.messages.layout import GroupKind, LayerGroup
 from disagg.models.attention.backend import Ask, Phase, Scoring
 from disagg.models.attention.choice import OFFERS, Offer
+from disagg.models.attention.writer import TorchWriter, TritonWriter
 from disagg.models.pool import AttentionPages
 from tests.models.attention_work import batch_of, decode_work, expected, prefill_work, run_with_pages, shuffled
 from tests.models.pools import make_pool
@@ -195,3 +196,37 @@ def test_pages_lie_anywhere_in_a_pool_larger_than_32_bits_count(offer: Offer) ->
     )
     work = list(case.runs) if offer.capabilities.phase is Phase.PREFILL else [(n - 1, 1) for n in case.decodes]
     assert_right(offer, case, work, view)
+
+
+@pytest.mark.parametrize("name", ["usual", "80 dims", "page of 128", "one head each", "float16"])
+def test_new_rows_are_written_to_their_slots_and_nowhere_else(name: str) -> None:
+    case = CASES[name]
+    plain, written = view_of(case, 20), view_of(case, 20)
+    for view in (plain, written):
+        view.elements.zero_()
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    rows = 2 * case.page_tokens
+    shape = (2, rows, case.kv_heads, case.head_dim)
+    key, value = torch.randn(shape, generator=generator, device=DEVICE).to(case.dtype).transpose(1, 2)
+    pages = torch.tensor([17, 3], device=DEVICE).repeat_interleave(case.page_tokens)
+    offsets = torch.arange(rows, device=DEVICE) % case.page_tokens
+    TorchWriter(plain, pages[1:], offsets[1:]).write(LAYER_SLOT, key[:, 1:], value[:, 1:])
+    pages[0] = -1  # a row of no sequence
+    TritonWriter(written, pages, offsets).write(LAYER_SLOT, key, value)
+    assert torch.equal(written.elements, plain.elements)
+    assert written.elements.count_nonzero() > 0
+
+
+@pytest.mark.parametrize("offer", [offer for offer in OFFERS if offer.capabilities.captured])
+def test_a_row_of_no_sequence_reads_nothing_and_gives_zeros(offer: Offer) -> None:
+    """As the rows have that fill a captured batch up."""
+    case = CASES["usual"]
+    view = view_of(case, 8)
+    batch, tables, _ = batch_of([run_with_pages(5, 1, case.page_tokens, shuffled(8)) for _ in range(2)], view)
+    work = decode_work(batch, tables, view)
+    work.run.lengths.zero_()
+    shape = (case.kv_heads * case.per_kv_head, 2, case.head_dim)
+    query = torch.randn(shape, device=DEVICE).to(case.dtype)
+    out = torch.full((2, shape[0], case.head_dim), torch.nan, dtype=case.dtype, device=DEVICE)
+    offer.make().plan(work).run(LAYER_SLOT, query, query, query, scoring_of(case, shape[0]), out)
+    assert torch.equal(out, torch.zeros_like(out))

@@ -51,7 +51,12 @@ def test_a_backend_that_is_wanted_by_name_comes_first() -> None:
     [
         (LLAMA, "flash", AUTO, 'prefill attention "flash" is none of auto, cudnn, triton, torch'),
         (LLAMA, AUTO, "cudnn", 'decode attention "cudnn" is none of auto, triton, torch'),
-        (replace(LLAMA, window=True, sinks=True), "cudnn", AUTO, '"cudnn" cannot do what this model asks: windows, sinks'),
+        (
+            replace(LLAMA, window=True, sinks=True),
+            "cudnn",
+            AUTO,
+            '"cudnn" cannot do what this model asks: windows, sinks',
+        ),
         (replace(LLAMA, device="cpu", head_dim=512), AUTO, "triton", '"triton" cannot .* device cpu, head_dim 512'),
     ],
 )

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from disagg.models.attention.backend import AttentionPlan, DecodeWork, PrefillWork, Scoring
 from disagg.models.attention.choice import MadeBackends
+from disagg.models.attention.writer import writer_of
 from disagg.models.batch import AttentionTables, ForwardBatch
 from disagg.models.pool import AttentionPages, Pool
 from disagg.models.ranks import Ranks
@@ -135,7 +136,7 @@ class PagedAttention:
             query, key, value = query[:, where.cut.query], key[:, where.cut.kv], value[:, where.cut.kv]
             sinks = None if sinks is None else sinks[where.cut.query]
         if where.writes:
-            group.view.write(where.slot, group.row_index, key[0], value[0])
+            group.writer.write(where.slot, key[0], value[0])
             if self._written is not None:
                 self._written(layer)
         scaling = options.get("scaling")
@@ -157,8 +158,7 @@ class _GroupAttention:
     def __init__(
         self, batch: ForwardBatch, tables: AttentionTables, view: AttentionPages, backends: MadeBackends
     ) -> None:
-        self.view = view
-        self.row_index = view.row_index(tables.slot_pages, batch.slot_offsets)
+        self.writer = writer_of(view, tables.slot_pages, batch.slot_offsets)
         self._plans: list[AttentionPlan] = []
         if tables.prefills is not None:
             rows_left = list(range(len(batch.prefills)))

@@ -1,8 +1,9 @@
-"""Triton kernels that attend over pages where they lie: nothing is gathered.
+"""Triton kernels that write to pages and attend over them where they lie: nothing is gathered.
 
     _cut      decode, once per step. Cuts sequences into parts of like length, as many as fill the GPU (split-KV).
     _split    decode. One program takes one part of a sequence, one KV head, and all query heads that share it.
     _merge    decode. Puts the parts of sequences of several parts together.
+    _write    stores the new K and V of a row in its slot.
     _chunk    prefill. One program takes a *tile*: up to BLOCK_M consecutive rows of one run, and one query head.
 
 All read a layer's K and V through the pool's strides: unit (page, K or V, head), [PAGE_TOKENS, HEAD_DIM] and contiguous, is
@@ -135,6 +136,7 @@ def _split(
             v = tl.load(at + KV_HEADS * unit, mask=there, other=0.0)
             acc, top, total = _weigh(scores, v, acc, top, total)
         if whole:
+            total = tl.where(begin < end, total, 1.0)  # a row of no sequence gives zeros
             if SINKS:
                 total += tl.exp2(
                     tl.load(sinks + heads, mask=in_group < GROUP, other=0.0).to(tl.float32) * _LOG2_E - top
@@ -314,3 +316,22 @@ def _merge_two(
     other_part = tl.load(other + at, mask=real, other=0.0).to(tl.float32) * other_weight
     merged = (one_part + other_part) / (one_weight + other_weight)
     tl.store(out + (row * HEADS + head) * HEAD_DIM + dims, merged, mask=real)
+
+
+@triton.jit
+def _write(
+    key, value, kv, slot_pages, slot_offsets, key_row, key_head, value_row, value_head, page_stride, layer_offset,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Stores a row's K and V in its slot; a row whose page is negative has none. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    page = tl.load(slot_pages + row)
+    if page >= 0:
+        heads = tl.arange(0, HEADS)[:, None]
+        dims = tl.arange(0, DIMS)[None, :]
+        real = (heads < KV_HEADS) & (dims < HEAD_DIM)
+        unit: tl.constexpr = PAGE_TOKENS * HEAD_DIM
+        slot = kv + page * page_stride + layer_offset + tl.load(slot_offsets + row) * HEAD_DIM + heads * unit + dims
+        tl.store(slot, tl.load(key + row * key_row + heads * key_head + dims, mask=real, other=0.0), mask=real)
+        slot += KV_HEADS * unit
+        tl.store(slot, tl.load(value + row * value_row + heads * value_head + dims, mask=real, other=0.0), mask=real)
