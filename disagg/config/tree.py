@@ -32,6 +32,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         "auto"  # auto: by device, dtype and what layers ask
     )
     decode_attention: Literal["auto", "triton", "torch"] = "auto"
+    graphs: bool = True  # decode steps as CUDA graphs, where the model's can be captured
     cache_dir: str = "~/.cache/disagg/models"
 
     @property

@@ -12,10 +12,11 @@ from disagg.messages.layout import LayerGroup
 
 class Computation(Struct, frozen=True):
     """How a model's layers are computed. prefill_attention, decode_attention: names of backends (models/attention/choice), or
-    "auto"."""
+    "auto". graphs: decode steps are captured as CUDA graphs, where they can be."""
 
     prefill_attention: str = "auto"
     decode_attention: str = "auto"
+    graphs: bool = True
 
 
 class Load(Struct, frozen=True, tag="load"):

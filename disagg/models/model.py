@@ -40,6 +40,10 @@ class PagedModel:
             index: choose(asks, computation.prefill_attention, computation.decode_attention)
             for index, asks in asks_of(loaded.places, self.device).items()
         }
+        self._may_be_captured = all(
+            not group.is_state and backends[index].decode.capabilities.captured
+            for index, group in enumerate(self.groups)
+        )
         self._backends = {index: chosen.make() for index, chosen in backends.items()}
         for index, chosen in backends.items():
             logger.info("attention of layer group %s: %s", self.groups[index].name, chosen.describe())
@@ -101,13 +105,29 @@ class PagedModel:
         """strides: bytes from one small page to the next, per group."""
         return Pool.create(self.groups, num_large, large_bytes, strides, page_tokens, self.device)
 
+    @property
+    def may_be_captured(self) -> bool:
+        """Whether all that decode steps ask of attention may be part of a CUDA graph; of the rest only a try tells."""
+        return self._may_be_captured
+
+    @property
+    def writing_layers(self) -> tuple[int, ...]:
+        """Layers that have K and V of their own, in rising order."""
+        return tuple(sorted(layer for layer, slot in self._loaded.places.attention.items() if slot.writes))
+
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, pool: Pool, written: Callable[[int], None] | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        pool: Pool,
+        written: Callable[[int], None] | None = None,
+        logits_out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Writes the batch's K and V, and the states after its runs, into the pool.
 
         written: called with the index of each layer that has K and V of its own, in rising order, when (on a GPU: when
         what has been launched by then is over) they are in the pool. Returns logits, float32 [R, vocab], of
-        `batch.logits_rows`. Every rank runs the same batch, but for these rows.
+        `batch.logits_rows`: in `logits_out`, if that is given. Every rank runs the same batch, but for these rows.
         """
         assert pool.groups == self.groups, f"a pool of {pool.groups} for a model of {self.groups}"
         batch.check()
@@ -123,7 +143,7 @@ class PagedModel:
         attention.assert_every_layer_ran_once()
         states.assert_every_layer_ran_once()
         logits: torch.Tensor = output.logits[0]
-        return logits.float()
+        return logits.float() if logits_out is None else logits_out.copy_(logits)
 
 
 def asks_of(places: LayerPlaces, device: torch.device) -> dict[int, tuple[Ask, ...]]:

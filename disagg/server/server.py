@@ -328,7 +328,7 @@ class Server:
             tp=config.server.tp,
             meet_s=timeout_s,
             collective_s=config.worker.step_deadline_s,
-            computation=Computation(config.model.prefill_attention, config.model.decode_attention),
+            computation=Computation(config.model.prefill_attention, config.model.decode_attention, config.model.graphs),
         )
         loaded = [rank for rank in await group.call(load, timeout_s) if isinstance(rank, Loaded)]
         if why := disagreement(loaded):

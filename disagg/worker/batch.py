@@ -16,11 +16,11 @@ from disagg.models.batch import AttentionTables, DecodeRun, ForwardBatch, PageTa
 
 
 def build_batch(
-    runs: Sequence[RunView], groups: Sequence[LayerGroup], page_tokens: int, device: torch.device
+    runs: Sequence[RunView], groups: Sequence[LayerGroup], page_tokens: int
 ) -> tuple[ForwardBatch, list[RunView]]:
-    """The batch, and the runs in row order: prefill runs, then single tokens after a context."""
+    """The batch, on the host, and the runs in row order: prefill runs, then single tokens after a context."""
     builder = _Builder(runs, page_tokens)
-    return builder.batch(groups).on(device), builder.prefills + builder.decodes
+    return builder.batch(groups), builder.prefills + builder.decodes
 
 
 class _Builder:

@@ -18,6 +18,8 @@ from disagg.messages.control import Computation
 from disagg.messages.layout import LayerGroup
 from disagg.messages.mirror import Mirror, MirrorSequence, RunView
 from disagg.messages.plan import SampledToken, StepResult, TokenLogprobs, WorkerPlan
+from disagg.models.batch import ForwardBatch
+from disagg.models.graphs import DecodeGraphs, try_capture
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
 from disagg.models.ranks import Ranks
@@ -39,6 +41,8 @@ class Executor:
         self._model: PagedModel | None = None
         self._pool: Pool | None = None
         self._sampler: Sampler | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._captures = True
         self._device = "cpu"
 
     @property
@@ -69,6 +73,7 @@ class Executor:
         torch.set_num_threads(threads)
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a bar in a log file is noise
         self._device = device
+        self._captures = computation is None or computation.graphs
         if device != "cpu":
             index = gpu_index(device, torch.cuda.device_count())
             torch.cuda.set_device(index)  # this thread's, which NCCL and kernels look at
@@ -85,7 +90,7 @@ class Executor:
     def profile(self, chunk_tokens: int, max_slots: int) -> tuple[int, int]:
         """(bytes of the device, most that the largest step had in use); zeros on CPU. Raises ConfigError if it does not
         fit."""
-        return measure_largest_step(self.model, chunk_tokens, max_slots)
+        return measure_largest_step(self.model, chunk_tokens, max_slots, captures=self._captures)
 
     def make_pool(
         self, num_large: int, large_bytes: int, strides: Sequence[int], page_tokens: int, max_slots: int
@@ -98,6 +103,8 @@ class Executor:
                 f"{num_large} large pages of {large_bytes} bytes cannot be had on {self._device}; what other processes take "
                 f"there must be left out of engine.gpu_memory_utilization or engine.kv_memory_bytes: {error}"
             ) from error
+        if self._captures:
+            self._graphs = try_capture(self.model, self._pool, max_slots)
         if self._ranks.samples:
             self._sampler = Sampler(self.model.vocab_size, max_slots, self._device)
         return self._pool.bytes.nbytes
@@ -147,14 +154,24 @@ class Executor:
             eos = self.model.eos_token_ids
             sampler.add(sampling.slot, sequence.params, sampling.choice, prompt, outputs, eos)
 
+    def _forward(self, batch: ForwardBatch, written: Callable[[int], None] | None) -> torch.Tensor:
+        """As PagedModel.forward, of a batch on the host."""
+        if self._graphs is None or not self._graphs.captured(batch):
+            return self.model.forward(batch.on(self.pool.device), self.pool, written)
+        logits = self._graphs.forward(batch)
+        if written is not None:
+            for layer in self.model.writing_layers:
+                written(layer)
+        return logits
+
     def _compute(
         self, sampler: Sampler | None, runs: list[RunView], written: Callable[[int], None] | None
     ) -> tuple[SampledToken, ...]:
         """What was sampled: nothing on a rank that does not sample, though it learns the tokens too."""
-        batch, ordered = build_batch(runs, self.groups, self.pool.page_tokens, self.pool.device)
+        batch, ordered = build_batch(runs, self.groups, self.pool.page_tokens)
         if sampler is None:
             batch = replace(batch, logits_rows=batch.logits_rows[:0])
-        logits = self.model.forward(batch, self.pool, written)
+        logits = self._forward(batch, written)
         slots: list[int] = []
         rows: list[int] = []
         owners: list[tuple[MirrorSequence, int]] = []

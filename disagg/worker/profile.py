@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from disagg.messages.mirror import MirrorSequence, RunView
+from disagg.models.graphs import try_capture
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
 from disagg.types.errors import ConfigError
@@ -43,10 +44,12 @@ _SAMPLING = SamplingParams(
 
 
 @torch.inference_mode()
-def measure_largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -> tuple[int, int]:
+def measure_largest_step(
+    model: PagedModel, chunk_tokens: int, max_slots: int, *, captures: bool = True
+) -> tuple[int, int]:
     """(bytes of the device, most bytes that this process had in use on it); (0, 0) on CPU, which is not measured.
 
-    Raises ConfigError if the device has not enough for the step.
+    captures: with what the graphs of decode steps hold. Raises ConfigError if the device has not enough for the step.
     """
     device = model.device
     if device.type != "cuda":
@@ -65,7 +68,19 @@ def measure_largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -
     stats = torch.cuda.memory_stats(device)
     torch.cuda.empty_cache()
     beside_torch = total - free - stats["reserved_bytes.all.current"]
-    return total, own_peak_bytes(stats["reserved_bytes.all.peak"], beside_torch)
+    captured_bytes = _captured_bytes(model, max_slots) if captures else 0
+    return total, own_peak_bytes(stats["reserved_bytes.all.peak"], beside_torch) + captured_bytes
+
+
+def _captured_bytes(model: PagedModel, max_slots: int) -> int:
+    """What the graphs of decode steps hold, with their inputs. They are captured once more when the pool is there."""
+    free_before, _ = torch.cuda.mem_get_info(model.device)
+    graphs = try_capture(model, _scratch_pool(model), max_slots)
+    torch.cuda.empty_cache()
+    free_after, _ = torch.cuda.mem_get_info(model.device)
+    del graphs
+    torch.cuda.empty_cache()
+    return max(0, free_before - free_after)
 
 
 def own_peak_bytes(torch_peak_bytes: int, beside_torch_bytes: int) -> int:
@@ -87,7 +102,8 @@ def largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -> Sample
     last_pages = tuple(range(len(model.groups)))
     prefill = RunView(sequence, longest - chunk_tokens, chunk_tokens, False, last_pages)
     decode = RunView(sequence, longest - 1, 1, True, last_pages)
-    batch, _ = build_batch([prefill] + [decode] * max_slots, model.groups, PAGE_TOKENS, model.device)
+    batch, _ = build_batch([prefill] + [decode] * max_slots, model.groups, PAGE_TOKENS)
+    batch = batch.on(model.device)
     if not model.ranks.samples:
         model.forward(replace(batch, logits_rows=batch.logits_rows[:0]), pool)
         return None

@@ -25,7 +25,8 @@ def run_with_pages(computed: int, count: int, page_tokens: int, free: list[int],
 
 def batch_of(work: list[RunView], view: AttentionPages) -> tuple[ForwardBatch, AttentionTables, list[RunView]]:
     """The batch on the view's device, and the runs in row order."""
-    batch, ordered = build_batch(work, [view.group], view.page_tokens, view.device)
+    batch, ordered = build_batch(work, [view.group], view.page_tokens)
+    batch = batch.on(view.device)
     batch.check()
     (tables,) = batch.tables
     assert isinstance(tables, AttentionTables)

@@ -1,4 +1,4 @@
-"""One thread (spinning OpenMP threads make tiny operations slow) and no progress bars."""
+"""One thread (spinning OpenMP threads make tiny operations slow), no progress bars, and float32 that is float32."""
 
 from __future__ import annotations
 
@@ -15,5 +15,6 @@ def quiet_single_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
+    torch.backends.cudnn.allow_tf32 = False  # as a worker has it
     yield
     torch.set_num_threads(before)

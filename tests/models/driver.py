@@ -83,6 +83,11 @@ class Driver:
         return Sequence(sequence_of(prompt, num_groups), chunk, released=[0] * num_groups)
 
     def batch_of(self, sequences: SequenceOf[Sequence]) -> tuple[ForwardBatch, list[tuple[Sequence, RunView]]]:
+        """As `host_batch_of`, on the model's device."""
+        batch, owned = self.host_batch_of(sequences)
+        return batch.on(self.model.device), owned
+
+    def host_batch_of(self, sequences: SequenceOf[Sequence]) -> tuple[ForwardBatch, list[tuple[Sequence, RunView]]]:
         """The next chunk or token of every sequence, and whose each run is, in row order. Takes pages for them."""
         owners = {}
         runs = []
@@ -91,21 +96,25 @@ class Driver:
             self._take_pages(sequence, run.start + run.num_tokens)
             runs.append(run)
             owners[id(run)] = sequence
-        batch, ordered = build_batch(runs, self.model.groups, self.page_tokens, self.model.device)
+        batch, ordered = build_batch(runs, self.model.groups, self.page_tokens)
         return batch, [(owners[id(run)], run) for run in ordered]
 
     def step(self, sequences: SequenceOf[Sequence]) -> None:
         """Computes the next chunk or token of every sequence, in one forward."""
-        batch, owned = self.batch_of(sequences)
-        logits = iter(self.model.forward(batch, self.pool))
+        batch, owned = self.host_batch_of(sequences)
+        logits = iter(self.forward(batch))
         for sequence, run in owned:
             sequence.known.computed += run.num_tokens
             if run.sample:
                 row = next(logits)
-                sequence.logits.append(row)
+                sequence.logits.append(row.cpu())
                 sequence.known.tokens.append(int(row.argmax()))
             self._release_pages(sequence)
         assert next(logits, None) is None
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """batch: on the host."""
+        return self.model.forward(batch.on(self.model.device), self.pool)
 
     def take_page(self, group: int) -> int:
         return self._source.take(group)

@@ -19,6 +19,10 @@ class Answer:
     outputs: list[int]
     logits: torch.Tensor
 
+    def first(self, count: int) -> Answer:
+        """The first outputs alone."""
+        return Answer(self.outputs[:count], self.logits[:count])
+
     def tied(self, index: int) -> bool:
         first, second = self.logits[index].topk(2).values.tolist()
         return first - second < TIE

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from disagg.messages.layout import LayerGroup, StatePart
 from disagg.models.batch import StateTables
 from disagg.worker.batch import build_batch
@@ -19,7 +17,7 @@ def test_a_run_reads_the_state_before_it_and_writes_the_newest_page() -> None:
         sequence.tables[0] = table
         runs.append(run_of(sequence, num_tokens))
         table.extend(more)
-    batch, _ = build_batch(runs, [STATES], page_tokens=4, device=torch.device("cpu"))
+    batch, _ = build_batch(runs, [STATES], page_tokens=4)
     batch.check()
     (tables,) = batch.tables
     assert isinstance(tables, StateTables)

@@ -176,7 +176,7 @@ def test_a_batch_may_want_no_logits(llama_dir: Path) -> None:
     driver = Driver(model, 4, 4)
     sequence = sequence_of([1, 2, 3, 4, 5, 6], num_groups=1)
     sequence.tables[0] = [2, 0]
-    batch, _ = build_batch([run_of(sequence, 4)], model.groups, 4, torch.device("cpu"))
+    batch, _ = build_batch([run_of(sequence, 4)], model.groups, 4)
     logits = model.forward(batch, driver.pool)
     assert logits.shape == (0, VOCAB_SIZE)
     assert logits.dtype == torch.float32

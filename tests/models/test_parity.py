@@ -1,7 +1,11 @@
-"""Every served family answers as transformers' own `generate` does, whatever the batching, chunking and page size."""
+"""Every served family answers as transformers' own `generate` does, whatever the batching, chunking and page size.
+
+On the CPU; with `TRITON_INTERPRET=0`, on a CUDA device (see tests/conftest).
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +21,7 @@ from tests.models.driver import Driver
 from tests.models.reference import Answer, generate
 from tests.models.tiny import FAMILY_CONFIGS, VOCAB_SIZE, families, make_tiny
 
+DEVICE = "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
 OUTPUTS = 10
 # (prompt tokens, chunk): short ones decode while long ones still prefill, and all lengths differ
 SHAPES = ((9, 1), (40, 7), (70, 16), (90, 64), (3, 64), (33, 16))
@@ -47,7 +52,8 @@ class Answered:
 
     @classmethod
     def of(cls, model_dir: Path) -> Answered:
-        return cls(PagedModel.load(model_dir, "float32", "cpu"), generate(model_dir, prompts_of(SHAPES), OUTPUTS))
+        answers = generate(model_dir, prompts_of(SHAPES), OUTPUTS, DEVICE)
+        return cls(PagedModel.load(model_dir, "float32", DEVICE), answers)
 
     def ties(self, page_tokens: int) -> int:
         """How many logit ties were met in the same answers of the paged model."""

@@ -1,0 +1,152 @@
+"""Decode steps as CUDA graphs: all that a forward launches, in one launch. One graph per batch size of a few.
+
+    batch of n rows ──> the smallest captured size that holds it: rows n, n + 1, ... are of no sequence
+        host: one copy of all its integers ──> the tensors that every graph reads ──> replay ──> logits [n, vocab]
+
+A row of no sequence has length 0 and no slot (page -1): it writes nothing, and what it computes is dropped. What depends on
+lengths is decided on the device (attention/triton_decode), so a graph serves any lengths.
+
+Knows a model and a pool; nothing of plans or samplers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+from torch import Tensor
+
+from disagg.models.batch import AttentionTables, DecodeRun, ForwardBatch, PageTable
+from disagg.models.device import upload_together
+from disagg.models.model import PagedModel
+from disagg.models.pool import Pool
+
+logger = logging.getLogger(__name__)
+
+MOST_ROWS = 512  # of a captured batch: larger ones keep the GPU busy for longer than launching takes
+FEW_ROWS = 8  # up to here sizes double, then there are four per doubling
+NO_PAGE = -1
+
+
+def sizes_up_to(max_rows: int) -> list[int]:
+    """Batch sizes to capture: none is left with over a quarter of its rows empty, but for the smallest."""
+    sizes, size = [1], 1
+    most = min(max_rows, MOST_ROWS)
+    while size < most:
+        size += size if size < FEW_ROWS else max(FEW_ROWS, 1 << (size.bit_length() - 3))
+        sizes.append(min(size, most))
+    return sizes
+
+
+class DecodeGraphs:
+    """`capture` once, then `forward` for any batch that is `captured`."""
+
+    def __init__(self, model: PagedModel, pool: Pool, max_rows: int) -> None:
+        self._model = model
+        self._pool = pool
+        self._sizes = sizes_up_to(max_rows)
+        self._inputs = _Inputs(model, pool, self._sizes[-1])
+        self._logits = torch.empty((self._sizes[-1], model.vocab_size), dtype=torch.float32, device=model.device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    @staticmethod
+    def fit(model: PagedModel) -> bool:
+        """Whether steps of the model can be captured: on a GPU, alone, by backends that may be part of a graph."""
+        return model.device.type == "cuda" and model.ranks.size == 1 and model.may_be_captured
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Raises RuntimeError if something in the model cannot be captured, such as a look at the device's values."""
+        started_s = time.perf_counter()
+        memory = torch.cuda.graph_pool_handle()
+        # The largest first: the others find room in its memory.
+        for size in reversed(self._sizes):
+            batch = self._inputs.batch(size)
+            self._run(batch)  # compiles, and takes what libraries keep for themselves
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # The thread that transfers may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+                self._run(batch)
+            self._graphs[size] = graph
+        seconds = time.perf_counter() - started_s
+        logger.info("decode steps of %s rows are captured, in %.1f s", ", ".join(map(str, self._sizes)), seconds)
+
+    def _run(self, batch: ForwardBatch) -> None:
+        self._model.forward(batch, self._pool, logits_out=self._logits[: batch.num_rows])
+
+    def captured(self, batch: ForwardBatch) -> bool:
+        return not batch.prefills and batch.num_rows <= max(self._graphs, default=0)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """As PagedModel.forward. batch: on the host. What it returns lasts until the next call."""
+        assert self.captured(batch) and batch.decodes is not None, "not a batch that was captured"
+        self._inputs.fill(batch)
+        self._graphs[min(size for size in self._graphs if size >= batch.num_rows)].replay()
+        if batch.logits_rows.shape[0] == batch.num_rows:
+            return self._logits[: batch.num_rows]
+        return self._logits.index_select(0, batch.logits_rows.to(self._logits.device))
+
+
+class _Inputs:
+    """The tensors that every graph reads: columns of a batch, a row each, and a table of pages per layer group."""
+
+    def __init__(self, model: PagedModel, pool: Pool, max_rows: int) -> None:
+        device = model.device
+        self._longest = model.max_model_len
+        self._max_rows = max_rows
+        # ids, positions, offsets, lengths, then of each group: slot pages, first pages
+        self._columns = torch.zeros((4 + 2 * len(pool.groups), max_rows), dtype=torch.int64, device=device)
+        self._empty = torch.zeros(self._columns.shape, dtype=torch.int64)
+        self._empty[4::2] = NO_PAGE
+        self._columns.copy_(self._empty)
+        self._tables = []
+        for group in pool.groups:
+            seen = min(group.window, self._longest) if group.window else self._longest
+            width = seen // pool.page_tokens + 2  # a window begins and ends within pages
+            self._tables.append(torch.zeros((max_rows, width), dtype=torch.int64, device=device))
+        self._all_rows = torch.arange(max_rows, device=device)
+
+    def batch(self, rows: int) -> ForwardBatch:
+        """The first rows of them, as a batch."""
+        ids, positions, offsets, lengths, *of_groups = self._columns[:, :rows]
+        tables = tuple(
+            AttentionTables(slot_pages, None, PageTable(table[:rows], first_pages, (0,) * rows))
+            for table, slot_pages, first_pages in zip(self._tables, of_groups[::2], of_groups[1::2], strict=True)
+        )
+        run = DecodeRun(0, lengths, max_length=self._longest, total_length=1)
+        return ForwardBatch(ids, positions, offsets, (), run, self._all_rows[:rows], tables)
+
+    def fill(self, batch: ForwardBatch) -> None:
+        """With a batch that is on the host, by one copy. Rows behind its own become rows of no sequence."""
+        assert batch.decodes is not None
+        rows = batch.num_rows
+        tables = [table for table in batch.tables if isinstance(table, AttentionTables)]
+        decodes = [table.decodes for table in tables if table.decodes is not None]
+        pages = [table.pages for table in decodes]
+        columns = self._empty.clone()
+        values = [batch.input_ids, batch.positions, batch.slot_offsets, batch.decodes.lengths]
+        for of_group, decode in zip(tables, decodes, strict=True):
+            values += [of_group.slot_pages, decode.first_pages]
+        for column, value in zip(columns, values, strict=True):
+            column[:rows] = value
+        arrived = upload_together([columns, *pages], self._columns.device)
+        self._columns.copy_(arrived[0])
+        for table, part in zip(self._tables, arrived[1:], strict=True):
+            table[:rows, : part.shape[1]].copy_(part)
+
+
+def try_capture(model: PagedModel, pool: Pool, max_rows: int) -> DecodeGraphs | None:
+    """None, and the reason in the log, where a model's steps cannot be captured."""
+    if not DecodeGraphs.fit(model):
+        return None
+    graphs = DecodeGraphs(model, pool, max_rows)
+    try:
+        graphs.capture()
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        logger.warning("decode steps are launched one kernel at a time: %s", str(error).partition("\n")[0])
+        return None
+    return graphs

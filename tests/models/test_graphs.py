@@ -1,0 +1,125 @@
+"""Decode steps through the inputs of graphs answer as transformers does, in batches of every size.
+
+On the CPU "replaying" is running the captured forward again, over the same tensors, with Triton's kernels in their
+interpreter; with `TRITON_INTERPRET=0` it is a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from disagg.models.attention import calls, choice
+from disagg.models.attention.choice import OFFERS
+from disagg.models.attention.writer import TritonWriter
+from disagg.models.batch import ForwardBatch
+from disagg.models.graphs import MOST_ROWS, DecodeGraphs, sizes_up_to, try_capture
+from disagg.models.model import PagedModel
+from tests.models.driver import Driver
+from tests.models.reference import generate
+from tests.models.test_parity import assert_same, prompts_of
+from tests.models.tiny import make_tiny
+
+ON_GPU = os.environ["TRITON_INTERPRET"] == "0"
+DEVICE = "cuda" if ON_GPU else "cpu"
+SHAPES = ((3, 64), (9, 64), (20, 64), (33, 64), (15, 64))
+OUTPUTS = 5
+
+
+class Rerun:
+    """What stands for a graph where there is no GPU."""
+
+    def __init__(self, graphs: DecodeGraphs, size: int) -> None:
+        self._graphs = graphs
+        self._batch = graphs._inputs.batch(size)
+
+    def replay(self) -> None:
+        self._graphs._run(self._batch)
+
+
+class GraphDriver(Driver):
+    """Decode steps go through graphs."""
+
+    def __init__(self, model: PagedModel, page_tokens: int, max_rows: int) -> None:
+        super().__init__(model, num_large=len(model.groups) * 60, page_tokens=page_tokens)
+        self.graphs = DecodeGraphs(model, self.pool, max_rows)
+        if ON_GPU:
+            self.graphs.capture()
+        else:
+            self.graphs._graphs = {size: Rerun(self.graphs, size) for size in self.graphs._sizes}  # type: ignore[misc]
+        self.replayed = 0
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        if not self.graphs.captured(batch):
+            return super().forward(batch)
+        self.replayed += 1
+        return self.graphs.forward(batch).clone()
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's backends, on the CPU too."""
+    if ON_GPU:
+        return
+    offers = [
+        replace(offer, capabilities=replace(offer.capabilities, devices=frozenset({"cpu"})))
+        for offer in OFFERS
+        if offer.name == "triton"
+    ]
+    monkeypatch.setattr(choice, "OFFERS", offers)
+    monkeypatch.setattr(calls, "writer_of", TritonWriter)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gemma3n_text"])
+def test_steps_answer_as_transformers_does(family: str, tmp_path: Path) -> None:
+    """Sequences end one after the other, so batches of all sizes are met, and rows of no sequence beside them."""
+    make_tiny(family, tmp_path)
+    prompts = prompts_of(SHAPES)
+    answers = generate(tmp_path, prompts, OUTPUTS, DEVICE)
+    driver = GraphDriver(PagedModel.load(tmp_path, "float32", DEVICE), page_tokens=4, max_rows=4)
+    sequences = [driver.sequence(prompt, chunk) for prompt, (_, chunk) in zip(prompts, SHAPES, strict=True)]
+    driver.run(sequences, 1)
+    for count in range(1, OUTPUTS):
+        driver.step(sequences[count:])
+    for index, (sequence, answer) in enumerate(zip(sequences, answers, strict=True)):
+        got = len(sequence.outputs)
+        assert_same(f"{family}, sequence {index}", sequence.outputs, sequence.logits, answer.first(got))
+    assert driver.replayed == OUTPUTS - 1
+
+
+def test_sizes_waste_no_more_than_a_quarter() -> None:
+    assert sizes_up_to(1) == [1]
+    assert sizes_up_to(5) == [1, 2, 4, 5]
+    assert sizes_up_to(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    for most in (100, 256, 4096):
+        sizes = sizes_up_to(most)
+        assert sizes[-1] == min(most, MOST_ROWS)
+        assert all(after <= before * 1.34 for before, after in pairwise(sizes) if before >= 24)
+
+
+def test_what_cannot_be_captured_runs_without_graphs(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path / "llama")
+    model = PagedModel.load(tmp_path / "llama", "float32", "cpu")
+    assert try_capture(model, Driver(model, 8, 4).pool, 4) is None
+    assert not model.may_be_captured, "torch's attention looks at lengths"
+
+
+@pytest.mark.skipif(not ON_GPU, reason="there is no GPU here")
+@pytest.mark.parametrize("family", ["llama", "mixtral", "jamba"])
+def test_whether_a_family_can_be_captured_or_not_it_is_served(family: str, tmp_path: Path) -> None:
+    make_tiny(family, tmp_path)
+    model = PagedModel.load(tmp_path, "float32", DEVICE)
+    driver = Driver(model, len(model.groups) * 60, 4)
+    graphs = try_capture(model, driver.pool, 4)
+    print(family, "captured" if graphs is not None else "not captured")
+    prompts = prompts_of(SHAPES)
+    sequences = [driver.sequence(prompt, 64) for prompt in prompts]
+    driver.run(sequences, OUTPUTS)
+    for sequence, answer in zip(sequences, generate(tmp_path, prompts, OUTPUTS, DEVICE), strict=True):
+        assert_same(family, sequence.outputs, sequence.logits, answer)
