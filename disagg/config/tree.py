@@ -17,6 +17,7 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0)]
 
+Fusion = Literal["norm", "residual", "gate_up", "qkv"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -33,6 +34,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     )
     decode_attention: Literal["auto", "triton", "torch"] = "auto"
     graphs: bool = True  # decode steps as CUDA graphs, where the model's can be captured
+    fusions: tuple[Fusion, ...] = ("norm", "residual", "gate_up", "qkv")  # on a GPU, where modules have the shape
     cache_dir: str = "~/.cache/disagg/models"
 
     @property

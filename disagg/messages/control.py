@@ -11,12 +11,16 @@ from disagg.messages.layout import LayerGroup
 
 
 class Computation(Struct, frozen=True):
-    """How a model's layers are computed. prefill_attention, decode_attention: names of backends (models/attention/choice), or
-    "auto". graphs: decode steps are captured as CUDA graphs, where they can be."""
+    """How a model's layers are computed, where the device allows it.
+
+    prefill_attention, decode_attention: names of backends (models/attention/choice), or "auto". graphs: decode steps are
+    captured as CUDA graphs. fusions: names of passes over modules (models/fused/passes).
+    """
 
     prefill_attention: str = "auto"
     decode_attention: str = "auto"
     graphs: bool = True
+    fusions: tuple[str, ...] = ("norm", "residual", "gate_up", "qkv")
 
 
 class Load(Struct, frozen=True, tag="load"):

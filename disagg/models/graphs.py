@@ -79,12 +79,16 @@ class DecodeGraphs:
     def captured(self, batch: ForwardBatch) -> bool:
         return not batch.prefills and batch.num_rows <= max(self._graphs, default=0)
 
+    def graph_of(self, rows: int) -> torch.cuda.CUDAGraph:
+        """The one that serves a batch of so many rows."""
+        return self._graphs[min(size for size in self._graphs if size >= rows)]
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """As PagedModel.forward. batch: on the host. What it returns lasts until the next call."""
         assert self.captured(batch) and batch.decodes is not None, "not a batch that was captured"
         self._inputs.fill(batch)
-        self._graphs[min(size for size in self._graphs if size >= batch.num_rows)].replay()
+        self.graph_of(batch.num_rows).replay()
         if batch.logits_rows.shape[0] == batch.num_rows:
             return self._logits[: batch.num_rows]
         return self._logits.index_select(0, batch.logits_rows.to(self._logits.device))

@@ -34,6 +34,7 @@ class PagedModel:
         """Raises ConfigError when an attention backend that is wanted by name cannot do what the layers ask."""
         self._loaded = loaded
         self.ranks = ranks
+        self._fuse(computation.fusions)
         self.groups = tuple(group.on_rank(ranks.size) for group in loaded.places.groups)
         """Layer groups as this rank keeps them, each with pages of its own in the pool."""
         backends = {
@@ -47,6 +48,17 @@ class PagedModel:
         self._backends = {index: chosen.make() for index, chosen in backends.items()}
         for index, chosen in backends.items():
             logger.info("attention of layer group %s: %s", self.groups[index].name, chosen.describe())
+
+    def _fuse(self, wanted: Sequence[str]) -> None:
+        """On a GPU: the kernels have no other device."""
+        if not wanted or self.device.type != "cuda":
+            return
+        from disagg.models.fused.passes import fuse
+
+        whole = [layer for layer, slot in self._loaded.places.attention.items() if slot.writes and slot.cut is None]
+        counts = fuse(self._loaded.module, wanted, whole)
+        said = ", ".join(f"{name} {count}" for name, count in counts.items())
+        logger.info("fused modules: %s", said)
 
     @classmethod
     def load(

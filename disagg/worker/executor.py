@@ -56,6 +56,11 @@ class Executor:
         return self._pool
 
     @property
+    def graphs(self) -> DecodeGraphs | None:
+        """Of decode steps, once the pool is made; None where there are none."""
+        return self._graphs
+
+    @property
     def groups(self) -> tuple[LayerGroup, ...]:
         """As this rank keeps them."""
         return self.model.groups
@@ -72,16 +77,21 @@ class Executor:
         """Raises ConfigError for a model that cannot be served."""
         torch.set_num_threads(threads)
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a bar in a log file is noise
-        self._device = device
-        self._captures = computation is None or computation.graphs
+        computation = computation or Computation()
         if device != "cpu":
             index = gpu_index(device, torch.cuda.device_count())
             torch.cuda.set_device(index)  # this thread's, which NCCL and kernels look at
             # Where float32 is asked for it is meant: convolutions would take 10 bits of their inputs' 23.
             torch.backends.cudnn.allow_tf32 = False
-        self._model = PagedModel.load(model_dir, dtype, device, self._ranks, computation)
+        self.adopt(PagedModel.load(model_dir, dtype, device, self._ranks, computation), graphs=computation.graphs)
         if gemv_copies:
-            self._model.add_gemv_copies()
+            self.model.add_gemv_copies()
+
+    def adopt(self, model: PagedModel, *, graphs: bool) -> None:
+        """Take a model that is loaded. graphs: decode steps are captured, where they can be."""
+        self._model = model
+        self._device = str(model.device)
+        self._captures = graphs
 
     def connect(self, meeting: Path, meet_s: float, collective_s: float) -> None:
         """Wait for the other ranks, if there are any; see models/ranks."""

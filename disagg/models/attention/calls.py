@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from disagg.models.attention.backend import AttentionPlan, DecodeWork, PrefillWork, Scoring
 from disagg.models.attention.choice import MadeBackends
-from disagg.models.attention.writer import writer_of
+from disagg.models.attention.writer import Rotator, writer_of
 from disagg.models.batch import AttentionTables, ForwardBatch
 from disagg.models.pool import AttentionPages, Pool
 from disagg.models.ranks import Ranks
@@ -63,6 +63,15 @@ class LayerAttention(Protocol):
         """query, key, value: [1, heads, N, head_dim]. Returns [1, N, query_heads, head_dim]."""
 
 
+class RotatingAttention(Protocol):
+    """A module whose queries, keys and values are one tensor, and not rotated yet (models/fused)."""
+
+    layer_idx: int
+    head_dim: int
+    scaling: float
+    head_norms: Any  # of queries and keys, or None
+
+
 _ACTIVE: ContextVar[LayerAttention | None] = ContextVar("disagg_layer_attention", default=None)
 
 
@@ -88,6 +97,16 @@ def paged_attention(
     attention = _ACTIVE.get()
     assert attention is not None, "paged attention was called outside PagedModel.forward"
     return attention.attend(module, query, key, value, attention_mask, options), None
+
+
+def rotating_attention(
+    module: RotatingAttention, qkv: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """What fused modules call. qkv: [N, (query_heads + 2 * kv_heads) * head_dim]; rotation: cosines and sines, [1, N, head_dim]
+    each. Returns [N, query_heads, head_dim]."""
+    attention = _ACTIVE.get()
+    assert isinstance(attention, PagedAttention), "fused attention was called outside PagedModel.forward"
+    return attention.rotate_and_attend(module, qkv, rotation)
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
@@ -137,14 +156,29 @@ class PagedAttention:
             sinks = None if sinks is None else sinks[where.cut.query]
         if where.writes:
             group.writer.write(where.slot, key[0], value[0])
-            if self._written is not None:
-                self._written(layer)
+            self._say_written(layer)
         scaling = options.get("scaling")
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
         scoring = Scoring(scaling, options.get("softcap"), sinks)
         attended = group.attend(where.slot, query[0], key[0], value[0], scoring).unsqueeze(0)
         return attended if where.cut is None else self._ranks.join(attended, dim=2)
+
+    def rotate_and_attend(
+        self, module: RotatingAttention, qkv: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """See rotating_attention."""
+        self._calls[module.layer_idx] += 1
+        where = self._layer_slots[module.layer_idx]
+        assert where.writes and where.cut is None, "such a layer's attention is not fused"
+        group = self._groups[where.group]
+        query, key, value = group.rotator.rotate_and_write(where.slot, qkv, rotation, module.head_norms)
+        self._say_written(module.layer_idx)
+        return group.attend(where.slot, query, key, value, Scoring(module.scaling))
+
+    def _say_written(self, layer: int) -> None:
+        if self._written is not None:
+            self._written(layer)
 
     def assert_every_layer_ran_once(self) -> None:
         """A layer that bypasses the registry, or runs twice, would give wrong text without any error."""
@@ -159,6 +193,7 @@ class _GroupAttention:
         self, batch: ForwardBatch, tables: AttentionTables, view: AttentionPages, backends: MadeBackends
     ) -> None:
         self.writer = writer_of(view, tables.slot_pages, batch.slot_offsets)
+        self.rotator = Rotator(view, tables.slot_pages, batch.slot_offsets)
         self._plans: list[AttentionPlan] = []
         if tables.prefills is not None:
             rows_left = list(range(len(batch.prefills)))

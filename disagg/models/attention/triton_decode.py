@@ -26,7 +26,7 @@ STAGES = 3
 NUM_WARPS = 4
 PROGRAMS_PER_PROCESSOR = 4  # two at a time, twice
 INTERPRETED_PROGRAMS = 16  # in Triton's interpreter, which has no processors to fill
-MERGED_PARTS = 16  # at a time
+MERGED_PARTS = 64  # at a time: one sequence on one GPU has few more
 CUT_ELEMENTS = 8192  # rows by items of a program of `_cut`: what its registers hold
 
 

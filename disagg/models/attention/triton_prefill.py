@@ -84,7 +84,7 @@ def _blocks(dims: int, element_bytes: int) -> tuple[int, int, int, int]:
     """(rows, keys, warps, stages) of a tile, by the bytes of a head: what fits into shared memory and registers."""
     if element_bytes > 2:  # no tensor cores in float32: a small tile is as good
         return 64, max(LEAST_BLOCK, 4096 // dims), 4, 2
-    return 128, 64 if dims <= 128 else 32, 8, 2
+    return 128, 128 if dims <= 128 else 32, 8, 2
 
 
 def _tiles(

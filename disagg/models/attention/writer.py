@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -61,6 +61,59 @@ class TritonWriter:
             DIMS=1 << (group.head_dim - 1).bit_length(),
             num_warps=NUM_WARPS,
         )
+
+
+class Rotator:
+    """Rotates a forward's queries and keys, and writes K and V to their slots, in one launch a layer."""
+
+    def __init__(self, view: AttentionPages, slot_pages: torch.Tensor, slot_offsets: torch.Tensor) -> None:
+        """As for TritonWriter."""
+        self._view = view
+        self._slots = slot_pages, slot_offsets
+
+    def rotate_and_write(
+        self,
+        layer_slot: int,
+        qkv: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[Any, Any] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """qkv: [N, heads * head_dim], rotated in place; rotation: [1, N, head_dim] each; norms: of query and key heads, or
+        None. Returns views of qkv: queries, keys and values, [heads, N, head_dim] each."""
+        from disagg.models.fused import kernels
+
+        view, group = self._view, self._view.group
+        num_rows, width = qkv.shape
+        dim, kv_heads = group.head_dim, group.kv_heads
+        query_heads = width // dim - 2 * kv_heads
+        cos, sin = (part.reshape(num_rows, dim).contiguous() for part in rotation)
+        weights = (
+            (cos, cos) if norms is None else (norms[0].weight, norms[1].weight)
+        )  # any pointers, where there are none
+        assert qkv.stride(1) == 1, "a row's heads are contiguous"
+        kernels._rotate_and_write[(num_rows,)](
+            qkv,
+            cos,
+            sin,
+            *weights,
+            view.elements,
+            *self._slots,
+            qkv.stride(0),
+            view.page_stride,
+            view.slot_offset(layer_slot),
+            0.0 if norms is None else norms[0].variance_epsilon,
+            QUERY_HEADS=query_heads,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=dim,
+            PAGE_TOKENS=view.page_tokens,
+            QUERY_BLOCK=1 << (query_heads - 1).bit_length(),
+            KV_BLOCK=1 << (kv_heads - 1).bit_length(),
+            HALF_BLOCK=1 << (dim // 2 - 1).bit_length(),
+            NORM=norms is not None,
+            num_warps=NUM_WARPS,
+        )
+        heads = qkv.view(num_rows, -1, dim).transpose(0, 1)
+        return heads[:query_heads], heads[query_heads:-kv_heads], heads[-kv_heads:]
 
 
 def writer_of(view: AttentionPages, slot_pages: torch.Tensor, slot_offsets: torch.Tensor) -> PageWriter:

@@ -1,0 +1,228 @@
+"""A worker's steps on one GPU against what the GPU could do at most: `python -m bench.engine`.
+
+The executor is given plans as an engine would give them, of a model of Llama-3.1-8B's shape with random weights; nothing is
+sent, received or scheduled. Floors are of the same run (bench/ceilings):
+
+    decode     per product the larger of bytes over a copy's rate and operations over a product's, and the bytes of KV
+    prefill    operations of products and attention, over the rate of a large product held as long
+
+Columns: step, the wall time of `Executor.run`; GPU, that of the captured graph alone, replayed back to back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from msgspec import Struct
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from bench.ceilings import Ceilings, measure_ceilings, seconds
+from disagg.messages.control import Computation
+from disagg.messages.layout import GroupPages
+from disagg.messages.plan import Run, SamplerStart, SequenceStart, WorkerPlan
+from disagg.models.attention.calls import ATTENTION_NAME
+from disagg.models.fused.passes import FUSIONS
+from disagg.models.loader import LoadedModel, lay_out
+from disagg.models.model import PagedModel
+from disagg.models.pool import AttentionPages
+from disagg.models.ranks import Ranks
+from disagg.types.sampling import SamplingParams
+from disagg.worker.executor import Executor
+
+DECODES = ((1, 1024), (32, 1024), (128, 1024), (256, 1024), (32, 8192), (1, 32768))  # (sequences, tokens of each)
+PREFILLS = ((2048, 8192), (8192, 8192), (32768, 8192), (8192, 512))  # (tokens, of one chunk)
+STEPS = 24  # of one measurement, after as many to warm up
+MAX_LEN = 33 * 1024
+DTYPE_BYTES = 2
+SHAPE = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=MAX_LEN,
+    rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    tie_word_embeddings=False,
+)
+
+
+class Work(Struct, frozen=True):
+    """Of one step: products (rows, columns of weights, their depth), operations and bytes of attention."""
+
+    products: tuple[tuple[int, int, int], ...]
+    attention_flops: float
+    attention_bytes: float
+
+    def floor_s(self, ceilings: Ceilings, rate: float) -> float:
+        """rate: FLOP/s of products."""
+        total = max(self.attention_bytes / ceilings.copy, self.attention_flops / rate)
+        for rows, columns, depth in self.products:
+            moved = DTYPE_BYTES * (columns * depth + rows * (columns + depth))
+            total += max(moved / ceilings.copy, 2 * rows * columns * depth / rate)
+        return total
+
+
+def work_of(config: LlamaConfig, rows: int, sampled: int, keys: int, visible: int) -> Work:
+    """keys: tokens whose KV is read; visible: pairs of a row and a key that it sees."""
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    layer = (
+        (rows, (heads + 2 * kv_heads) * dim, hidden),
+        (rows, hidden, heads * dim),
+        (rows, 2 * inner, hidden),
+        (rows, hidden, inner),
+    )
+    layers = config.num_hidden_layers
+    return Work(
+        layer * layers + ((sampled, config.vocab_size, hidden),),
+        attention_flops=4.0 * layers * heads * dim * visible,
+        attention_bytes=2.0 * layers * kv_heads * dim * DTYPE_BYTES * keys,
+    )
+
+
+def random_model(config: LlamaConfig, computation: Computation) -> PagedModel:
+    """Made on the GPU; nothing is read."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
+    module.train(False).requires_grad_(False)
+    places = lay_out(Path("random"), module, "bfloat16", MAX_LEN)
+    loaded = LoadedModel(module, places, config.vocab_size, MAX_LEN, ())
+    return PagedModel(loaded, Ranks(), computation)
+
+
+class Bench:
+    """One executor, and the plans that it is given."""
+
+    def __init__(self, model: PagedModel, computation: Computation, page_tokens: int, kv_gib: int, slots: int) -> None:
+        self._page_tokens = page_tokens
+        self._executor = Executor(rank=0)
+        self._executor.adopt(model, graphs=computation.graphs)
+        (group,) = model.groups
+        page_bytes = group.page_bytes(page_tokens)
+        self._num_pages = (kv_gib << 30) // page_bytes
+        self._executor.make_pool(self._num_pages, page_bytes, (page_bytes,), page_tokens, slots)
+        (view,) = self._executor.pool.views
+        assert isinstance(view, AttentionPages)
+        for part in view.elements.split(1 << 28):
+            part.normal_()
+        self._plan_no = self._seq_id = 0
+        self._rng = random.Random(0)
+
+    def _run(self, **fields: object) -> float:
+        """Seconds of a step."""
+        plan = WorkerPlan(self._plan_no, **fields)
+        self._plan_no += 1
+        started = time.perf_counter()
+        self._executor.run(plan)
+        return time.perf_counter() - started
+
+    def _starts(self, count: int, tokens: int, computed: int, room: int) -> tuple[SequenceStart, ...]:
+        """Sequences with pages for so many more tokens, anywhere in the pool."""
+        per_sequence = -(-(tokens + room) // self._page_tokens)
+        pages = self._rng.sample(range(self._num_pages), count * per_sequence)
+        params = SamplingParams(max_tokens=room, temperature=0.0)
+        starts = []
+        for index in range(count):
+            mine = tuple(pages[index * per_sequence : (index + 1) * per_sequence])
+            ids = tuple(self._rng.randrange(SHAPE.vocab_size) for _ in range(tokens))
+            table = (GroupPages(0, mine),)
+            slots = (SamplerStart(index, 0),)
+            starts.append(SequenceStart(self._seq_id + index, ids, tokens, computed, table, params, slots))
+        self._seq_id += count
+        return tuple(starts)
+
+    def decode(self, count: int, tokens: int) -> tuple[float, float]:
+        """(seconds of a step, seconds of the GPU alone or 0 where nothing is captured)."""
+        starts = self._starts(count, tokens, tokens - 1, 2 * STEPS + 2)
+        runs = tuple(Run(start.seq_id, 1, True) for start in starts)
+        self._run(starts=starts, runs=runs)
+        for _ in range(STEPS):
+            self._run(runs=runs)
+        step_s = statistics.median(self._run(runs=runs) for _ in range(STEPS))
+        graphs = self._executor.graphs
+        gpu_s = 0.0 if graphs is None else seconds(graphs.graph_of(count).replay, STEPS)
+        self._run(ends=tuple(start.seq_id for start in starts))
+        return step_s, gpu_s
+
+    def prefill(self, tokens: int, chunk: int) -> float:
+        """Seconds of one prompt, the second of two."""
+        for _ in range(2):
+            (start,) = self._starts(1, tokens, 0, 1)
+            torch.cuda.synchronize()
+            taken_s = 0.0
+            for done in range(0, tokens, chunk):
+                count = min(chunk, tokens - done)
+                run = Run(start.seq_id, count, done + count == tokens)
+                taken_s += self._run(starts=(start,) if done == 0 else (), runs=(run,))
+            self._run(ends=(start.seq_id,))
+        return taken_s
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prefill-attention", default="auto")
+    parser.add_argument("--decode-attention", default="auto")
+    parser.add_argument("--fusions", default=FUSIONS, nargs="*")
+    parser.add_argument("--each-fusion", action="store_true", help="none first, then one more at a time")
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--page-tokens", type=int, default=16)
+    parser.add_argument("--kv-gib", type=int, default=80)
+    parser.add_argument("--phases", default=["decode", "prefill"], nargs="+")
+    parser.add_argument("--most-sequences", type=int, default=256)
+    arguments = parser.parse_args()
+    ceilings = measure_ceilings()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {ceilings.describe()}", flush=True)
+    fusions = tuple(arguments.fusions)
+    for count in range(len(fusions) + 1) if arguments.each_fusion else (len(fusions),):
+        computation = Computation(
+            arguments.prefill_attention, arguments.decode_attention, not arguments.no_graphs, fusions[:count]
+        )
+        print(f"\n{computation}", flush=True)
+        measure(computation, arguments, ceilings)
+        torch.cuda.empty_cache()
+    return 0
+
+
+def measure(computation: Computation, arguments: argparse.Namespace, ceilings: Ceilings) -> None:
+    model = random_model(SHAPE, computation)
+    started = time.perf_counter()
+    bench = Bench(model, computation, arguments.page_tokens, arguments.kv_gib, arguments.most_sequences)
+    print(f"pool and graphs made in {time.perf_counter() - started:.1f} s", flush=True)
+    if "decode" in arguments.phases:
+        print("decode     tokens     step ms      GPU ms    floor ms   step/floor   GPU/floor", flush=True)
+        for count, tokens in DECODES:
+            if count <= arguments.most_sequences:
+                print(decode_row(bench, count, tokens, ceilings), flush=True)
+    if "prefill" in arguments.phases:
+        print("prefill     chunk   prompt ms    floor ms (burst)   (sustained)    of burst   of sustained", flush=True)
+        for tokens, chunk in PREFILLS:
+            print(prefill_row(bench, tokens, chunk, ceilings), flush=True)
+
+
+def decode_row(bench: Bench, count: int, tokens: int, ceilings: Ceilings) -> str:
+    seen = count * (tokens + 3 * STEPS // 2)
+    floor_s = work_of(SHAPE, count, count, seen, seen).floor_s(ceilings, ceilings.burst)
+    step_s, gpu_s = bench.decode(count, tokens)
+    times = f"{step_s * 1e3:11.3f} {gpu_s * 1e3:11.3f} {floor_s * 1e3:11.3f}"
+    return f"{count:6d} {tokens:10d} {times} {step_s / floor_s:12.2f} {gpu_s / floor_s:11.2f}"
+
+
+def prefill_row(bench: Bench, tokens: int, chunk: int, ceilings: Ceilings) -> str:
+    work = work_of(SHAPE, tokens, 0, tokens, tokens * (tokens + 1) // 2)
+    burst_s, sustained_s = (work.floor_s(ceilings, rate) for rate in (ceilings.burst, ceilings.sustained))
+    taken_s = bench.prefill(tokens, chunk)
+    times = f"{taken_s * 1e3:11.2f} {burst_s * 1e3:19.2f} {sustained_s * 1e3:13.2f}"
+    return f"{tokens:7d} {chunk:9d} {times} {burst_s / taken_s:11.2f} {sustained_s / taken_s:14.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
