@@ -87,10 +87,10 @@ class Ledger:
                 self.series.setdefault((who, what), Series()).add(at_s, amount)
 
     def rises(self, warm_s: float, lived_s: float) -> dict[tuple[str, str], tuple[float, Series]]:
-        """Of what was there for `lived_s` after the warm-up: how far each line rose, and its samples."""
+        """Of what lived for `lived_s` after its own warm-up: how far each line rose, and its samples."""
         out = {}
         for key, series in self.series.items():
-            kept = series.after(warm_s)
+            kept = series.after(series.at_s[0] + warm_s)
             if kept.at_s and kept.at_s[-1] - kept.at_s[0] >= lived_s:
                 out[key] = (kept.rise(), kept)
         return out
