@@ -31,6 +31,7 @@ from disagg.router.names import drawn_name
 from disagg.server.device import choose_device, count_gpus
 from disagg.telemetry.line_writer import LineWriter, Target
 from disagg.telemetry.logs import notice_of
+from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.process import raise_descriptor_limit
 from disagg.types.errors import ConfigError
 from disagg.types.plain import one_line
@@ -231,9 +232,12 @@ async def _run(config: Config, specs: list[ChildSpec], pump: LogPump) -> int:
     loop.add_signal_handler(signal.SIGINT, children.interrupt)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal set to `tostop` would stop this process for what it says
     announcing = asyncio.create_task(_announce(config, children), name="announce")
+    watch = LoopWatch(None, warn=problem)
+    watch.start()
     try:
         exit_code = await children.run()
     finally:
+        watch.stop()
         announcing.cancel()
         await asyncio.gather(announcing, return_exceptions=True)
         await asyncio.to_thread(pump.close, LAST_LOGS_S)

@@ -150,12 +150,16 @@ class Landing(Struct, frozen=True, tag="landing"):
 
 
 class Beat(Struct, frozen=True, tag="beat"):
-    """The transfer thread lives. plan_no: the last plan computed; busy_s: how long the present one has run (0: idle)."""
+    """The transfer thread lives. plan_no: the last plan computed; busy_s: how long the present one has run (0: idle).
+
+    longest_turn_s: the longest time of late for which the thread looked at nothing new.
+    """
 
     plan_no: int
     busy_s: float
     bound: int
     writes_in_flight: int
+    longest_turn_s: float = 0.0
 
 
 LaneRequest = AddPeer | RemovePeer | SendPiece | DropSends | Bind | ExpectPiece | ForgetEntry | Unbind

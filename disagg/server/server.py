@@ -60,7 +60,7 @@ from disagg.messages.control import (
     TransferOpen,
 )
 from disagg.messages.heads import SliceError, check_heads
-from disagg.messages.lane import LaneReport, LaneRequest
+from disagg.messages.lane import Beat, LaneReport, LaneRequest
 from disagg.messages.layout import PROTOCOL_VERSION, Fingerprint, LayerGroup
 from disagg.messages.legs import (
     AbortLeg,
@@ -562,6 +562,8 @@ class Server:
             self._do(self._engine.step_done(result, time.monotonic(), time.time()), step=True)
 
     def _lane_report(self, rank: int, message: LaneReport) -> None:
+        if isinstance(message, Beat):
+            self._exporter.metrics.transfer_turn_s.labels(rank=str(rank)).set(message.longest_turn_s)
         engine = self._engine
         if isinstance(engine, PrefillEngine):
             self._do(engine.lane_report(rank, message, time.monotonic()))

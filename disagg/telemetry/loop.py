@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -71,10 +72,16 @@ class Gaps:
 
 
 class LoopWatch:
-    """Measures the running loop from `start` to `stop`. registry None: only warnings."""
+    """Measures the running loop from `start` to `stop`. registry None: only warnings. warn: None for the log."""
 
-    def __init__(self, registry: CollectorRegistry | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry | None,
+        clock: Callable[[], float] = time.monotonic,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
         self._clock = clock
+        self._warn = warn if warn is not None else partial(logger.warning, "%s")
         self._gaps = Gaps(clock())
         self._handle: asyncio.TimerHandle | None = None
         self._due_s = self._cpu_s = 0.0
@@ -113,7 +120,7 @@ class LoopWatch:
         now_s = self._clock()
         words = self._gaps.note(max(0.0, now_s - self._due_s), time.process_time() - self._cpu_s, now_s)
         if words:
-            logger.warning("%s", words)
+            self._warn(words)
         if self._alarms is not None:
             self._alarms.inc(self._gaps.take_alarms())
         self._arm()

@@ -51,6 +51,12 @@ class EngineMetrics:
         self.model_changes = Counter(
             "disagg_model_changes", "Times that workers came up with another model than those before", registry=registry
         )
+        self.transfer_turn_s = Gauge(
+            "disagg_transfer_longest_turn_seconds",
+            "Longest time for which a worker's transfer thread looked at nothing new, in the last one to two minutes",
+            ["rank"],
+            registry=registry,
+        )
         self.router_messages = Counter(
             "disagg_router_messages", "Frames with tokens sent to routers", registry=registry
         )

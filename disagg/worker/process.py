@@ -41,6 +41,7 @@ from disagg.messages.control import (
 )
 from disagg.messages.lane import Beat, LaneReport, LaneReportFrame, decode_lane, encode_report
 from disagg.messages.plan import Hello, Ready, WorkerFailed, WorkerPlan, decode_to_worker, encode_from_worker
+from disagg.telemetry.loop import Gaps
 from disagg.telemetry.stacks import dump_stacks_on_signal, format_stacks
 from disagg.types.errors import ConfigError, ProtocolError
 
@@ -212,8 +213,10 @@ class WorkerProcess:
             poller.register(source, zmq.POLLIN)
         next_beat_s = 0.0
         received = sent = 0
+        turns = Gaps(time.monotonic())
         while not self._stopping:
             events = _wait(poller, self._driver.nap_s if self._driver is not None else IDLE_POLL_S)
+            woke_s = time.monotonic()
             if self._lane_fd in events:
                 os.eventfd_read(self._lane_fd)
                 while not self._replies.empty():
@@ -237,10 +240,11 @@ class WorkerProcess:
             now = time.monotonic()
             if now >= next_beat_s:
                 next_beat_s = now + BEAT_S
-                reports.append(self._beat(now))
+                reports.append(self._beat(now, turns.longest(now)[0]))
             if reports:
                 lane.send(encode_report(LaneReportFrame(self._rank, sent, tuple(reports))))
                 sent += 1
+            turns.note(time.monotonic() - woke_s, 0.0, now)
         if self._driver is not None:
             self._driver.close()  # by the thread that made it, before the interpreter takes its modules apart
 
@@ -251,7 +255,7 @@ class WorkerProcess:
         socket.connect(f"ipc://{self._sockets}/{name}")
         return socket
 
-    def _beat(self, now: float) -> Beat:
+    def _beat(self, now: float, longest_turn_s: float) -> Beat:
         busy_since = self._busy_since_s
         driver = self._driver
         return Beat(
@@ -259,6 +263,7 @@ class WorkerProcess:
             busy_s=now - busy_since if busy_since else 0.0,
             bound=driver.bound if driver else 0,
             writes_in_flight=driver.writes_in_flight if driver else 0,
+            longest_turn_s=longest_turn_s,
         )
 
     def _control(self, control: zmq.Socket[bytes]) -> None:

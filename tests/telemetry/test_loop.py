@@ -35,6 +35,17 @@ def test_a_gap_that_is_too_long_is_said_but_not_ten_times_a_second() -> None:
     assert gaps.take_alarms() == 0
 
 
+async def test_a_process_without_metrics_says_it_where_it_is_read() -> None:
+    said: list[str] = []
+    watch = LoopWatch(None, warn=said.append)
+    watch.start()
+    await asyncio.sleep(0)
+    time.sleep(2 * ALARM_S)  # noqa: ASYNC251  the loop is held on purpose
+    await asyncio.sleep(0.05)
+    watch.stop()
+    assert len(said) == 1 and "the event loop stood still" in said[0]
+
+
 async def test_a_call_that_holds_the_loop_is_measured_and_said(caplog: pytest.LogCaptureFixture) -> None:
     registry = CollectorRegistry()
     watch = LoopWatch(registry)
