@@ -327,8 +327,10 @@ _known_object = lru_cache(8)(_object_of)  # of names that no client chose
 def _json(raw: bytes, to: Any = Any) -> Any:
     try:
         return msgspec.json.decode(raw, type=to)
-    except msgspec.ValidationError:
-        raise
+    except msgspec.ValidationError as error:
+        if to is not Any:
+            raise
+        raise _no_json(error) from error  # a number that no 64 bits hold
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _no_json(error) from error
 

@@ -69,6 +69,7 @@ MAX_TIMELINE = 256
 MAX_EARLY_ANNOUNCES = 4096
 MAX_CLOSED = 8192  # keys remembered after a leg's end
 WANT_AFTER_S = 1.0  # after SentAll, with nothing landing
+FIRST_CHOICES_SHARE = 8  # one slot in so many is for the first choice of a request
 TURN_TOKENS = 16  # a sequence that joined the batch makes at least so many before it gives way to an older one
 
 
@@ -572,10 +573,19 @@ class DecodeEngine:
             if not self.slots.free:
                 return
             if isinstance(each, Sequence):
+                if self._slots_for_more <= 0:
+                    continue  # the last ones are for requests that have none
                 if not self._begin(each, now_s):
                     return
             elif self._try_grant(each, now_s) is _Try.TOO_LITTLE:
                 return
+
+    @property
+    def _slots_for_more(self) -> int:
+        """Free slots that second and further choices of a request may take: were they all, whoever asks next would wait for the
+        end of somebody else's 64 choices, which come to it all at once.
+        """
+        return self.slots.free - self.facts.max_slots // FIRST_CHOICES_SHARE
 
     def _begin(self, sequence: Sequence, now_s: float) -> bool:
         """A choice that has waited for its slot joins: it computes from the prefix cache on, like one that gave way."""
@@ -640,7 +650,7 @@ class DecodeEngine:
         if not leg.root:
             leg.root, leg.hashes = self.pool.prefix(leg.start)
         # Tenants that wait leave each other their parts of the free slots; what is left over goes choice by choice.
-        choices = max(1, min(len(leg.start.choices), self.slots.free // self._queued.num_tenants))
+        choices = max(1, min(len(leg.start.choices), self._slots_for_more // self._queued.num_tenants))
         pages = self._receive(leg, choices)
         if pages is None and choices > 1:
             choices = 1

@@ -21,6 +21,8 @@ def refusal(start: StartLeg, *, max_model_len: int, vocab_size: int) -> str:
         return "a leg needs at least one token and one choice"
     if tokens >= max_model_len:
         return f"{tokens} tokens leave no room within the model's {max_model_len}"
+    if len(start.choices) > MAX_CHOICES:
+        return f"{len(start.choices)} choices are more than a request may have, {MAX_CHOICES}"
     if len(set(start.choices)) < len(start.choices) or not all(0 <= choice < MAX_CHOICES for choice in start.choices):
         return f"the choices are {list(start.choices)}; they must differ, and be from 0 to {MAX_CHOICES - 1}"
     try:

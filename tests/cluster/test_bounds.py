@@ -69,7 +69,7 @@ def http_calls() -> dict[str, tuple[str, dict[str, Any], int]]:
         "ids that fit": ("completions", everything_beside(ids), 200),
         "the longest text that is read": ("completions", everything_beside(long), 400),
         "a text beyond it": ("completions", everything_beside("a" * (15 * MIB)), 400),
-        "many ids": ("completions", everything_beside([7] * (7 * MIB)), 400),
+        "many ids": ("completions", everything_beside([7] * (5 * MIB)), 400),
         "many prompts of ids": ("completions", everything_beside([[7] * (CONTEXT - 2)] * 128, top_p=2.0), 400),
         "many prompts and choices": (
             "completions",

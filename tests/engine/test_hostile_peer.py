@@ -545,7 +545,7 @@ def test_pieces_are_not_offered_again_without_end() -> None:
 @pytest.mark.parametrize(
     ("tokens", "error"),
     [
-        ((m.FirstToken(0, FACTS.vocab_size, None, None),), "first token 1000 is not among the model's 1000"),
+        ((m.FirstToken(0, FACTS.vocab_size, None, None),), "first token 100000 is not among the model's 100000"),
         ((m.FirstToken(0, 1, TokenLogprobs(0.0, ((1, 0.0),) * 1000), None),), "1000 logprobs"),
         ((m.FirstToken(0, 1, None, None),) * (MAX_CHOICES + 1), "65 choices"),
     ],

@@ -352,3 +352,18 @@ def test_in_overload_choices_of_many_requests_come_to_their_ends(seed: int) -> N
     world.run(arrivals=30, max_tokens=30, choices=9)
     for name, made in world.legs.items():
         assert all(len(world.heard[name, c]) == made.params.max_tokens for c in made.choices)
+
+
+def test_a_request_with_many_choices_leaves_slots_for_those_who_come_later() -> None:
+    """Its choices end together, so whoever waited for one of their slots would wait for all of the request."""
+    decode = Decode(facts(num_large=200, max_slots=16))
+    decode.joined(leg("many", choices=30, max_tokens=40, tenant="a"))
+    assert len(decode.engine.batch.running) == 14
+    for number in range(2):
+        decode.joined(leg(f"one-{number}", max_tokens=4, tenant="b", first_token=100 * (number + 1)))
+    assert len(decode.engine.batch.running) == 16
+    out = decode.compute()
+    while decode.unreported:
+        out += decode.compute()
+    assert [indices(out, "many", choice)[-1] for choice in range(30)] == [39] * 30
+    assert all(indices(out, f"one-{number}")[-1] == 3 for number in range(2))

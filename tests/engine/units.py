@@ -59,7 +59,7 @@ def facts(*groups: LayerGroup, num_large: int = 12, **changes: Any) -> EngineFac
         "max_slots": 4,
         "chunk_tokens": 8,
         "max_model_len": 64,
-        "vocab_size": 1000,
+        "vocab_size": 100_000,
         "eos_token_ids": (0,),
         "max_waiting": 8,
         "ungranted_share": 0.5,
