@@ -6,6 +6,8 @@ Exit codes: 0 done; 1 it failed; 2 the command line makes no sense; 3 the config
 from __future__ import annotations
 
 import contextlib
+import errno
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,8 @@ from disagg.types.plain import printable_text
 EXIT_FAILED = 1
 EXIT_CONFIG = 3
 DEFAULT_HTTP = "http://127.0.0.1:8000"
+MAX_COUNT = 2**31 - 1  # what the wire carries
+MAX_DEADLINE_S = 10.0 * 365 * 86400
 DEFAULT_GRPC = "127.0.0.1:50051"
 RUN_DIR = "~/.cache/disagg/run"
 
@@ -52,6 +56,10 @@ class _Group(click.Group):
             raise _Misconfigured(str(error)) from error
         except DisaggError as error:
             raise _Failed(str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # nobody reads any more: click ends quietly
+                raise
+            raise _Failed(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}") from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # as they are written here: the usual ones first
@@ -110,6 +118,12 @@ def _http_option(command: Command) -> Command:
     return click.option(
         "--http", "base_url", default=DEFAULT_HTTP, show_default=True, metavar="URL", help="The router."
     )(command)
+
+
+def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter("it must be a number of seconds", ctx, param)
+    return value
 
 
 def _overrides(sets: tuple[str, ...]) -> dict[str, object]:
@@ -202,15 +216,21 @@ _UP_SETTINGS = {
 @click.argument("prompt")
 @click.option("--grpc", "address", default=DEFAULT_GRPC, show_default=True, metavar="HOST:PORT", help="The router.")
 @click.option("--model", default="", help="Served name.  [default: the router's only model]")
-@click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="[default: as many as fit]")
-@click.option("--min-tokens", type=click.IntRange(0), default=0, metavar="N")
+@click.option("--max-tokens", type=click.IntRange(1, MAX_COUNT), metavar="N", help="[default: as many as fit]")
+@click.option("--min-tokens", type=click.IntRange(0, MAX_COUNT), default=0, metavar="N")
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="0 takes the most likely token always.")
-@click.option("--top-k", type=int, default=0, metavar="N")
+@click.option("--top-k", type=click.IntRange(0, MAX_COUNT), default=0, metavar="N")
 @click.option("--top-p", type=float, default=1.0, metavar="P")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence token.")
-@click.option("--deadline", type=float, metavar="SECONDS", help="How long the request may take.")
+@click.option(
+    "--deadline",
+    type=click.FloatRange(0, MAX_DEADLINE_S, min_open=True),
+    callback=_finite,
+    metavar="SECONDS",
+    help="How long the request may take.",
+)
 @click.option(
     "--chat/--raw",
     default=None,
@@ -223,6 +243,10 @@ def generate(prompt: str, **options: Any) -> None:
     from disagg.cli.generate import GenerateOptions, run_generate
 
     text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise click.BadParameter(f"it is not UTF-8 at character {error.start}", param_hint="PROMPT") from error
     sys.exit(run_generate(text, GenerateOptions(**options)))
 
 

@@ -35,9 +35,9 @@ def result(text: str) -> None:
     _say(sys.stdout, text)
 
 
-def for_terminal(text: str, stream: TextIO) -> str:
+def for_terminal(text: str, stream: TextIO | None) -> str:
     """What a model or a server says, to be written to `stream`: on a terminal it must not drive it, elsewhere it stays."""
-    return printable_text(text) if stream.isatty() else text
+    return printable_text(text) if stream is not None and stream.isatty() else text
 
 
 def _say(stream: TextIO | None, line: str) -> None:

@@ -88,7 +88,8 @@ def find_weight_files(model_dir: Path) -> tuple[Path, ...]:
         return tuple(model_dir / name for name in names)
     if single.is_file():
         return (single,)
-    files = tuple(sorted(model_dir.glob("*.safetensors"))[: _MAX_FILES + 1])
+    # Regular files only: to open a pipe of such a name would wait for whoever writes into it.
+    files = tuple(sorted(each for each in model_dir.glob("*.safetensors") if each.is_file())[: _MAX_FILES + 1])
     if not files:
         raise ConfigError(f"model directory {model_dir} lacks safetensors weights ({SINGLE_NAME} or {INDEX_NAME})")
     if len(files) > _MAX_FILES:

@@ -40,6 +40,9 @@ from disagg.types.ids import FinishReason, LegKey
 from disagg.types.sampling import SamplingParams
 
 GIVEN_BACK_PAUSE_S = 0.05  # doubled each time, up to:
+PEER_LOST_PAUSE_S = (
+    0.5  # doubled each time: whoever broke a link learns meanwhile that its workers are lost, and says so
+)
 MAX_PAUSE_S = 1.0
 
 
@@ -435,6 +438,9 @@ class RequestMachine:
         assert self.pair is not None
         aborts = self._abort_all()
         delay_s = 0.0
+        if cause == Outcome.PEER_LOST.value:
+            # The same pair may look well still: one loss would take an attempt for each link that is dialled to the dead.
+            delay_s = min(MAX_PAUSE_S, PEER_LOST_PAUSE_S * 2 ** min(10, self.attempts_counted - 1))
         if self._given_back:
             delay_s = min(MAX_PAUSE_S, GIVEN_BACK_PAUSE_S * 2 ** min(10, self.attempt - self.attempts_counted))
             self.attempts_counted -= 1

@@ -342,7 +342,8 @@ class ServerStream:
             return
         if before.incarnation != hello.incarnation:
             crashed = before.pid == hello.pid
-            self._report(before.incarnation, crashed, f"it came back as another incarnation, {hello.incarnation}")
+            came_back = f"it came back as another incarnation, {hello.incarnation}"
+            self._report(before.incarnation, crashed, came_back if hello.incarnation else "its workers are lost")
 
     def _compare_files(self, hello: ServerHello) -> None:
         """A router never loads its files again, so that no request is of two tokenizers: it says what has to be done."""

@@ -141,7 +141,7 @@ def test_decodes_verdict_replays_on_the_same_decode_with_the_tokens_accepted_so_
     tokens(m, "d0", 0, 0, 5, 6)
     again = ended(m, "d0", Outcome.PEER_LOST)
     assert aborts(again) == [("p0", 0, None)]
-    assert need(again) == r.NeedPair(pair().decode, frozenset({"p0"}), 0.0, "peer_lost", "d0: why")
+    assert need(again) == r.NeedPair(pair().decode, frozenset({"p0"}), 0.5, "peer_lost", "d0: why")
     begun, *sends = m.handle(r.PairPicked(pair("p1"), 50.0))
     assert begun == r.Attempted(2, pair("p1"), "peer_lost", 5, 1)
     [(_, leg), _] = starts(sends)
@@ -462,3 +462,13 @@ def test_an_answer_that_no_server_can_continue_fails_and_says_so() -> None:
     assert isinstance(error, RequestFailed) and "other weights" in str(error)
     error = failure(machine().handle(r.NoPairFound(NoPair(NoPairReason.MISMATCH))))
     assert isinstance(error, NoCompatiblePeer) and "tokenizer" in str(error)
+
+
+def test_a_link_that_breaks_again_and_again_does_not_take_all_attempts_in_a_moment() -> None:
+    """As when decode's worker dies and prefill is the first to see it: each attempt waits longer for the news."""
+    m, pauses = running(), []
+    for _ in range(2):
+        needed = need(ended(m, "d0", Outcome.PEER_LOST))
+        pauses.append(needed.delay_s)
+        m.handle(r.PairPicked(pair(), 0.0))
+    assert pauses == [0.5, 1.0]
