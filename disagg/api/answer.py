@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -25,6 +25,8 @@ from disagg.api.whole import PART_BYTES, WholeAnswer, check_size
 from disagg.router.budget import Held
 from disagg.router.requests import ChoiceDelta, Finished, GenerateRequest, Started, Update, Usage
 from disagg.types.errors import DisaggError, Unavailable
+
+T = TypeVar("T")
 
 _CLOSING = "the router is shutting down"
 _EVENT_HEADERS = {
@@ -174,14 +176,13 @@ class _RunningUsage:
 # ---- the client
 
 
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work`, and cancels it when the client disconnects. The request's body must have been read."""
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Runs `work`, and cancels it when the client disconnects: None. The request's body must have been read."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
+        return working.result() if working.done() else None
     finally:
         working.cancel()
         gone.cancel()

@@ -24,7 +24,7 @@ from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from disagg.api.answer import Answer
+from disagg.api.answer import Answer, until_gone
 from disagg.api.bodies import parse_chat, parse_completion
 from disagg.api.connections import UNSENT_BYTES, Bounds, Connection, Crowd, HttpMetrics
 from disagg.api.errors import INTERNAL, BadField, BodyTooLarge, Fault, UnreadableBody, fault_of, fault_of_http
@@ -87,9 +87,16 @@ def create_app(
         with _refusals_noted(router, request), _holding(router) as held:
             body = await _body(request, max_body_bytes, held)
             client_id, tenant = _client_request_id(request), _tenant(request)
-            # Beside the loop whatever its length: how long a template takes is the template's business.
-            call = await router.beside(len(body), parse_chat, body, router.limits, chat_template, client_id, tenant)
-            return Answer(router, call, fingerprint, held, max_answer_bytes)
+            has_template = chat_template is not None
+            # Beside the loop whatever its length: many small messages take longer to read than one long text.
+            chat = await router.beside(len(body), parse_chat, body, router.limits, has_template, client_id, tenant)
+            del body  # a chat may wait for its turn to be rendered
+            assert chat_template is not None, "a chat without a template has been refused"
+            rendering = chat_template.render(chat.messages, router.limits.max_chars)
+            prompt = await until_gone(request.receive, rendering)
+            if prompt is None:
+                raise ClientDisconnect
+            return Answer(router, chat.rendered(prompt), fingerprint, held, max_answer_bytes)
 
     @app.get("/v1/models")
     async def models() -> Response:

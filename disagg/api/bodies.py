@@ -1,9 +1,10 @@
 """Request bodies: JSON to a `Call`. Pure; knows OpenAI's fields, and nothing of HTTP or of who will serve them.
+A chat's messages are rendered afterwards, elsewhere: its call lacks a prompt until then.
 
 Nothing is ignored: a field is served, or has no bearing on the answer (`user` and the like), or is refused by name. A
 field that is null counts as absent, at any depth that has named fields.
 
-    bytes ── JSON ──> dict ── drop nulls, refuse by name ──> CompletionBody | ChatBody ──> Call
+    bytes ── JSON ──> dict ── drop nulls, refuse by name ──> CompletionBody | ChatBody ──> Call | Chat
 
 JSON can make a hundred times its bytes of objects, all in one call that nothing interrupts. So the body is first cut into its
 fields, which makes nothing (16 MiB: 10 to 60 ms); each is then measured, by its bytes, its commas or its elements, before
@@ -21,9 +22,9 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from disagg.api.errors import BadField
-from disagg.api.ports import ChatTemplatePort
 from disagg.router.requests import GenerateRequest
 from disagg.text.limits import MAX_MESSAGES, TextLimits
+from disagg.text.render_messages import packed
 from disagg.types.errors import InvalidRequest
 from disagg.types.plain import NAME_CHARS, one_line, quoted
 from disagg.types.sampling import MAX_LOGPROBS, SamplingParams
@@ -162,6 +163,18 @@ class Call(Struct, frozen=True, kw_only=True):
     usage_each: bool = False
 
 
+class Chat(Struct, frozen=True):
+    """A chat before its messages are rendered. messages: packed, so that it takes little while it waits for that."""
+
+    call: Call
+    messages: bytes
+
+    def rendered(self, prompt: str) -> Call:
+        """The call, with its prompt."""
+        requests = tuple(msgspec.structs.replace(request, prompt=prompt) for request in self.call.requests)
+        return msgspec.structs.replace(self.call, requests=requests)
+
+
 def parse_completion(
     body: bytes, limits: TextLimits, max_prompts: int, client_request_id: str = "", tenant: str = ""
 ) -> Call:
@@ -180,14 +193,14 @@ def parse_completion(
 
 
 def parse_chat(
-    body: bytes, limits: TextLimits, template: ChatTemplatePort | None, client_request_id: str = "", tenant: str = ""
-) -> Call:
-    """Raises InvalidRequest naming the field. Renders the template, so it takes a while: see `text/limits`."""
+    body: bytes, limits: TextLimits, has_template: bool, client_request_id: str = "", tenant: str = ""
+) -> Chat:
+    """Raises InvalidRequest naming the field. has_template: whether the model can chat."""
     fields = _fields(body, "chat")
     if "messages" in fields:
         fields["messages"] = _messages(fields["messages"])
     parsed = _convert(fields, ChatBody)
-    if template is None:
+    if not has_template:
         raise InvalidRequest(
             f"{parsed.model} has no chat template, so it cannot chat; POST /v1/completions works", "messages"
         )
@@ -202,8 +215,8 @@ def parse_chat(
     logprobs = (parsed.top_logprobs or 0) if parsed.logprobs else None
     messages = [_for_template(i, m) for i, m in enumerate(parsed.messages)]
     limits.check_chars(sum(len(text) for m in messages for text in m.values()), "the messages have", "messages")
-    prompt = template.render(messages, add_generation_prompt=True)
-    return _call("chat", parsed, (prompt,), _chat_max_tokens(parsed), logprobs, client_request_id, tenant)
+    call = _call("chat", parsed, ("",), _chat_max_tokens(parsed), logprobs, client_request_id, tenant)
+    return Chat(call, packed(messages))
 
 
 def _call(

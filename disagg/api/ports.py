@@ -73,6 +73,11 @@ class RouterPort(Protocol):
 
 
 class ChatTemplatePort(Protocol):
-    """Turns messages into a prompt. Raises InvalidRequest for messages that the model's template refuses."""
+    """Turns messages into a prompt."""
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str: ...
+    async def render(self, messages: bytes, max_chars: int) -> str:
+        """messages: as `text.render_messages.packed` writes them.
+
+        Raises InvalidRequest for messages that the model's template refuses, or of which it makes more than max_chars.
+        """
+        ...

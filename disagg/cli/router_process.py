@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 
 import grpc
 import uvloop
+from prometheus_client import CollectorRegistry
 
 from disagg.api.app import HttpServer, create_app, serve
 from disagg.api.connections import Bounds, HttpMetrics
@@ -26,9 +27,10 @@ from disagg.router.service import Router
 from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.metrics import new_registry
 from disagg.telemetry.stacks import format_stacks
-from disagg.text.chat import ChatTemplate
+from disagg.text.chat import TemplateSource
 from disagg.text.limits import TextLimits
 from disagg.text.model_files import ModelFiles
+from disagg.text.renderer import RenderBounds, Renderer
 from disagg.types.errors import DisaggError
 from disagg.wire import pb
 from disagg.wire.inference import ModelInfo
@@ -121,15 +123,27 @@ async def _serve(config: Config, heartbeat: Callable[[], None]) -> int:
 
 async def _until(config: Config, stopping: asyncio.Event) -> None:
     registry = new_registry()
-    watch = LoopWatch(registry)
     model_dir = await asyncio.to_thread(_model_dir, config)
     files = await asyncio.to_thread(ModelFiles.read, model_dir)
+    async with _chat_template(files, config.router) as renderer:
+        await _serve_faces(config, stopping, registry, model_dir, files, renderer)
+
+
+async def _serve_faces(
+    config: Config,
+    stopping: asyncio.Event,
+    registry: CollectorRegistry,
+    model_dir: Path,
+    files: ModelFiles,
+    renderer: Renderer | None,
+) -> None:
+    watch = LoopWatch(registry)
     running = await run_router(config, model_dir, registry=registry, files=files)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(running.close, config.router.drain_s)
         app = create_app(
             RouterFace(running.router, config.router.servers),
-            ChatTemplate.of(files),
+            renderer,
             registry,
             version=version(),
             max_prompts=config.router.max_prompts_per_request,
@@ -152,6 +166,22 @@ async def _until(config: Config, stopping: asyncio.Event) -> None:
         stack.pop_all()
         await end_faces(running, http, config.router.drain_s)
         await end
+
+
+@contextlib.asynccontextmanager
+async def _chat_template(files: ModelFiles, router: RouterConfig) -> AsyncGenerator[Renderer | None, None]:
+    """What renders chats, until the faces have ended; None where the model has no template. Raises ConfigError."""
+    source = TemplateSource.of(files)
+    if source is None:
+        yield None
+        return
+    renderer = await Renderer.start(
+        source, RenderBounds(wait_s=router.request_deadline_s, max_waiting=max(1, router.max_queued))
+    )
+    try:
+        yield renderer
+    finally:
+        await renderer.close()
 
 
 async def end_faces(running: RunningRouter, http: HttpServer, drain_s: float) -> None:

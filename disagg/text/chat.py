@@ -1,7 +1,9 @@
 """Renders a conversation with the model's own chat template, as transformers does, in a sandbox.
 
 The template comes from the model directory and is compiled once. What a request brings is only ever a value that the
-template reads: it is rebuilt from plain JSON types and never evaluated.
+template reads: it is rebuilt from plain JSON types and never evaluated. The sandbox keeps a template from what is not its
+business; it cannot bound the time and memory that one takes. So routers compile and render in a process of its own
+(`renderer`, `render_process`).
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec import Struct
 
 from disagg.text.model_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, ModelFiles, token_content
 from disagg.types.errors import ConfigError, InvalidRequest
+from disagg.types.plain import clip
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Beside its own errors, jinja lets through what Python says to nesting and numbers without end.
@@ -38,12 +42,36 @@ _COMPILE_ERRORS = (
 # What Python raises when a template does something with a value that the value does not support.
 _RENDER_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
-    *(RecursionError, MemoryError),
+    *(RuntimeError, AssertionError, MemoryError, OSError),
 )
+MAX_SAID_CHARS = 400  # of a template's own words, in an error
 RENDER_S = 5.0  # beside the event loop, for thousands of messages; most templates need 20 us for each
 MAX_REPEATED = 1 << 20  # elements or characters of what a template multiplies
 MAX_POWER_BITS = 1 << 16
 _until_s: ContextVar[float] = ContextVar("until_s")
+
+
+class OutOfTime(jinja2.TemplateRuntimeError):
+    """The template has not ended after RENDER_S."""
+
+
+class TemplateSource(Struct, frozen=True):
+    """A template as the model directory has it. special_tokens: variables of the template: bos_token, eos_token, ..."""
+
+    text: str
+    special_tokens: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, files: ModelFiles) -> TemplateSource | None:
+        """None where the model has no chat template, as base models. chat_template.jinja goes before the rest."""
+        config = files.json(TOKENIZER_CONFIG)
+        text = files.text(CHAT_TEMPLATE)
+        if text is None:
+            text = _pick(config.get("chat_template"), files.model_dir)
+        if text is None:
+            return None
+        tokens = {role: token_content(config.get(role)) for role in _SPECIAL_TOKENS}
+        return cls(text, {role: token for role, token in tokens.items() if token is not None})
 
 
 class ChatTemplate:
@@ -55,7 +83,7 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(template)
         except _COMPILE_ERRORS as error:
-            raise ConfigError(f"the model's chat template cannot be compiled: {str(error)[:400]}") from error
+            raise ConfigError(f"the model's chat template cannot be compiled: {_words(error)}") from error
 
     @classmethod
     def load(cls, model_dir: Path) -> Self | None:
@@ -65,35 +93,60 @@ class ChatTemplate:
     @classmethod
     def of(cls, files: ModelFiles) -> Self | None:
         """The same, from files that were read already."""
-        config = files.json(TOKENIZER_CONFIG)
-        source = files.text(CHAT_TEMPLATE)
-        if source is None:
-            source = _pick(config.get("chat_template"), files.model_dir)
-        if source is None:
-            return None
-        texts = {role: token_content(config.get(role)) for role in _SPECIAL_TOKENS}
-        return cls(source, {role: text for role, text in texts.items() if text is not None})
+        source = TemplateSource.of(files)
+        return None if source is None else cls(source.text, source.special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        max_chars: int | None = None,
+    ) -> str:
         """The prompt's text, special tokens included: encode it with `add_special_tokens=False`.
 
-        A content of text parts is joined with newlines, as vLLM does. Raises InvalidRequest for other contents, and
-        with the template's own words where it refuses the conversation.
+        A content of text parts is joined with newlines, as vLLM does. Raises InvalidRequest for other contents, for a
+        text of more than max_chars as soon as it is that long, and with the template's own words where it refuses the
+        conversation.
         """
         if not messages:
             raise InvalidRequest("messages is empty; a chat needs at least one message", "messages")
         _until_s.set(time.monotonic() + RENDER_S)
         plain = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+        pieces: list[str] = []
+        chars = 0
         try:
-            return self._template.render(
+            for piece in self._template.generate(
                 messages=plain,
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
-            )
+            ):
+                chars += len(piece)
+                if max_chars is not None and chars > max_chars:
+                    break
+                if piece:
+                    pieces.append(piece)
+            else:
+                return "".join(pieces)
         except _RENDER_ERRORS as error:
-            raise InvalidRequest(f"the model's chat template refuses the messages: {error}", "messages") from error
+            raise InvalidRequest(
+                f"the model's chat template refuses the messages: {_words(error)}", "messages"
+            ) from error
+        raise InvalidRequest(
+            f"the model's chat template makes more than {max_chars} characters of the messages, which is more than any "
+            "text has that fits the model's context",
+            "messages",
+        )
+
+
+def _words(error: Exception) -> str:
+    """What an error says. A template may raise one whose words cannot be written, or would fill the memory."""
+    try:
+        return clip(str(error), MAX_SAID_CHARS) or type(error).__name__
+    except _RENDER_ERRORS:
+        return type(error).__name__
 
 
 def _pick(template: object, model_dir: Path) -> str | None:
@@ -194,7 +247,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 def _in_time() -> None:
     if time.monotonic() > _until_s.get():
-        raise jinja2.TemplateRuntimeError(f"it is not rendered after {RENDER_S:g} s")
+        raise OutOfTime(f"it is not rendered after {RENDER_S:g} s")
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

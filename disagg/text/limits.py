@@ -5,7 +5,7 @@
     messages     MAX_MESSAGES
 
 What the largest request costs at these limits, on one slow core, for a context of 8,192 tokens and tokens of up to 81
-characters (SmolLM2): 0.4 s of tokenizing and 0.2 s of a chat template, both beside the event loop; 4 ms of JSON on it.
+characters (SmolLM2): 0.4 s of tokenizing beside the event loop, 0.2 s of a chat template in another process; 4 ms of JSON on it.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import random
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -173,6 +174,10 @@ class FakeRouter:
 class FakeChatTemplate:
     """`<role>content` for every message."""
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        assert add_generation_prompt
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+    async def render(self, messages: bytes, max_chars: int) -> str:
+        return fake_prompt(messages)
+
+
+def fake_prompt(messages: bytes) -> str:
+    read = msgspec.msgpack.decode(messages)
+    return "".join(f"<{m['role']}>{m['content']}" for m in read) + "<assistant>"

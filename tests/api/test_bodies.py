@@ -11,7 +11,7 @@ from disagg.api.errors import BadField
 from disagg.text.limits import TextLimits
 from disagg.types.errors import InvalidRequest
 from disagg.types.sampling import SamplingParams
-from tests.api.fakes import FakeChatTemplate
+from tests.api.fakes import fake_prompt
 
 LIMITS = TextLimits(max_tokens=200, max_chars=2000)
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -22,7 +22,8 @@ def completion(**fields: object) -> Call:
 
 
 def chat(**fields: object) -> Call:
-    return parse_chat(json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode(), LIMITS, FakeChatTemplate())
+    parsed = parse_chat(json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode(), LIMITS, True)
+    return parsed.rendered(fake_prompt(parsed.messages))
 
 
 def refusal(parse: object, **fields: object) -> InvalidRequest:
@@ -364,4 +365,4 @@ def test_a_message_that_cannot_be_rendered_is_refused_by_name(message: object, p
 def test_a_chat_needs_messages_and_a_template() -> None:
     assert refusal(chat, messages=[]).param == "messages"
     with pytest.raises(InvalidRequest, match=r"no chat template.*v1/completions"):
-        parse_chat(json.dumps({"model": "m", "messages": MESSAGES}).encode(), LIMITS, None)
+        parse_chat(json.dumps({"model": "m", "messages": MESSAGES}).encode(), LIMITS, False)

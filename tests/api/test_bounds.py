@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import tracemalloc
-from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -22,17 +21,12 @@ LARGE = 8 << 20
 MIB = 1 << 20
 
 
-class Template:
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        return "".join(message["content"] for message in messages)
-
-
 def completion(body: bytes) -> object:
     return parse_completion(body, LIMITS, MAX_PROMPTS)
 
 
 def chat(body: bytes) -> object:
-    return parse_chat(body, LIMITS, Template())
+    return parse_chat(body, LIMITS, True)
 
 
 def fill(before: bytes, unit: bytes, after: bytes, size: int = LARGE) -> bytes:

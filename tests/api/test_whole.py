@@ -20,7 +20,7 @@ from disagg.router.requests import ChoiceDelta, LogprobEntry, Started, TokenLogp
 from disagg.text.limits import TextLimits
 from disagg.types.errors import InvalidRequest
 from disagg.types.ids import FinishReason
-from tests.api.fakes import MODEL, FakeChatTemplate, FakeRouter
+from tests.api.fakes import MODEL, FakeRouter
 
 LIMITS = TextLimits(max_tokens=8192, max_chars=100_000)
 USAGE = UsageReply(1, 2, 3)
@@ -30,7 +30,7 @@ MIB = 1 << 20
 def call(kind: str, prompts: int = 1, **fields: Any) -> Any:
     if kind == "chat":
         body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
-        return parse_chat(json.dumps(body).encode(), LIMITS, FakeChatTemplate())
+        return parse_chat(json.dumps(body).encode(), LIMITS, True).call
     body = {"model": "m", "prompt": ["a"] * prompts, **fields}
     return parse_completion(json.dumps(body).encode(), LIMITS, 128)
 
