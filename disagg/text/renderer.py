@@ -28,6 +28,7 @@ from disagg.text.render_messages import HEADER, Ask, Reply, frame, most_reply_by
 from disagg.text.render_process import SPARE_BYTES
 from disagg.types.errors import ConfigError, DeadlineExceeded, DisaggError, InvalidRequest, Overloaded, Unavailable
 
+PROGRAM = "disagg.text.render_process"
 START_S = 30.0  # for Python to start and the template to be compiled; mostly 0.1 s
 WARN_EVERY_S = 10.0
 RETRY_AFTER_S = 1.0
@@ -203,7 +204,7 @@ def _spawned() -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         try:
-            argv = [sys.executable, "-m", "disagg.text.render_process", str(os.getpid())]
+            argv = [sys.executable, "-m", PROGRAM, str(os.getpid())]
             process = subprocess.Popen(argv, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
         except OSError:
             ours.close()

@@ -89,18 +89,55 @@ class Running:
 
 @pytest.fixture
 def router(tmp_path: Path) -> Iterator[Running]:
+    model = make_model(tmp_path / "tiny")
+    yield from running_router(model, tmp_path)
+
+
+@pytest.fixture
+def chatting_router(tmp_path: Path) -> Iterator[Running]:
+    """One whose model has a chat template."""
+    model = make_model(tmp_path / "tiny")
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    yield from running_router(model, tmp_path)
+
+
+def running_router(model: Path, tmp_path: Path) -> Iterator[Running]:
     ports = pick_ports("127.0.0.1", 4)
     servers = (
         ServerRef(name="prefill-0", role="prefill", address=f"127.0.0.1:{ports[2]}"),
         ServerRef(name="decode-0", role="decode", address=f"127.0.0.1:{ports[3]}"),
     )
     config = Config(
-        model=ModelConfig(name=str(make_model(tmp_path / "tiny"))),
+        model=ModelConfig(name=str(model)),
         router=RouterConfig(http_port=ports[0], grpc_port=ports[1], servers=servers),
     )
     running = Running(config, tmp_path)
     yield running
     running.close()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_router_leaves_no_renderer_behind(chatting_router: Running, number: int) -> None:
+    chatting_router.wait_until_it_answers()
+    (renderer,) = children_of(chatting_router.process.pid)
+    assert "disagg.text.render_process" in Path(f"/proc/{renderer}/cmdline").read_text()
+    chatting_router.process.send_signal(number)
+    chatting_router.process.wait(DEADLINE_S)
+    until = time.monotonic() + DEADLINE_S
+    while not has_ended(renderer):
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_a_router_without_servers_beats_answers_dumps_and_drains(

@@ -254,9 +254,13 @@ def test_the_process_dies_with_its_router_however_that_ends_and_whatever_it_rend
     asyncio.run(until(lambda: not is_there(pid)))
 
 
+def limits_of(pid: int | None) -> str:
+    return Path(f"/proc/{pid}/limits").read_text()
+
+
 async def test_the_process_has_few_rights_and_little_memory(obeying: Renderer) -> None:
     limits: dict[str, Any] = {}
-    for line in Path(f"/proc/{obeying.pid}/limits").read_text().splitlines()[1:]:
+    for line in limits_of(obeying.pid).splitlines()[1:]:
         limits[line[:26].strip()] = line[26:].split()[:2]
     assert limits["Max core file size"] == ["0", "0"]
     assert int(limits["Max open files"][0]) <= 16
