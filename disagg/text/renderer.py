@@ -87,7 +87,7 @@ class Renderer:
             raise Overloaded(f"{len(self._waiting)} chats wait to be rendered, which is the most", RETRY_AFTER_S)
         number = next(self._numbers)
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = _Chat(messages, max_chars, add_generation_prompt, done)
+        self._waiting[number] = _Chat(Ask(Raw(messages), add_generation_prompt, max_chars), done)
         self._wake.set()
         try:
             async with asyncio.timeout(self._bounds.wait_s):
@@ -96,6 +96,7 @@ class Renderer:
             raise DeadlineExceeded(f"the chat waited {self._bounds.wait_s:g} s to be rendered") from None
         finally:
             self._waiting.pop(number, None)
+            del done, messages  # an error has this frame, and `done` the error: a circle that would keep the messages
 
     async def close(self) -> None:
         """Ends the process, and whatever waits for it with Unavailable. Idempotent."""
@@ -115,7 +116,7 @@ class Renderer:
             number = next(iter(self._waiting))
             chat = self._waiting.pop(number)
             try:
-                text = await self._rendered(number, chat)
+                text = await self._rendered(number, chat.ask)
             except asyncio.CancelledError:
                 chat.fail(Unavailable("the router is shutting down"))
                 raise
@@ -126,13 +127,14 @@ class Renderer:
                 chat.fail(error)
             else:
                 chat.succeed(text)
+                del text
+            del chat
 
-    async def _rendered(self, number: int, chat: _Chat) -> str:
+    async def _rendered(self, number: int, ask: Ask) -> str:
         child = await self._living()
-        ask = Ask(Raw(chat.messages), chat.add_generation_prompt, chat.max_chars)
         try:
             async with asyncio.timeout(self._bounds.deadline_s):
-                reply = await child.ask(number, ask, most_reply_bytes(chat.max_chars))
+                reply = await child.ask(number, ask, most_reply_bytes(ask.max_chars))
         except TimeoutError:
             reply = Reply("late")
             await self._drop()
@@ -184,10 +186,8 @@ class Renderer:
 class _Chat:
     """One that waits, or is being rendered."""
 
-    def __init__(self, messages: bytes, max_chars: int, add_generation_prompt: bool, done: asyncio.Future[str]) -> None:
-        self.messages = messages
-        self.max_chars = max_chars
-        self.add_generation_prompt = add_generation_prompt
+    def __init__(self, ask: Ask, done: asyncio.Future[str]) -> None:
+        self.ask = ask
         self._done = done
 
     def succeed(self, text: str) -> None:
