@@ -6,16 +6,17 @@ sent, received or scheduled. Floors are of the same run (bench/ceilings):
     decode     per product the larger of bytes over a copy's rate and operations over a product's, and the bytes of KV
     prefill    operations of products and attention, over the rate of a large product held as long
 
-Columns: step, the wall time of `Executor.run`; GPU, that of the captured graph alone, replayed back to back.
+Columns: step, the wall time of one of many steps, launched and collected as a worker does; GPU, that of the captured graph
+alone, replayed back to back.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -95,7 +96,7 @@ def random_model(config: LlamaConfig, computation: Computation) -> PagedModel:
         module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
     module.train(False).requires_grad_(False)
     places = lay_out(Path("random"), module, "bfloat16", MAX_LEN)
-    loaded = LoadedModel(module, places, config.vocab_size, MAX_LEN, ())
+    loaded = LoadedModel(module, places, config.vocab_size, MAX_LEN, (), weights_hash="", files={})
     return PagedModel(loaded, Ranks(), computation)
 
 
@@ -117,12 +118,21 @@ class Bench:
         self._plan_no = self._seq_id = 0
         self._rng = random.Random(0)
 
-    def _run(self, **fields: object) -> float:
-        """Seconds of a step."""
-        plan = WorkerPlan(self._plan_no, **fields)
+    def _plan(self, **fields: object) -> WorkerPlan:
         self._plan_no += 1
+        return WorkerPlan(self._plan_no - 1, **fields)
+
+    def _run(self, plans: Sequence[WorkerPlan]) -> float:
+        """Seconds of all of them, each launched before the one before it is collected, as a worker does."""
         started = time.perf_counter()
-        self._executor.run(plan)
+        under_way = None
+        for plan in plans:
+            launched = self._executor.launch(plan)
+            if under_way is not None:
+                self._executor.collect(under_way)
+            under_way = launched
+        if under_way is not None:
+            self._executor.collect(under_way)
         return time.perf_counter() - started
 
     def _starts(self, count: int, tokens: int, computed: int, room: int) -> tuple[SequenceStart, ...]:
@@ -144,13 +154,12 @@ class Bench:
         """(seconds of a step, seconds of the GPU alone or 0 where nothing is captured)."""
         starts = self._starts(count, tokens, tokens - 1, 2 * STEPS + 2)
         runs = tuple(Run(start.seq_id, 1, True) for start in starts)
-        self._run(starts=starts, runs=runs)
-        for _ in range(STEPS):
-            self._run(runs=runs)
-        step_s = statistics.median(self._run(runs=runs) for _ in range(STEPS))
+        self._run([self._plan(starts=starts, runs=runs)])
+        self._run([self._plan(runs=runs) for _ in range(STEPS)])
+        step_s = self._run([self._plan(runs=runs) for _ in range(STEPS)]) / STEPS
         graphs = self._executor.graphs
         gpu_s = 0.0 if graphs is None else seconds(graphs.graph_of(count).replay, STEPS)
-        self._run(ends=tuple(start.seq_id for start in starts))
+        self._run([self._plan(ends=tuple(start.seq_id for start in starts))])
         return step_s, gpu_s
 
     def prefill(self, tokens: int, chunk: int) -> float:
@@ -158,12 +167,15 @@ class Bench:
         for _ in range(2):
             (start,) = self._starts(1, tokens, 0, 1)
             torch.cuda.synchronize()
-            taken_s = 0.0
-            for done in range(0, tokens, chunk):
-                count = min(chunk, tokens - done)
-                run = Run(start.seq_id, count, done + count == tokens)
-                taken_s += self._run(starts=(start,) if done == 0 else (), runs=(run,))
-            self._run(ends=(start.seq_id,))
+            plans = [
+                self._plan(
+                    starts=(start,) if done == 0 else (),
+                    runs=(Run(start.seq_id, min(chunk, tokens - done), done + chunk >= tokens),),
+                )
+                for done in range(0, tokens, chunk)
+            ]
+            taken_s = self._run(plans)
+            self._run([self._plan(ends=(start.seq_id,))])
         return taken_s
 
 

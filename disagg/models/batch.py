@@ -97,7 +97,11 @@ class StateTables:
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """input_ids, positions: [N] int64. slot_offsets: [N] int64, each row's token within its page. logits_rows: [R] int64,
-    the rows whose logits are wanted, in rising order. tables: per layer group."""
+    the rows whose logits are wanted, in rising order. tables: per layer group.
+
+    carried: [N] int64, for a row whose token the host does not know yet: which of `tokens_before` it is; -1 for one whose id
+    is in input_ids. None if all are. tokens_before: int64, on the device: what the step before sampled.
+    """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
@@ -106,10 +110,20 @@ class ForwardBatch:
     decodes: DecodeRun | None
     logits_rows: torch.Tensor
     tables: tuple[AttentionTables | StateTables, ...]
+    carried: torch.Tensor | None = None
+    tokens_before: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
         return self.input_ids.shape[0]
+
+    def token_ids(self) -> torch.Tensor:
+        """[N] int64, of all rows."""
+        if self.carried is None:
+            return self.input_ids
+        assert self.tokens_before is not None, "tokens of no step are carried over"
+        before = self.tokens_before.index_select(0, self.carried.clamp(min=0))
+        return torch.where(self.carried < 0, self.input_ids, before)
 
     def on(self, device: torch.device) -> ForwardBatch:
         """The same batch there. Waits for nothing that the device does."""
@@ -138,6 +152,7 @@ class ForwardBatch:
             slot_offsets=of(self.slot_offsets),
             decodes=self.decodes and replace(self.decodes, lengths=of(self.decodes.lengths)),
             logits_rows=of(self.logits_rows),
+            carried=None if self.carried is None else of(self.carried),
             tables=tuple(
                 StateTables(of(table.reads), of(table.writes))
                 if isinstance(table, StateTables)
@@ -159,7 +174,7 @@ class ForwardBatch:
             row += self.decodes.num_sequences
             num_runs += self.decodes.num_sequences
         assert row == self.num_rows, f"runs cover {row} of {self.num_rows} rows"
-        for column in (self.positions, self.slot_offsets):
+        for column in (self.positions, self.slot_offsets, *(() if self.carried is None else (self.carried,))):
             assert column.shape == (row,), f"a column of {tuple(column.shape)} for {row} rows"
         for table in self.tables:
             if isinstance(table, AttentionTables):

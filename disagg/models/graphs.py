@@ -42,11 +42,12 @@ def sizes_up_to(max_rows: int) -> list[int]:
 class DecodeGraphs:
     """`capture` once, then `forward` for any batch that is `captured`."""
 
-    def __init__(self, model: PagedModel, pool: Pool, max_rows: int) -> None:
+    def __init__(self, model: PagedModel, pool: Pool, max_rows: int, tokens_before: Tensor) -> None:
+        """tokens_before: what any batch carries tokens over from (models/batch)."""
         self._model = model
         self._pool = pool
         self._sizes = sizes_up_to(max_rows)
-        self._inputs = _Inputs(model, pool, self._sizes[-1])
+        self._inputs = _Inputs(model, pool, self._sizes[-1], tokens_before)
         self._logits = torch.empty((self._sizes[-1], model.vocab_size), dtype=torch.float32, device=model.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -97,14 +98,16 @@ class DecodeGraphs:
 class _Inputs:
     """The tensors that every graph reads: columns of a batch, a row each, and a table of pages per layer group."""
 
-    def __init__(self, model: PagedModel, pool: Pool, max_rows: int) -> None:
+    def __init__(self, model: PagedModel, pool: Pool, max_rows: int, tokens_before: Tensor) -> None:
         device = model.device
+        self._tokens_before = tokens_before
         self._longest = model.max_model_len
         self._max_rows = max_rows
-        # ids, positions, offsets, lengths, then of each group: slot pages, first pages
-        self._columns = torch.zeros((4 + 2 * len(pool.groups), max_rows), dtype=torch.int64, device=device)
+        # ids, positions, offsets, lengths, carried, then of each group: slot pages, first pages
+        self._columns = torch.zeros((5 + 2 * len(pool.groups), max_rows), dtype=torch.int64, device=device)
         self._empty = torch.zeros(self._columns.shape, dtype=torch.int64)
-        self._empty[4::2] = NO_PAGE
+        self._empty[4] = -1
+        self._empty[5::2] = NO_PAGE
         self._columns.copy_(self._empty)
         self._tables = []
         for group in pool.groups:
@@ -115,13 +118,14 @@ class _Inputs:
 
     def batch(self, rows: int) -> ForwardBatch:
         """The first rows of them, as a batch."""
-        ids, positions, offsets, lengths, *of_groups = self._columns[:, :rows]
+        ids, positions, offsets, lengths, carried, *of_groups = self._columns[:, :rows]
         tables = tuple(
             AttentionTables(slot_pages, None, PageTable(table[:rows], first_pages, (0,) * rows))
             for table, slot_pages, first_pages in zip(self._tables, of_groups[::2], of_groups[1::2], strict=True)
         )
         run = DecodeRun(0, lengths, max_length=self._longest, total_length=1)
-        return ForwardBatch(ids, positions, offsets, (), run, self._all_rows[:rows], tables)
+        all_rows = self._all_rows[:rows]
+        return ForwardBatch(ids, positions, offsets, (), run, all_rows, tables, carried, self._tokens_before)
 
     def fill(self, batch: ForwardBatch) -> None:
         """With a batch that is on the host, by one copy. Rows behind its own become rows of no sequence."""
@@ -131,7 +135,8 @@ class _Inputs:
         decodes = [table.decodes for table in tables if table.decodes is not None]
         pages = [table.pages for table in decodes]
         columns = self._empty.clone()
-        values = [batch.input_ids, batch.positions, batch.slot_offsets, batch.decodes.lengths]
+        carried = columns[4, :rows] if batch.carried is None else batch.carried
+        values = [batch.input_ids, batch.positions, batch.slot_offsets, batch.decodes.lengths, carried]
         for of_group, decode in zip(tables, decodes, strict=True):
             values += [of_group.slot_pages, decode.first_pages]
         for column, value in zip(columns, values, strict=True):
@@ -142,11 +147,11 @@ class _Inputs:
             table[:rows, : part.shape[1]].copy_(part)
 
 
-def try_capture(model: PagedModel, pool: Pool, max_rows: int) -> DecodeGraphs | None:
+def try_capture(model: PagedModel, pool: Pool, max_rows: int, tokens_before: Tensor) -> DecodeGraphs | None:
     """None, and the reason in the log, where a model's steps cannot be captured."""
     if not DecodeGraphs.fit(model):
         return None
-    graphs = DecodeGraphs(model, pool, max_rows)
+    graphs = DecodeGraphs(model, pool, max_rows, tokens_before)
     try:
         graphs.capture()
     except RuntimeError as error:

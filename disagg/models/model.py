@@ -147,7 +147,7 @@ class PagedModel:
         states = PagedStates(batch, pool, self._loaded.places.states)
         with active(attention), active_states(states):
             output = self._loaded.module(
-                input_ids=batch.input_ids.unsqueeze(0),
+                input_ids=batch.token_ids().unsqueeze(0),
                 position_ids=batch.positions.unsqueeze(0),
                 use_cache=False,
                 logits_to_keep=batch.logits_rows,

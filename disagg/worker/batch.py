@@ -6,7 +6,7 @@ may be another sequence's by now.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -14,22 +14,32 @@ from disagg.messages.layout import LayerGroup
 from disagg.messages.mirror import RunView
 from disagg.models.batch import AttentionTables, DecodeRun, ForwardBatch, PageTable, PrefillRun, StateTables
 
+UNKNOWN = -1  # in place of a token that is sampled, but not on the host yet
+NOT_CARRIED = -1
+
 
 def build_batch(
-    runs: Sequence[RunView], groups: Sequence[LayerGroup], page_tokens: int
+    runs: Sequence[RunView],
+    groups: Sequence[LayerGroup],
+    page_tokens: int,
+    carried: Mapping[int, int] | None = None,
 ) -> tuple[ForwardBatch, list[RunView]]:
-    """The batch, on the host, and the runs in row order: prefill runs, then single tokens after a context."""
-    builder = _Builder(runs, page_tokens)
+    """The batch, on the host, and the runs in row order: prefill runs, then single tokens after a context.
+
+    carried: of sequences whose last token is UNKNOWN, by id: its place among the tokens of the step before.
+    """
+    builder = _Builder(runs, page_tokens, carried or {})
     return builder.batch(groups), builder.prefills + builder.decodes
 
 
 class _Builder:
     """One plan's runs, apart by kind."""
 
-    def __init__(self, runs: Sequence[RunView], page_tokens: int) -> None:
+    def __init__(self, runs: Sequence[RunView], page_tokens: int, carried: Mapping[int, int]) -> None:
         self.prefills = [run for run in runs if run.num_tokens > 1 or run.start == 0]
         self.decodes = [run for run in runs if run.num_tokens == 1 and run.start > 0]
         self._page_tokens = page_tokens
+        self._carried = carried
 
     def batch(self, groups: Sequence[LayerGroup]) -> ForwardBatch:
         ids: list[int] = []
@@ -52,6 +62,14 @@ class _Builder:
             if run.sample:
                 logits_rows.append(len(positions) - 1)
         assert len(ids) == len(positions), "a run names tokens that this worker does not know"
+        carried = None
+        if UNKNOWN in ids:
+            row = len(ids) - len(self.decodes)
+            assert UNKNOWN not in ids[:row], "a chunk of a prompt names a token that is not known yet"
+            carried = [NOT_CARRIED] * row
+            for run, token in zip(self.decodes, ids[row:], strict=True):
+                carried.append(self._carried[run.sequence.seq_id] if token == UNKNOWN else NOT_CARRIED)
+            ids = [max(token, 0) for token in ids]
         position_ids = _longs(positions)
         return ForwardBatch(
             input_ids=_longs(ids),
@@ -64,6 +82,7 @@ class _Builder:
                 self._state_tables(index) if group.is_state else self._attention_tables(index, group.window)
                 for index, group in enumerate(groups)
             ),
+            carried=None if carried is None else _longs(carried),
         )
 
     def _attention_tables(self, group: int, window: int) -> AttentionTables:

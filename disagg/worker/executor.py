@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,22 +17,57 @@ import transformers
 from disagg.messages.control import Computation
 from disagg.messages.layout import LayerGroup
 from disagg.messages.mirror import Mirror, MirrorSequence, RunView
-from disagg.messages.plan import SampledToken, StepResult, TokenLogprobs, WorkerPlan
+from disagg.messages.plan import SampledToken, SamplerStart, StepResult, TokenLogprobs, WorkerPlan
 from disagg.models.batch import ForwardBatch
+from disagg.models.device import upload
 from disagg.models.graphs import DecodeGraphs, try_capture
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
 from disagg.models.ranks import Ranks
 from disagg.types.errors import ConfigError
-from disagg.worker.batch import build_batch
+from disagg.worker.batch import UNKNOWN, build_batch
 from disagg.worker.profile import measure_largest_step
-from disagg.worker.sampler import Sampler
+from disagg.worker.sampler import Sampled, Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose token is sampled. position: of that token in the sequence; None where several choices are sampled from it."""
+
+    sequence: MirrorSequence
+    sampling: SamplerStart
+    position: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that has begun. over: behind all that it launched; None on a CPU, where launching is computing.
+
+    sampled: on the host once the step is over; None where nothing is sampled, or not by this rank.
+    """
+
+    plan_no: int
+    started_unix_s: float
+    started_s: float
+    owners: tuple[Owner, ...]
+    sampled: Sampled | None
+    over: torch.cuda.Event | None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `collect` would not wait."""
+        return self.over is None or bool(self.over.query())  # type: ignore[no-untyped-call]
 
 
 class Executor:
     """One rank's model and pool, and the sampler on the rank that samples.
 
-    `load`, `connect`, perhaps `profile`, then `make_pool`, then `run` plan after plan.
+    `load`, `connect`, perhaps `profile`, then `make_pool`, then plan after plan `run`, or as a pipeline:
+
+        host     launch 1 │ launch 2 │ ........ collect 1 │ launch 3 │ ........ collect 2 │
+        device            │ step 1 ...............│ step 2 ................│ step 3 ...
+
+    What a step samples, the next one finds on the device; the host learns it when it collects.
     """
 
     def __init__(self, rank: int, num_ranks: int = 1) -> None:
@@ -44,6 +79,11 @@ class Executor:
         self._graphs: DecodeGraphs | None = None
         self._captures = True
         self._device = "cpu"
+        self.overlaps = False
+        """Whether a step may be launched before the one before it is collected."""
+        self._tokens_before = torch.empty(0, dtype=torch.int64)  # what the last step sampled, on the device
+        self._carried: dict[int, int] = {}  # where in it the last token of a sequence is, by id
+        self._collected_s = 0.0
 
     @property
     def model(self) -> PagedModel:
@@ -92,6 +132,8 @@ class Executor:
         self._model = model
         self._device = str(model.device)
         self._captures = graphs
+        # Ranks agree on tokens over the host.
+        self.overlaps = model.device.type == "cuda" and self._ranks.size == 1
 
     def connect(self, meeting: Path, meet_s: float, collective_s: float) -> None:
         """Wait for the other ranks, if there are any; see models/ranks."""
@@ -113,15 +155,23 @@ class Executor:
                 f"{num_large} large pages of {large_bytes} bytes cannot be had on {self._device}; what other processes take "
                 f"there must be left out of engine.gpu_memory_utilization or engine.kv_memory_bytes: {error}"
             ) from error
+        self._tokens_before = torch.zeros(max_slots, dtype=torch.int64, device=self._pool.device)
         if self._captures:
-            self._graphs = try_capture(self.model, self._pool, max_slots)
+            self._graphs = try_capture(self.model, self._pool, max_slots, self._tokens_before)
         if self._ranks.samples:
             self._sampler = Sampler(self.model.vocab_size, max_slots, self._device)
         return self._pool.bytes.nbytes
 
-    @torch.inference_mode()
     def run(self, plan: WorkerPlan, written: Callable[[int], None] | None = None) -> StepResult:
-        """written: as in PagedModel.forward. Raises ProtocolError when a plan was lost."""
+        """`launch` and `collect`."""
+        return self.collect(self.launch(plan, written))
+
+    @torch.inference_mode()
+    def launch(self, plan: WorkerPlan, written: Callable[[int], None] | None = None) -> Launched:
+        """Begin a step; where `overlaps`, without waiting for the device. Steps are collected in the order of their launch.
+
+        written: as in PagedModel.forward. Raises ProtocolError when a plan was lost.
+        """
         started_unix_s, started_s = time.time(), time.perf_counter()
         sampler = self._sampler
         assert (sampler is not None) == self._ranks.samples
@@ -136,17 +186,34 @@ class Executor:
         if sampler is not None:
             for sequence in begun:
                 self._open_slots(sampler, sequence)
-        sampled = self._compute(sampler, runs, written) if runs else ()
+        owners, sampled = self._compute(sampler, runs, written) if runs else ((), None)
+        over = None
         if self._device != "cpu":
-            # What samples has waited for the device. The rest must too: once this plan is reported its pages may be freed, and
-            # KV that lands in them next is not ordered behind what still reads them.
+            over = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            over.record()
+        return Launched(plan.plan_no, started_unix_s, started_s, owners, sampled, over)
+
+    @torch.inference_mode()
+    def collect(self, launched: Launched) -> StepResult:
+        """Waits until the step is over, and says what was sampled.
+
+        All that it launched is over then: once a plan is reported its pages may be freed, and KV that lands in them next is not
+        ordered behind what still reads them.
+        """
+        if launched.over is not None:
+            launched.over.synchronize()
+        sampled = self._tell(launched)
+        if self._device != "cpu" and not self.overlaps:  # ranks have agreed on tokens since
             torch.cuda.current_stream().synchronize()
+        # A step that was launched while the one before it ran, began when that one was over.
+        waited_s = max(0.0, self._collected_s - launched.started_s)
+        self._collected_s = time.perf_counter()
         return StepResult(
             rank=self._ranks.rank,
-            plan_no=plan.plan_no,
+            plan_no=launched.plan_no,
             sampled=sampled,
-            compute_s=time.perf_counter() - started_s,
-            started_unix_s=started_unix_s,
+            compute_s=self._collected_s - launched.started_s - waited_s,
+            started_unix_s=launched.started_unix_s + waited_s,
             ended_unix_s=time.time(),
         )
 
@@ -176,36 +243,55 @@ class Executor:
 
     def _compute(
         self, sampler: Sampler | None, runs: list[RunView], written: Callable[[int], None] | None
-    ) -> tuple[SampledToken, ...]:
-        """What was sampled: nothing on a rank that does not sample, though it learns the tokens too."""
-        batch, ordered = build_batch(runs, self.groups, self.pool.page_tokens)
+    ) -> tuple[tuple[Owner, ...], Sampled | None]:
+        """Whose tokens are sampled, and what is: None on a rank that does not sample, though it learns the tokens too."""
+        batch, ordered = build_batch(runs, self.groups, self.pool.page_tokens, self._carried)
+        batch = replace(batch, tokens_before=self._tokens_before)
         if sampler is None:
             batch = replace(batch, logits_rows=batch.logits_rows[:0])
         logits = self._forward(batch, written)
-        slots: list[int] = []
+        self._carried = {}
         rows: list[int] = []
-        owners: list[tuple[MirrorSequence, int]] = []
-        sampling_runs = [run for run in ordered if run.sample]
-        for row, run in enumerate(sampling_runs):
+        owners: list[Owner] = []
+        for row, run in enumerate(run for run in ordered if run.sample):
             for sampling in run.sequence.samplers:
-                slots.append(sampling.slot)
+                alone = len(run.sequence.samplers) == 1
+                owners.append(Owner(run.sequence, sampling, len(run.sequence.tokens) if alone else None))
                 rows.append(row)
-                owners.append((run.sequence, sampling.choice))
-        if not slots:
+        if not owners or sampler is None:
+            return tuple(owners), None
+        at = upload(torch.tensor(rows), self.pool.device)
+        sampled = sampler.sample(logits, at, [owner.sampling.slot for owner in owners])
+        if self.overlaps:
+            self._carry(owners, sampled)
+        return tuple(owners), sampled.on_host()
+
+    def _carry(self, owners: Sequence[Owner], sampled: Sampled) -> None:
+        """Let the next step find these tokens on the device, before they are on the host."""
+        self._tokens_before[: len(owners)].copy_(sampled.token_ids)
+        for place, owner in enumerate(owners):
+            if owner.position is not None:
+                owner.sequence.tokens.append(UNKNOWN)
+                self._carried[owner.sequence.seq_id] = place
+
+    def _tell(self, launched: Launched) -> tuple[SampledToken, ...]:
+        """The step's tokens, which the mirror learns, too."""
+        owners = launched.owners
+        if not owners:
             return ()
-        picked = []
-        if sampler is not None:
-            picked = sampler.sample(logits, torch.tensor(rows, device=self._device), slots).rows()
-        tokens = self._ranks.agree([chosen.token_id for chosen in picked], len(slots), self._device)
-        for (sequence, _), token in zip(owners, tokens, strict=True):
-            if len(sequence.samplers) == 1:
-                sequence.tokens.append(token)
-        if sampler is None:
+        picked = [] if launched.sampled is None else launched.sampled.rows()
+        tokens = self._ranks.agree([chosen.token_id for chosen in picked], len(owners), self._device)
+        for owner, token in zip(owners, tokens, strict=True):
+            if owner.position is not None:
+                owner.sequence.tokens[owner.position : owner.position + 1] = [
+                    token
+                ]  # in place of UNKNOWN, if that is there
+        if launched.sampled is None:
             return ()
         out = []
-        for (sequence, choice), chosen in zip(owners, picked, strict=True):
+        for owner, chosen in zip(owners, picked, strict=True):
             logprobs = None if chosen.logprob is None else TokenLogprobs(chosen.logprob, chosen.top)
-            out.append(SampledToken(sequence.seq_id, choice, chosen.token_id, logprobs))
+            out.append(SampledToken(owner.sequence.seq_id, owner.sampling.choice, chosen.token_id, logprobs))
         return tuple(out)
 
 

@@ -46,7 +46,7 @@ from disagg.telemetry.stacks import dump_stacks_on_signal, format_stacks
 from disagg.types.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:
-    from disagg.worker.executor import Executor
+    from disagg.worker.executor import Executor, Launched
     from disagg.worker.transfer_driver import TransferDriver
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ BEAT_S = 1.0
 IDLE_POLL_S = 0.1
 CLOSE_S = 3.0
 SWITCH_S = 0.0005  # after so long a thread must let go of the interpreter: the other one may have a piece to post
+LOOK_S = 0.0001  # so often the compute thread looks for a plan while a step is under way on a GPU
 MEETING = "ranks"  # the file by which ranks find each other, beside the sockets
 
 
@@ -78,6 +79,7 @@ class WorkerProcess:
         self._lane_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._computed_plan = -1
         self._busy_since_s = 0.0
+        self._launched: Launched | None = None
         self._failure = ""
         self._stopping = False
 
@@ -108,7 +110,13 @@ class WorkerProcess:
         poller.register(plans, zmq.POLLIN)
         poller.register(self._job_fd, zmq.POLLIN)
         while not self._failure:
-            events = dict(poller.poll(1000))
+            launched = self._launched
+            if launched is not None and launched.is_over:
+                self._collect()
+                continue
+            events = dict(poller.poll(1000 if launched is None else 0))
+            if launched is not None and not events:
+                time.sleep(LOOK_S)  # for the next plan, or the end of this one
             if self._job_fd in events:
                 os.eventfd_read(self._job_fd)
                 while not self._jobs.empty():
@@ -126,6 +134,7 @@ class WorkerProcess:
         raise ProtocolError(self._failure)
 
     def _run_plan(self, plan: WorkerPlan) -> None:
+        """Launch it, and then collect the one before it; where steps do not overlap, itself."""
         assert self._executor is not None
         driver = self._driver
 
@@ -133,14 +142,26 @@ class WorkerProcess:
             if driver is not None and driver.layer_written(plan.plan_no, layer):
                 os.eventfd_write(self._lane_fd, 1)
 
-        self._busy_since_s = time.monotonic()
-        result = self._executor.run(plan, written)
-        self._busy_since_s = 0.0
-        self._computed_plan = plan.plan_no
-        if driver is not None:
+        self._busy_since_s = self._busy_since_s or time.monotonic()
+        launched = self._executor.launch(plan, written)
+        if driver is not None:  # in the order of plans and layers; on a GPU it looks itself when that is over
             driver.plan_computed(plan.plan_no)
             if driver.waits_for_plans:
                 os.eventfd_write(self._lane_fd, 1)
+        if self._launched is not None:
+            self._collect()
+            self._busy_since_s = time.monotonic()
+        self._launched = launched
+        if not self._executor.overlaps:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Wait for the step that is under way, and report it."""
+        assert self._executor is not None and self._launched is not None
+        result = self._executor.collect(self._launched)
+        self._launched = None
+        self._busy_since_s = 0.0
+        self._computed_plan = result.plan_no
         self._send_result(result)
 
     def _send_result(self, message: object) -> None:

@@ -75,7 +75,8 @@ def measure_largest_step(
 def _captured_bytes(model: PagedModel, max_slots: int) -> int:
     """What the graphs of decode steps hold, with their inputs. They are captured once more when the pool is there."""
     free_before, _ = torch.cuda.mem_get_info(model.device)
-    graphs = try_capture(model, _scratch_pool(model), max_slots)
+    tokens = torch.zeros(max_slots, dtype=torch.int64, device=model.device)
+    graphs = try_capture(model, _scratch_pool(model), max_slots, tokens)
     torch.cuda.empty_cache()
     free_after, _ = torch.cuda.mem_get_info(model.device)
     del graphs

@@ -59,6 +59,18 @@ class Sampled:
     top_logprobs: Tensor | None  # [R, K] float32
     asked: tuple[int | None, ...]  # each row's own `logprobs`
 
+    def on_host(self) -> Sampled:
+        """The same on the host, once the device has come so far: does not wait for it."""
+
+        def copied(values: Tensor | None) -> Tensor | None:
+            if values is None or values.device.type == "cpu":
+                return values
+            return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+        token_ids = copied(self.token_ids)
+        assert token_ids is not None
+        return Sampled(token_ids, copied(self.logprobs), copied(self.top_ids), copied(self.top_logprobs), self.asked)
+
     def rows(self) -> list[SampledRow]:
         """Plain values, each row with as many alternatives as it asked for. Waits for the device."""
         none: list[float] = [math.nan] * len(self.asked)

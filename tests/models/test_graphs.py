@@ -31,6 +31,10 @@ SHAPES = ((3, 64), (9, 64), (20, 64), (33, 64), (15, 64))
 OUTPUTS = 5
 
 
+def tokens_of(model: PagedModel) -> torch.Tensor:
+    return torch.zeros(8, dtype=torch.int64, device=model.device)
+
+
 class Rerun:
     """What stands for a graph where there is no GPU."""
 
@@ -47,7 +51,7 @@ class GraphDriver(Driver):
 
     def __init__(self, model: PagedModel, page_tokens: int, max_rows: int) -> None:
         super().__init__(model, num_large=len(model.groups) * 60, page_tokens=page_tokens)
-        self.graphs = DecodeGraphs(model, self.pool, max_rows)
+        self.graphs = DecodeGraphs(model, self.pool, max_rows, tokens_of(model))
         if ON_GPU:
             try:
                 self.graphs.capture()
@@ -109,7 +113,7 @@ def test_sizes_waste_no_more_than_a_quarter() -> None:
 def test_what_cannot_be_captured_runs_without_graphs(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path / "llama")
     model = PagedModel.load(tmp_path / "llama", "float32", "cpu")
-    assert try_capture(model, Driver(model, 8, 4).pool, 4) is None
+    assert try_capture(model, Driver(model, 8, 4).pool, 4, tokens_of(model)) is None
     assert not model.may_be_captured, "torch's attention looks at lengths"
 
 
@@ -119,7 +123,7 @@ def test_whether_a_family_can_be_captured_or_not_it_is_served(family: str, tmp_p
     make_tiny(family, tmp_path)
     model = PagedModel.load(tmp_path, "float32", DEVICE)
     driver = Driver(model, len(model.groups) * 60, 4)
-    graphs = try_capture(model, driver.pool, 4)
+    graphs = try_capture(model, driver.pool, 4, tokens_of(model))
     print(family, "captured" if graphs is not None else "not captured")
     prompts = prompts_of(SHAPES)
     sequences = [driver.sequence(prompt, 64) for prompt in prompts]

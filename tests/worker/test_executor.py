@@ -24,9 +24,9 @@ PROMPT = [random.Random(5).randrange(VOCAB_SIZE) for _ in range(37)]
 CHUNKS = (16, 16, 5)
 
 
-def executor_of(model_dir: Path, num_large: int = 64) -> Executor:
+def executor_of(model_dir: Path, num_large: int = 64, device: str = "cpu") -> Executor:
     executor = Executor(rank=0)
-    executor.load(model_dir, "float32", "cpu", threads=1)
+    executor.load(model_dir, "float32", device, threads=1)
     layout = plan_layout([spec_of(group, T) for group in executor.groups], T, T, PageSizing.MAX)
     assert executor.make_pool(num_large, layout.large_bytes, layout.strides, T, max_slots=4) == (
         num_large * layout.large_bytes
