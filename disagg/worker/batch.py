@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from disagg.messages.layout import LayerGroup
@@ -120,7 +121,7 @@ class _Builder:
 
 
 def _longs(values: list[int] | list[list[int]]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+    return torch.from_numpy(np.array(values, dtype=np.int64))  # torch takes ten times as long to read lists
 
 
 def _first_page(position: int, window: int, page_tokens: int) -> int:
