@@ -117,7 +117,7 @@ def grpc_calls(model: str) -> dict[str, tuple[str, Any, grpc.StatusCode]]:
         "Generate more text": ("Generate", generate(beyond), large),
         "Generate more ids": ("Generate", generate((3,) * (10 * MIB)), large),
         "Generate many ids": ("Generate", generate((3,) * (2 * MIB)), invalid),
-        "Generate many stops": ("Generate", generate("hi", stop=("s",) * MIB), invalid),
+        "Generate many stops": ("Generate", generate("hi", stop=("s",) * (MIB // 2)), invalid),
         "Tokenize": ("Tokenize", tokenize_request_to_proto(model=model, text="ab " * 2000), ok),
         "Tokenize text": ("Tokenize", tokenize_request_to_proto(model=model, text=text), invalid),
         "Tokenize more text": ("Tokenize", tokenize_request_to_proto(model=model, text=beyond), large),
