@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from disagg.telemetry.memory import GiveBack
 from disagg.types.errors import Unavailable
 
 THREADS = 2  # of each kind
@@ -29,12 +30,14 @@ class Beside:
         self._short = ThreadPoolExecutor(THREADS, "text")
         self._long = ThreadPoolExecutor(THREADS, "long-text")
         self._closed = False
+        self._give_back = GiveBack()
 
     async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """size: of what is worked on, in characters or bytes. Work whose caller is cancelled before it begins is not done."""
         if self._closed:
             raise Unavailable("the router is shutting down")
         threads = self._long if size > LONG_BYTES else self._short
+        self._give_back.after(size)
         return await asyncio.get_running_loop().run_in_executor(threads, partial(work, *args, **kwargs))
 
     def close(self) -> None:

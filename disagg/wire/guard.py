@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, cast
 import grpc
 from google.protobuf.message import DecodeError
 
+from disagg.telemetry.memory import GiveBack
 from disagg.types.errors import InvalidRequest
 from disagg.wire.status import abort_with
 
@@ -43,6 +44,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc.aio has n
         self._request_s = request_s
         self._stall_s = stall_s
         self._refused = refused
+        self._give_back = GiveBack()
         self.open_calls = 0
 
     async def intercept_service(
@@ -116,6 +118,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc.aio has n
             yield await self._decoded(raw, handler, method, context)
 
     async def _decoded(self, raw: bytes, handler: Any, method: str, context: Context) -> object:
+        self._give_back.after(len(raw))
         try:
             return handler.request_deserializer(raw)
         except DecodeError:

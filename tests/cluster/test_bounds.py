@@ -7,6 +7,7 @@ that is busy with other things is not held against the cluster.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,7 +32,8 @@ CONTEXT = 8192
 BEYOND = "<" + "image" * 16 + ">"  # a token without a row, and the longest: texts of 82 x 8,192 characters are read
 MOST_CHARS = CONTEXT * len(BEYOND)
 MIB = 1 << 20
-SLACK_BYTES = 128 * MIB  # of resident memory, for what allocators keep
+SETTLE_S = 3.0  # after which free memory has gone back to the system
+SLACK_BYTES = 64 * MIB  # of resident memory, for what allocators keep
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +167,7 @@ def throw_grpc(cluster: Cluster) -> None:
 def test_no_request_however_large_holds_a_loop(attacked: Cluster, throw: Callable[[Cluster], None]) -> None:
     before = all_metrics(attacked)
     throw(attacked)
+    time.sleep(SETTLE_S)
     after = all_metrics(attacked)
     holds = {name: samples["disagg_loop_longest_hold_seconds"] for name, samples in after.items()}
     print(f"longest holds: {holds}")
