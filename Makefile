@@ -23,7 +23,7 @@ serve: setup ## Run a cluster on this machine until Ctrl-C (other flags: .venv/b
 test: lint $(MODELS_STAMP) ## What CI runs: lint, types, import contracts, and every test that is not slow.
 	$(PYTEST) -m "not slow"
 
-check: lint ## The three-minute part of `test`: no real clusters, and fewer examples of what takes long.
+check: lint ## The short part of `test`: no real clusters, and fewer examples of what takes long.
 	$(PYTEST) -m "not slow and not cluster and not long"
 
 lint: setup ## Ruff, mypy and the import contracts.
