@@ -60,11 +60,11 @@ class Up:
         self.tmp.mkdir(parents=True, exist_ok=True)
         ports = () if any("-port" in flag for flag in flags) else ("--http-port", "0", "--grpc-port", "0")
         argv = [*before, sys.executable, "-m", "disagg.cli", "up", "--model", str(model), "--kv-memory", "1MiB", *ports]
-        env = {**os.environ, "TMPDIR": str(self.tmp), **options.pop("env", {})}
+        env = {**os.environ, "TMPDIR": str(self.tmp), "PYTHONPATH": str(ROOT), **options.pop("env", {})}
         options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
         self.process = subprocess.Popen(
             [*argv, "--run-dir", str(parent / "run"), *flags],
-            cwd=ROOT,
+            cwd=parent,  # where `nohup` leaves its file
             stdout=out,
             stderr=subprocess.STDOUT,
             env=env,
