@@ -511,12 +511,13 @@ class Router:
 
     def _make_room(self, tenant: str) -> None:
         """For one more in a queue that may be full: the youngest of whoever has most there goes. Raises as `_check_room`."""
-        self._check_room(tenant)
         full = self._full()
-        if full is not None:
-            displaced = self._waiting.displaced_by(tenant)
-            assert displaced is not None
-            self._drive(displaced, ShutDown(full))
+        if full is None:
+            return
+        displaced = self._waiting.displaced_by(tenant)
+        if displaced is None:
+            raise full
+        self._drive(displaced, ShutDown(full))
 
     def _full(self) -> Overloaded | None:
         free = self._config.max_inflight - self._inflight

@@ -35,7 +35,6 @@ HEARTBEAT_S = 1.0
 ACK_DELAY_S = 0.1
 REDIAL_S = 0.1
 GREETING_TIMEOUT_S = 5.0
-GONE_POLL_S = 0.05
 MAX_ENDED = 4096  # generations of lost links that are remembered
 # Messages kept for a peer that does not acknowledge them; what a lease's length brings is usual.
 MAX_UNACKED_MESSAGES = 1 << 16

@@ -205,7 +205,7 @@ def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
         token_ids=tuple(message.token_ids),
         num_prompt=message.num_prompt,
         params=read_sampling(message.params),
-        choices=tuple(message.choices[: MAX_CHOICES + 1]),  # one more than may be: the engine refuses
+        choices=tuple(message.choices),
         peer=PeerRef(name=message.peer.name, address=message.peer.address, incarnation=message.peer.incarnation),
         deadline_s=read_seconds(message, "deadline_s"),
         cache_salt=message.cache_salt,
