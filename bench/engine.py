@@ -27,17 +27,28 @@ from bench.ceilings import Ceilings, measure_ceilings, seconds
 from disagg.messages.control import Computation
 from disagg.messages.layout import GroupPages
 from disagg.messages.plan import Run, SamplerStart, SequenceStart, WorkerPlan
+from disagg.models import overlap
 from disagg.models.attention.calls import ATTENTION_NAME
 from disagg.models.fused.passes import FUSIONS
-from disagg.models.loader import LoadedModel, lay_out
+from disagg.models.layers import lay_out
+from disagg.models.loader import LoadedModel
 from disagg.models.model import PagedModel
 from disagg.models.pool import AttentionPages
 from disagg.models.ranks import Ranks
 from disagg.types.sampling import SamplingParams
 from disagg.worker.executor import Executor
 
-DECODES = ((1, 1024), (32, 1024), (128, 1024), (256, 1024), (32, 8192), (1, 32768))  # (sequences, tokens of each)
+DECODES = (
+    (1, 1024),
+    (32, 1024),
+    (64, 1024),
+    (128, 1024),
+    (256, 1024),
+    (32, 8192),
+    (1, 32768),
+)  # (sequences, tokens of each)
 PREFILLS = ((2048, 8192), (8192, 8192), (32768, 8192), (8192, 512))  # (tokens, of one chunk)
+PROFILED = 5  # replays
 STEPS = 24  # of one measurement, after as many to warm up
 MAX_LEN = 33 * 1024
 DTYPE_BYTES = 2
@@ -162,6 +173,38 @@ class Bench:
         self._run([self._plan(ends=tuple(start.seq_id for start in starts))])
         return step_s, gpu_s
 
+    def kernels(self, count: int, tokens: int) -> list[str]:
+        """Lines of what a replay launches: microseconds a step, launches, name. After `decode` of the same."""
+        graphs = self._executor.graphs
+        if graphs is None:
+            return []
+        starts = self._starts(count, tokens, tokens - 1, 8)
+        self._run([self._plan(starts=starts, runs=tuple(Run(start.seq_id, 1, True) for start in starts))])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(PROFILED):
+                graphs.graph_of(count).replay()
+            torch.cuda.synchronize()
+        self._run([self._plan(ends=tuple(start.seq_id for start in starts))])
+        found = [(event.device_time_total, event.count, event.key) for event in profile.key_averages()]
+        return [
+            f"{total_us / PROFILED:10.1f} us {launches / PROFILED:6.0f} x {total_us / launches:8.2f}  {name[:90]}"
+            for total_us, launches, name in sorted(found, reverse=True)
+            if total_us
+        ]
+
+    def logits(self, count: int, tokens: int) -> torch.Tensor:
+        """Of the first decode step of as many sequences, [count, vocab], by graphs. Others with the same weights say the same."""
+        torch.manual_seed(1)
+        (view,) = self._executor.pool.views
+        assert isinstance(view, AttentionPages) and self._executor.graphs is not None
+        for part in view.elements.split(1 << 28):
+            part.normal_()
+        starts = self._starts(count, tokens, tokens - 1, 2)
+        self._run([self._plan(starts=starts, runs=tuple(Run(start.seq_id, 1, True) for start in starts))])
+        found = self._executor.graphs._logits[:count].double()
+        self._run([self._plan(ends=tuple(start.seq_id for start in starts))])
+        return found
+
     def prefill(self, tokens: int, chunk: int) -> float:
         """Seconds of one prompt, the second of two."""
         for _ in range(2):
@@ -186,11 +229,20 @@ def main() -> int:
     parser.add_argument("--fusions", default=FUSIONS, nargs="*")
     parser.add_argument("--each-fusion", action="store_true", help="none first, then one more at a time")
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument(
+        "--parity", action="store_true", help="no times: how far bfloat16 logits of all fusions are from those of none"
+    )
+    parser.add_argument("--no-overlap", action="store_true", help="no kernel begins while the one before it ends")
     parser.add_argument("--page-tokens", type=int, default=16)
+    parser.add_argument("--kernels", action="store_true", help="what each decode step launches, and how long it takes")
     parser.add_argument("--kv-gib", type=int, default=80)
     parser.add_argument("--phases", default=["decode", "prefill"], nargs="+")
     parser.add_argument("--most-sequences", type=int, default=256)
     arguments = parser.parse_args()
+    if arguments.parity:
+        return parity(arguments)
+    if arguments.no_overlap:
+        overlap.LEAST_CAPABILITY = (99, 0)
     ceilings = measure_ceilings()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {ceilings.describe()}", flush=True)
     fusions = tuple(arguments.fusions)
@@ -204,6 +256,28 @@ def main() -> int:
     return 0
 
 
+def parity(arguments: argparse.Namespace) -> int:
+    counts = [count for count in (1, 8, 32, 64, 128, 256) if count <= arguments.most_sequences]
+    found = []
+    for fusions in ((), ("norm",), tuple(arguments.fusions)):
+        computation = Computation(fusions=fusions)
+        model = random_model(SHAPE, computation)
+        bench = Bench(model, computation, arguments.page_tokens, arguments.kv_gib, arguments.most_sequences)
+        found.append([bench.logits(count, 1024) for count in counts])
+        del model, bench
+        torch.cuda.empty_cache()
+    plain, normed, fused = found
+    for count, right, near, got in zip(counts, plain, normed, fused, strict=True):
+        errors = [float((each - right).norm() / right.norm()) for each in (near, got)]
+        same = float((got.argmax(-1) == right.argmax(-1)).double().mean())
+        print(
+            f"{count:4d} sequences: relative error of logits {errors[1]:.4f} (of `norm` alone {errors[0]:.4f}); the same token "
+            f"in {same:.0%} of rows",
+            flush=True,
+        )
+    return 0
+
+
 def measure(computation: Computation, arguments: argparse.Namespace, ceilings: Ceilings) -> None:
     model = random_model(SHAPE, computation)
     started = time.perf_counter()
@@ -214,6 +288,8 @@ def measure(computation: Computation, arguments: argparse.Namespace, ceilings: C
         for count, tokens in DECODES:
             if count <= arguments.most_sequences:
                 print(decode_row(bench, count, tokens, ceilings), flush=True)
+                if arguments.kernels:
+                    print(*bench.kernels(count, tokens), sep="\n", flush=True)
     if "prefill" in arguments.phases:
         print("prefill     chunk   prompt ms    floor ms (burst)   (sustained)    of burst   of sustained", flush=True)
         for tokens, chunk in PREFILLS:

@@ -38,7 +38,7 @@ from tests.cluster.cluster import Cluster
 
 MIB = 1 << 20
 PAGE = 4096  # what transfer sizes are multiples of
-VOCAB = 512  # of the tokenizer that goes with the made model
+VOCAB = 512  # of the tokenizer and the model that are made, by default: a large one is as much to read as two layers
 FIRST_ID = 3
 TIMELINE_S = 10.0
 READY_S = 180.0
@@ -120,7 +120,7 @@ def make_model(directory: Path, arguments: argparse.Namespace, device: str) -> P
     if (directory / "tokenizer_config.json").is_file():
         return directory
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=arguments.vocab,
         hidden_size=arguments.hidden,
         intermediate_size=arguments.mlp,
         num_hidden_layers=arguments.layers,
@@ -129,7 +129,7 @@ def make_model(directory: Path, arguments: argparse.Namespace, device: str) -> P
         head_dim=arguments.head_dim,
         max_position_embeddings=max(16384, 2 * arguments.tokens),
         bos_token_id=None,
-        eos_token_id=VOCAB // 2,
+        eos_token_id=arguments.vocab // 2,
         pad_token_id=None,
         tie_word_embeddings=False,
     )
@@ -137,17 +137,17 @@ def make_model(directory: Path, arguments: argparse.Namespace, device: str) -> P
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, arguments.dtype))
     model.save_pretrained(directory, max_shard_size="100GB")
-    write_tokenizer(directory)
+    write_tokenizer(directory, arguments.vocab)
     return directory
 
 
 # ---- requests
 
 
-def prompt_of(number: int, tokens: int) -> list[int]:
+def prompt_of(number: int, tokens: int, vocab: int = VOCAB) -> list[int]:
     """Random, so that no two share a prefix."""
     rng = random.Random(number)
-    return [rng.randrange(FIRST_ID, VOCAB) for _ in range(tokens)]
+    return [rng.randrange(FIRST_ID, vocab) for _ in range(tokens)]
 
 
 def ask(cluster: Cluster, prompt: list[int], outputs: int) -> Asked:
@@ -293,12 +293,10 @@ def started(arguments: argparse.Namespace, model_dir: Path, run_dir: Path) -> It
         yield cluster
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu_cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    shape = parser.add_argument_group("the model", "Llama-3.1-8B's shape by default, but for the vocabulary of 512")
+def add_shape(parser: argparse.ArgumentParser, vocab: int) -> None:
+    """Arguments of make_model. vocab: its size by default."""
+    shape = parser.add_argument_group("the model", "Llama-3.1-8B's shape by default")
+    shape.add_argument("--vocab", type=int, default=vocab)
     shape.add_argument("--layers", type=int, default=32)
     shape.add_argument("--hidden", type=int, default=4096)
     shape.add_argument("--heads", type=int, default=32)
@@ -307,6 +305,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     shape.add_argument("--mlp", type=int, default=14336, help="inner width; KV does not depend on it")
     shape.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     shape.add_argument("--model-dir", type=Path, help="keep the model there, and use it if it is there")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu_cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    add_shape(parser, VOCAB)
     parser.add_argument("--prefill-tp", type=int, default=1)
     parser.add_argument("--decode-tp", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=8192, help="of the long prompts")

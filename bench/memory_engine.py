@@ -20,9 +20,9 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from bench.memory_models import PAGE_TOKENS, BenchModel
 from bench.memory_trace import BenchRequest, text_of
-from disagg.memory.sequence import PLANS_IN_FLIGHT
+from disagg.memory.spans import PLANS_IN_FLIGHT
 from disagg.scheduler.admission import common_pages, should_wait
-from disagg.scheduler.policies import Candidate, decode_only, prefill_only
+from disagg.scheduler.policies import Candidate, Phase, decode_only, prefill_only
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -185,7 +185,7 @@ class DecodeEngine:
 
     def _step(self) -> None:
         out = self.outcome
-        candidates = tuple(Candidate(number, remaining=1, most=1) for number in range(len(self._running)))
+        candidates = tuple(Candidate(number, Phase.DECODE, remaining=1, most=1) for number in range(len(self._running)))
         sequences = [self._running[run.seq_id] for run in decode_only(candidates, self._max_running).runs]
         scheduled = [sequence for sequence in sequences if sequence in self._running and self._grow(sequence)]
         scheduled = [sequence for sequence in scheduled if sequence in self._running]
@@ -297,7 +297,7 @@ class PrefillEngine:
         out = self.outcome
         unplanned = [sequence for sequence in self._running if sequence.scheduled < sequence.total]
         candidates = tuple(
-            Candidate(number, s.total - s.scheduled, s.pages.longest_run(s.scheduled))
+            Candidate(number, Phase.PREFILL, s.total - s.scheduled, s.pages.longest_run(s.scheduled))
             for number, s in enumerate(unplanned)
         )
         plan = []

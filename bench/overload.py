@@ -8,8 +8,8 @@ streams:
     many        one request with n = 64 beside eight plain streams
     flood       one client's thousand requests, and another's, one after the other
 
-The script needs nothing of this version of disagg, so an older one can be measured beside it:
-`PYTHONPATH=OTHER_CHECKOUT python bench/overload.py`.
+The scripts need nothing of this version of disagg, so an older one can be measured beside it:
+`PYTHONPATH=OTHER_CHECKOUT:. python bench/overload.py`.
 """
 
 from __future__ import annotations
@@ -18,51 +18,27 @@ import argparse
 import asyncio
 import bisect
 import itertools
-import json
 import random
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from bench.streams import Stream, client
+from bench.streams import ask as ask_stream
 from tests.cluster.cluster import Cluster
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 PROMPT_TOKENS = 32
+GAVE_WAY = "disagg_preemptions_total"
+STEPS = "disagg_engine_steps_total"
 SILENT_S = 1.0  # a stream that has begun and says nothing for so long is counted as silent
 
 
-@dataclass
-class Stream:
-    """One request. Times of its arrival, of each event with tokens (by choice), and of its end."""
-
-    arrived_s: float
-    heard_s: dict[int, list[float]] = field(default_factory=dict)
-    ended_s: float = 0.0
-    status: int = 0
-
-    @property
-    def first_s(self) -> float:
-        return min((times[0] for times in self.heard_s.values()), default=float("inf"))
-
-    @property
-    def silence_s(self) -> float:
-        """The longest, from one event with tokens to the next, of the request as its client sees it."""
-        times = sorted(itertools.chain(*self.heard_s.values()))
-        return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
-
-    @property
-    def choice_silence_s(self) -> float:
-        """The longest within one choice."""
-        gaps = (b - a for times in self.heard_s.values() for a, b in itertools.pairwise(times))
-        return max(gaps, default=0.0)
-
-
-async def ask(client: httpx.AsyncClient, cluster: Cluster, outputs: int, n: int = 1, key: str = "one") -> Stream:
+async def ask(http: httpx.AsyncClient, cluster: Cluster, outputs: int, n: int = 1, key: str = "one") -> Stream:
     body: dict[str, Any] = {
         "model": cluster.model,
         "prompt": [random.randrange(3, VOCAB_SIZE) for _ in range(PROMPT_TOKENS)],
@@ -72,21 +48,7 @@ async def ask(client: httpx.AsyncClient, cluster: Cluster, outputs: int, n: int 
         "return_token_ids": True,
         "n": n,
     }
-    stream = Stream(time.perf_counter())
-    headers = {"authorization": f"Bearer {key}"}
-    async with client.stream("POST", f"{cluster.http}/v1/completions", json=body, headers=headers) as reply:
-        stream.status = reply.status_code
-        async for line in reply.aiter_lines():
-            if line.startswith("data: {"):
-                for choice in json.loads(line.removeprefix("data: ")).get("choices", ()):
-                    if choice.get("token_ids"):
-                        stream.heard_s.setdefault(choice["index"], []).append(time.perf_counter())
-    stream.ended_s = time.perf_counter()
-    return stream
-
-
-def client() -> httpx.AsyncClient:
-    return httpx.AsyncClient(timeout=900, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64))
+    return await ask_stream(http, cluster.http, body, key)
 
 
 # ---- figures
@@ -130,9 +92,9 @@ def figures(name: str, values: list[float]) -> str:
     )
 
 
-def preemptions(cluster: Cluster) -> int:
-    metrics = cluster.metrics("decode-0")
-    return int(sum(value for name, value in metrics.items() if name.startswith("disagg_preemptions_total")))
+def counted(cluster: Cluster, counter: str) -> int:
+    """Of the decode server."""
+    return int(sum(value for name, value in cluster.metrics("decode-0").items() if name.startswith(counter)))
 
 
 # ---- loads
@@ -207,11 +169,11 @@ def main() -> None:
             asyncio.run(capacity(cluster, 8, 4, 1.0))  # everything is warm
             if arguments.only in (None, "overload"):
                 rate = asyncio.run(capacity(cluster, outputs, 8, 8.0))
-                before = preemptions(cluster)
+                gave_way, steps = (counted(cluster, counter) for counter in (GAVE_WAY, STEPS))
                 streams = asyncio.run(overload(cluster, 2 * rate, outputs, arguments.seconds))
                 answered = [stream for stream in streams if stream.status == 200]
                 print(f"capacity {rate:.2f} requests/s; {len(streams)} came at twice that rate")
-                print(f"  answered {len(answered)}, gave way {preemptions(cluster) - before} times")
+                print(f"  answered {len(answered)}, gave way {counted(cluster, GAVE_WAY) - gave_way} times")
                 print("  " + figures("longest silence within a stream", [each.silence_s for each in answered]))
                 print(f"  silent for over {SILENT_S:g} s after they had begun, at one time: {most_silent(answered)}")
                 print("  " + figures("first token", [each.first_s - each.arrived_s for each in answered]))
@@ -220,7 +182,11 @@ def main() -> None:
                     f"  overtaken by at most {max(overtaken(answered))} places, Kendall tau {kendall_tau(answered):.3f}"
                 )
                 took_s = max(each.ended_s for each in answered) - min(each.arrived_s for each in answered)
-                print(f"  {len(answered) / took_s:.2f} answers/s until the last one")
+                steps = counted(cluster, STEPS) - steps
+                tokens = sum(each.tokens for each in answered)
+                print(
+                    f"  {len(answered) / took_s:.2f} answers/s until the last one, {tokens / steps:.2f} tokens a step"
+                )
             if arguments.only in (None, "many"):
                 plain, crowd = asyncio.run(many(cluster, outputs))
                 print(f"n = 64 beside eight plain streams: status {crowd.status}, {len(crowd.heard_s)} choices")

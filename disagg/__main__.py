@@ -1,6 +1,6 @@
 """`python -m disagg`."""
 
-from disagg.cli.main import main
+from disagg.cli.__main__ import main
 
 if __name__ == "__main__":
     main()

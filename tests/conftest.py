@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import campaigns
+
 if TYPE_CHECKING:
     from tests.models.ranks import RankPool
 
@@ -25,7 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cuda",
         help="where tests/cluster/test_gpu.py runs: on two GPUs, or it is skipped; cpu tries it out without any",
     )
+    parser.addoption("--campaign", type=int, help="at most so many examples in each campaign of tests/campaigns")
     parser.addoption("--soak-minutes", type=float, default=30.0, help="how long tests/cluster/test_soak.py goes on")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    campaigns.limit(config.getoption("--campaign"))
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,14 @@ once every request has been accepted and the first token is there; an error afte
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,7 +23,7 @@ from disagg.api.bodies import Call
 from disagg.api.errors import INTERNAL, Fault, fault_of
 from disagg.api.ports import RouterPort
 from disagg.api.replies import ChatWriter, Chunk, ChunkUsage, CompletionWriter, UsageReply, usage_reply
-from disagg.api.whole import PART_BYTES, WholeAnswer, check_size
+from disagg.api.whole import PART_BYTES, WholeAnswer, sized
 from disagg.router.budget import Held
 from disagg.router.requests import ChoiceDelta, Finished, GenerateRequest, Started, Update, Usage
 from disagg.types.errors import DisaggError, Unavailable
@@ -34,21 +36,18 @@ _EVENT_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # nginx would otherwise collect tokens before it passes them on
 }
+# What `str.splitlines` and its like take for the end of a line, as UTF-8 and as JSON's escape.
+_LINE_BREAKS = tuple((char.encode(), b"\\u%04x" % ord(char)) for char in "\u0085\u2028\u2029")
 
 
 class Answer(Response):
     """The response to one completion or chat call. An ASGI app: all the work happens when it is called."""
 
     def __init__(self, router: RouterPort, call: Call, fingerprint: str, held: Held, most_bytes: int) -> None:
-        """held: what the call holds of the router's memory. most_bytes: of an answer that is not streamed.
-
-        Raises InvalidRequest for an answer that would be larger.
-        """
+        """held: what the call holds of the router's memory. most_bytes: of an answer that is not streamed."""
         super().__init__()
-        if not call.stream:
-            check_size(call, most_bytes)
         self._router = router
-        self._call = call
+        self._call = _named(sized(call, most_bytes))
         self._fingerprint = fingerprint
         self._begun = False  # the status has been sent
         self._held = held
@@ -155,6 +154,14 @@ class Answer(Response):
         await _send_last(send, b"".join((*(_event(chunk) for chunk in last), b"data: [DONE]\n\n")))
 
 
+def _named(call: Call) -> Call:
+    """Its prompts, if there are several, are known to belong together."""
+    if len(call.requests) == 1:
+        return call
+    name = secrets.token_hex(8)
+    return replace(call, requests=tuple(replace(request, call=name) for request in call.requests))
+
+
 class _RunningUsage:
     """The `usage` of each chunk: left out, null (it comes at the end), or what was used so far."""
 
@@ -224,11 +231,19 @@ async def _send_last(send: Send, body: bytes) -> None:
 
 
 def _event(chunk: Chunk) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+    return _line(msgspec.json.encode(chunk))
 
 
 def _error_event(fault: Fault) -> bytes:
-    return b"data: " + fault.body() + b"\n\n"
+    return _line(fault.body())
+
+
+def _line(data: bytes) -> bytes:
+    """One event. Many clients split a stream where Unicode breaks lines, not only where server-sent events do, and would cut
+    an answer's text in two: such characters are written as escapes. JSON has its own for those below U+0020."""
+    for char, escape in _LINE_BREAKS:
+        data = data.replace(char, escape)
+    return b"data: " + data + b"\n\n"
 
 
 def _worth_sending(delta: ChoiceDelta, call: Call) -> bool:

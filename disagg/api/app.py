@@ -14,11 +14,12 @@ import functools
 import ipaddress
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from msgspec import Struct
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
@@ -26,12 +27,14 @@ from starlette.requests import ClientDisconnect
 
 from disagg.api.answer import Answer, until_gone
 from disagg.api.bodies import parse_chat, parse_completion
-from disagg.api.connections import UNSENT_BYTES, Bounds, Connection, Crowd, HttpMetrics
+from disagg.api.connections import UNSENT_BYTES, Connection
+from disagg.api.crowd import Bounds, Crowd, HttpMetrics
 from disagg.api.errors import INTERNAL, BadField, BodyTooLarge, Fault, UnreadableBody, fault_of, fault_of_http
 from disagg.api.ports import ChatTemplatePort, RouterPort, ServedModel
 from disagg.router.budget import Held
 from disagg.router.tenants import tenant_of
-from disagg.types.errors import ConfigError, DisaggError, UnknownModel
+from disagg.telemetry.listening import cannot_listen, no_such_host
+from disagg.types.errors import DisaggError, UnknownModel
 from disagg.types.plain import quoted
 
 MAX_BODY_BYTES = 16 << 20
@@ -65,39 +68,57 @@ def create_app(
     app = FastAPI(
         title="disagg", version=version, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
-    fingerprint = f"disagg-{version}"
-    created = int(time.time())
     _add_error_handlers(app)
+    limits = FaceLimits(max_prompts=max_prompts, max_body_bytes=max_body_bytes, max_answer_bytes=max_answer_bytes)
+    _add_generation(app, router, chat_template, limits, fingerprint=f"disagg-{version}")
+    _add_models(app, router, created=int(time.time()))
+    _add_reports(app, router, registry, version)
+    _add_debug(app, router, debug_remote)
+    return app
 
+
+class FaceLimits(Struct, frozen=True, kw_only=True):
+    """What one call may bring and take."""
+
+    max_prompts: int
+    max_body_bytes: int
+    max_answer_bytes: int
+
+
+def _add_generation(
+    app: FastAPI, router: RouterPort, chat_template: ChatTemplatePort | None, limits: FaceLimits, fingerprint: str
+) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         with _refusals_noted(router, request), _holding(router) as held:
-            body = await _body(request, max_body_bytes, held)
+            body = await _body(request, limits.max_body_bytes, held)
             client_id, tenant = _client_request_id(request), _tenant(request)
             if len(body) <= INLINE_BYTES:
-                call = parse_completion(body, router.limits, max_prompts, client_id, tenant)
+                call = parse_completion(body, router.limits, limits.max_prompts, client_id, tenant)
             else:
                 call = await router.beside(
-                    len(body), parse_completion, body, router.limits, max_prompts, client_id, tenant
+                    len(body), parse_completion, body, router.limits, limits.max_prompts, client_id, tenant
                 )
-            return Answer(router, call, fingerprint, held, max_answer_bytes)
+            return Answer(router, call, fingerprint, held, limits.max_answer_bytes)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         with _refusals_noted(router, request), _holding(router) as held:
-            body = await _body(request, max_body_bytes, held)
+            body = await _body(request, limits.max_body_bytes, held)
             client_id, tenant = _client_request_id(request), _tenant(request)
             has_template = chat_template is not None
             # Beside the loop whatever its length: many small messages take longer to read than one long text.
             chat = await router.beside(len(body), parse_chat, body, router.limits, has_template, client_id, tenant)
             del body  # a chat may wait for its turn to be rendered
             assert chat_template is not None, "a chat without a template has been refused"
-            rendering = chat_template.render(chat.messages, router.limits.max_chars)
+            rendering = chat_template.render(chat.messages, router.limits.max_chars, tenant)
             prompt = await until_gone(request.receive, rendering)
             if prompt is None:
                 raise ClientDisconnect
-            return Answer(router, chat.rendered(prompt), fingerprint, held, max_answer_bytes)
+            return Answer(router, chat.rendered(prompt), fingerprint, held, limits.max_answer_bytes)
 
+
+def _add_models(app: FastAPI, router: RouterPort, created: int) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
         return _json({"object": "list", "data": [_model_card(model, created) for model in router.models()]})
@@ -109,6 +130,8 @@ def create_app(
                 return _json(_model_card(served, created))
         raise UnknownModel(f"the model {quoted(name)} does not exist", "model")
 
+
+def _add_reports(app: FastAPI, router: RouterPort, registry: CollectorRegistry, version: str) -> None:
     @app.get("/health")
     async def health() -> Response:
         healthy = router.healthy()
@@ -128,6 +151,8 @@ def create_app(
     async def version_of_this() -> Response:
         return _json({"version": version})
 
+
+def _add_debug(app: FastAPI, router: RouterPort, debug_remote: bool) -> None:
     @app.get("/debug/timeline")
     async def timeline(request: Request) -> Response:
         _check_debug(request, debug_remote)
@@ -145,8 +170,6 @@ def create_app(
         _check_debug(request, debug_remote)
         content = await router.dump()
         return Response(content, media_type="text/plain") if isinstance(content, str) else _json(content)
-
-    return app
 
 
 def _json(content: object, status: int = 200) -> Response:
@@ -201,8 +224,8 @@ def _holding(router: RouterPort) -> Iterator[Held]:
 
 async def _body(request: Request, limit: int, held: Held) -> bytes:
     """The request's body. Raises BodyTooLarge, before reading it where its length is announced; or UnreadableBody."""
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding not in ("", "identity"):
+    codings = ",".join(request.headers.getlist("content-encoding")).lower().split(",")  # several headers are one list
+    if any(coding.strip() not in ("", "identity") for coding in codings):
         raise UnreadableBody("compressed bodies are not served; send the body without a content-encoding")
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
@@ -319,14 +342,21 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    app: FastAPI, host: str, port: int, bounds: Bounds = NO_BOUNDS, metrics: HttpMetrics | None = None
+    app: FastAPI,
+    host: str,
+    port: int,
+    bounds: Bounds = NO_BOUNDS,
+    metrics: HttpMetrics | None = None,
+    note_refused: Callable[[DisaggError], None] = lambda error: None,
 ) -> HttpServer:
     """Starts to serve in this event loop; returns once connections are taken. port 0: any free one.
 
-    Raises ConfigError if the address cannot be had.
+    note_refused: told of requests to the API that are refused before any route sees them.
+
+    Raises ConfigError if the address cannot be had, DisaggError if it may be had later.
     """
     listener = await _listen(host, port)
-    crowd = Crowd(bounds, metrics or HttpMetrics(CollectorRegistry()))
+    crowd = Crowd(bounds, metrics or HttpMetrics(CollectorRegistry()), note_refused)
     config = uvicorn.Config(
         app,
         http=functools.partial(Connection, crowd),  # type: ignore[arg-type]  # which makes one for each connection
@@ -356,8 +386,8 @@ async def _listen(host: str, port: int) -> socket.socket:
         )
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"router.host is {host!r}, which is no address to listen at: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:
+        raise no_such_host(host, "router.http_port", error) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit it: what a slow client has no room for yet stays with the router, which merges it.
@@ -365,8 +395,6 @@ async def _listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"router.http_port = {port}: cannot listen on {host}:{port} ({error.strerror}); 0 takes a free one"
-        ) from error
+        raise cannot_listen(host, port, "router.http_port", error, "0 takes a free one") from error
     listener.setblocking(False)
     return listener

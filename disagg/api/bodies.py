@@ -13,26 +13,23 @@ it is read.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from functools import lru_cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import Meta, Struct
 
 from disagg.api.errors import BadField
+from disagg.api.json_parts import converted, cut_fields, decoded, elements, read, without_nulls
+from disagg.api.messages import Message, for_template, read_messages
 from disagg.router.requests import GenerateRequest
-from disagg.text.limits import MAX_MESSAGES, TextLimits
+from disagg.text.limits import TextLimits
 from disagg.text.render_messages import packed
 from disagg.types.errors import InvalidRequest
-from disagg.types.plain import NAME_CHARS, one_line, quoted
-from disagg.types.sampling import MAX_LOGPROBS, SamplingParams
+from disagg.types.plain import quoted
+from disagg.types.sampling import MAX_LOGPROBS, SamplingParams, check_once
 
 MAX_FIELD_BYTES = 128 << 10  # of JSON, for any field but the prompt and the messages
-MAX_SMALL_BYTES = 4 << 10  # of a message's other fields, and of parts that are no text
-MAX_UNKNOWN = 8  # unknown fields that are looked at, in case they are null
-MAX_NAME_CHARS = 64  # of an unknown field, as it is said
 _ESCAPED_BYTES = 12  # of one character in JSON, at most
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat has none
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
@@ -116,14 +113,6 @@ class CompletionBody(_Body, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     best_of: Int32 | None = None
 
 
-class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One message of a chat. content: text, or a list of parts."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | tuple[dict[str, Any], ...]
-    name: str = ""
-
-
 class ChatBody(_Body, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
@@ -142,7 +131,6 @@ _KNOWN = tuple(
         )
     )
 )
-_MESSAGE_FIELDS = tuple(field.name for field in msgspec.structs.fields(Message))
 
 
 class Call(Struct, frozen=True, kw_only=True):
@@ -181,7 +169,7 @@ def parse_completion(
     """Raises InvalidRequest naming the field."""
     fields = _fields(body, "completion")
     prompts = _prompts(fields["prompt"], limits, max_prompts) if "prompt" in fields else ()
-    parsed = _convert(fields, CompletionBody)
+    parsed = converted(fields, CompletionBody)
     if parsed.best_of not in (None, parsed.n):
         raise BadField(
             f"best_of is {parsed.best_of}; only best_of equal to n ({parsed.n}) is served",
@@ -198,8 +186,8 @@ def parse_chat(
     """Raises InvalidRequest naming the field. has_template: whether the model can chat."""
     fields = _fields(body, "chat")
     if "messages" in fields:
-        fields["messages"] = _messages(fields["messages"])
-    parsed = _convert(fields, ChatBody)
+        fields["messages"] = read_messages(fields["messages"])
+    parsed = converted(fields, ChatBody)
     if not has_template:
         raise InvalidRequest(
             f"{parsed.model} has no chat template, so it cannot chat; POST /v1/completions works", "messages"
@@ -213,7 +201,7 @@ def parse_chat(
             f"top_logprobs is {parsed.top_logprobs}; it must be between 0 and {MAX_LOGPROBS}", "top_logprobs"
         )
     logprobs = (parsed.top_logprobs or 0) if parsed.logprobs else None
-    messages = [_for_template(i, m) for i, m in enumerate(parsed.messages)]
+    messages = [for_template(i, m) for i, m in enumerate(parsed.messages)]
     limits.check_chars(sum(len(text) for m in messages for text in m.values()), "the messages have", "messages")
     call = _call("chat", parsed, ("",), _chat_max_tokens(parsed), logprobs, client_request_id, tenant)
     return Chat(call, packed(messages))
@@ -259,10 +247,11 @@ def _call(
             seed=seed,
             cache_salt=body.cache_salt,
             tenant=tenant,
+            prompt_name="prompt" if len(prompts) == 1 else f"prompt[{at}]",
             client_request_id=client_request_id,
             add_special_tokens=kind == "completion",
         )
-        for prompt in prompts
+        for at, prompt in enumerate(prompts)
     )
     return Call(
         kind=kind,
@@ -283,14 +272,14 @@ def _call(
 def _fields(body: bytes, kind: str) -> dict[str, Any]:
     """The body's fields that are not null, without those that ask for nothing special. Refuses what is not served."""
     fields: dict[str, Any] = {}
-    for name, raw in _cut(body, _KNOWN, "the body").items():
+    for name, raw in cut_fields(body, _KNOWN, "the body").items():
         if name in ("prompt", "messages"):
             if raw != b"null":
                 fields[name] = raw
             continue
         if len(raw) > MAX_FIELD_BYTES:
             raise InvalidRequest(f"{name} has {len(raw)} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed", name)
-        value = _json(raw)
+        value = decoded(raw)
         if value is not None:
             fields[name] = value
     for name in list(fields):
@@ -304,101 +293,8 @@ def _fields(body: bytes, kind: str) -> dict[str, Any]:
             only = " or ".join(msgspec.json.encode(one).decode() for one in (*served, None))
             raise BadField(f"{name} is served as {only} only", name, "unsupported_value")
     if isinstance(fields.get("stream_options"), dict):
-        fields["stream_options"] = _without_nulls(fields["stream_options"])
+        fields["stream_options"] = without_nulls(fields["stream_options"])
     return fields
-
-
-def _cut(raw: bytes, known: tuple[str, ...], what: str, path: str = "") -> dict[str, bytes]:
-    """The fields of a JSON object, each still as JSON. Those not `known` are refused here only if they are too many."""
-    unknown: tuple[str, ...] = ()
-    while True:
-        names = (*known, *unknown)
-        try:
-            cut = _json(raw, _known_object(names) if not unknown else _object_of(names))
-        except msgspec.ValidationError as error:
-            named = _QUOTED.match(str(error))
-            if named is None:
-                raise BadField(f"{what} must be a JSON object", path or None, "invalid_type") from error
-            name = named["name"]
-            if len(unknown) == MAX_UNKNOWN or name in names or not _PLAIN_NAME.fullmatch(name):
-                raise _bad_field(str(error), path) from error
-            unknown = (*unknown, name)
-        else:
-            raws = (getattr(cut, f"f{at}") for at in range(len(names)))
-            return {name: bytes(raw).strip() for name, raw in zip(names, raws, strict=True) if raw is not UNSET}
-
-
-def _object_of(names: tuple[str, ...]) -> type[Struct]:
-    """A struct with a field `f0`, `f1`, ... for each name, that takes any JSON as it is."""
-    fields = [(f"f{at}", Raw | UnsetType, msgspec.field(default=UNSET, name=name)) for at, name in enumerate(names)]
-    return msgspec.defstruct("Object", fields, forbid_unknown_fields=True)
-
-
-_known_object = lru_cache(8)(_object_of)  # of names that no client chose
-
-
-def _json(raw: bytes, to: Any = Any) -> Any:
-    try:
-        return msgspec.json.decode(raw, type=to)
-    except msgspec.ValidationError as error:
-        if to is not Any:
-            raise
-        raise _no_json(error) from error  # a number that no 64 bits hold
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _no_json(error) from error
-
-
-def _no_json(error: Exception) -> BadField:
-    return BadField(f"the body cannot be read as JSON: {error}", None, "invalid_json")
-
-
-def _elements(raw: bytes, most: int) -> list[bytes] | None:
-    """The elements of a JSON list, each still as JSON; None if there are more than `most`: they are not even cut."""
-    try:
-        cut = _json(raw, _list_of(most))
-    except msgspec.ValidationError:
-        return None
-    found = (getattr(cut, f"f{at}") for at in range(most))
-    return [bytes(element) for element in found if element is not UNSET]
-
-
-@lru_cache(4)
-def _list_of(most: int) -> type[Struct]:
-    fields = [(f"f{at}", Raw | UnsetType, UNSET) for at in range(most)]
-    return msgspec.defstruct("List", fields, array_like=True, forbid_unknown_fields=True)
-
-
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-_B = TypeVar("_B")
-_PLAIN_NAME = re.compile(rf"[\w.-]{{1,{MAX_NAME_CHARS}}}")  # of an unknown field that may be null
-_PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
-_QUOTED = re.compile(r"^Object (?P<what>contains unknown|missing required) field `(?P<name>.*?)`", re.DOTALL)
-
-
-def _convert(fields: object, to: type[_B], root: str = "") -> _B:
-    """`fields` as a `to`. root: the name of the field that `fields` is, if it is not the whole body."""
-    try:
-        return msgspec.convert(fields, to)
-    except msgspec.ValidationError as error:
-        raise _bad_field(str(error), root) from error
-
-
-def _bad_field(problem: str, root: str) -> BadField:
-    """msgspec's sentence, e.g. "Expected `int`, got `str` - at `$.stop[0]`", in OpenAI's words."""
-    found = _PATH.search(problem)
-    path = root + (found["path"] if found else "")
-    problem = problem[: found.start()] if found else problem
-    named = _QUOTED.match(problem)
-    if named is None:
-        return BadField(f"{path}: {problem}" if path else problem, path or None, "invalid_type")
-    name = named["name"][:MAX_NAME_CHARS]
-    path = f"{path}.{name}" if path else name
-    if named["what"] == "contains unknown":
-        return BadField(f"unknown field {path}", path, "unknown_parameter")
-    return BadField(f"{path} is required", path, "missing_required_parameter")
 
 
 # ---- fields that need a closer look
@@ -415,108 +311,38 @@ def _prompts(raw: bytes, limits: TextLimits, max_prompts: int) -> tuple[str | tu
         raise InvalidRequest("prompt is an empty list", "prompt")
     if first not in (b'"', b"["):
         return (_token_ids(raw, limits, "prompt"),)
-    cut = _elements(raw, max_prompts)
+    cut = elements(raw, max_prompts)
     if cut is None:
         raise InvalidRequest(
             f"prompt holds more than {max_prompts} prompts; at most {max_prompts} are allowed", "prompt"
         )
-    read = _text if first == b'"' else _token_ids
-    return tuple(read(element.strip(), limits, f"prompt[{at}]") for at, element in enumerate(cut))
+    one = _text if first == b'"' else _token_ids
+    return tuple(one(element.strip(), limits, f"prompt[{at}]") for at, element in enumerate(cut))
 
 
 def _text(raw: bytes, limits: TextLimits, path: str) -> str:
     """Measured as JSON first: 10 ms per 16 MiB are then the most that it takes to read."""
-    limits.check_chars(-(-(len(raw) - 2) // _ESCAPED_BYTES), f"{path} has at least", "prompt")
-    text = _read(raw, str, path)
-    limits.check_chars(len(text), f"{path} has", "prompt")
+    limits.check_chars(-(-(len(raw) - 2) // _ESCAPED_BYTES), f"{path} has at least", path)
+    text = read(raw, str, path)
+    limits.check_chars(len(text), f"{path} has", path)
     return text
 
 
 def _token_ids(raw: bytes, limits: TextLimits, path: str) -> tuple[int, ...]:
     """Counted by their commas first: 30 ns per id are then what they take to read."""
-    limits.check_count(raw.count(b",") + 1, f"{path} has", "prompt")
-    ids = _read(raw, TokenIds, path)
+    limits.check_count(raw.count(b",") + 1, f"{path} has", path)
+    ids = read(raw, TokenIds, path)
     if not ids:
-        raise InvalidRequest("prompt holds an empty list of token ids", "prompt")
+        raise InvalidRequest(f"{path} is an empty list of token ids", path)
     return ids
-
-
-def _messages(raw: bytes) -> list[Any]:
-    """The messages of a chat as JSON has them, without their nulls; with their parts, at most so many."""
-    cut = _elements(raw, MAX_MESSAGES) if raw[:1] == b"[" else []
-    if raw[:1] != b"[":
-        raise BadField("messages must be a list of messages", "messages", "invalid_type")
-    if cut is None:
-        raise _too_many_messages()
-    messages = []
-    left = MAX_MESSAGES - len(cut)
-    for at, element in enumerate(cut):
-        message = _message(element, f"messages[{at}]", left)
-        content = message.get("content")
-        left -= len(content) if isinstance(content, list) else 0
-        messages.append(message)
-    return messages
-
-
-def _too_many_messages() -> InvalidRequest:
-    return InvalidRequest(f"messages holds more than {MAX_MESSAGES} messages and parts, which is the most", "messages")
-
-
-def _message(raw: bytes, path: str, max_parts: int) -> dict[str, Any]:
-    message: dict[str, Any] = {}
-    for name, value in _cut(raw, _MESSAGE_FIELDS, path, path).items():
-        if value == b"null":
-            continue
-        if name == "content" and value[:1] == b"[":
-            parts = _elements(value, MAX_MESSAGES)
-            if parts is None or len(parts) > max_parts:
-                raise _too_many_messages()
-            message[name] = [_part(part, f"{path}.content[{at}]") for at, part in enumerate(parts)]
-        elif name == "content" and value[:1] == b'"':
-            message[name] = _read(value, str, f"{path}.content")
-        else:
-            message[name] = _small(value, f"{path}.{name}")
-    return message
-
-
-class _Part(Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-def _part(raw: bytes, path: str) -> Any:
-    """A text part. Any other is refused later, by a name that needs to know it; so it is read if it is small."""
-    try:
-        return msgspec.to_builtins(_json(raw, _Part))
-    except msgspec.ValidationError:
-        return _small(raw, path)
-
-
-def _small(raw: bytes, path: str) -> Any:
-    if len(raw) > MAX_SMALL_BYTES:
-        raise InvalidRequest(f"{path} has {len(raw)} bytes of JSON; at most {MAX_SMALL_BYTES} are allowed", path)
-    return _json(raw)
-
-
-_R = TypeVar("_R")
-
-
-def _read(raw: bytes, to: type[_R], path: str) -> _R:
-    try:
-        read: _R = _json(raw, to)
-    except msgspec.ValidationError as error:
-        raise _bad_field(str(error), path) from error
-    return read
 
 
 def _logit_bias(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
     for token in biases:
         if not (token.isascii() and token.isdigit() and len(token) <= 10):
             raise InvalidRequest(f"logit_bias names {quoted(token)}; its keys must be token ids", "logit_bias")
-    by_id = {int(token): bias for token, bias in biases.items()}
-    if len(by_id) < len(biases):
-        raise InvalidRequest("logit_bias names a token twice", "logit_bias")
-    return tuple(by_id.items())
+    check_once("logit_bias", [int(token) for token in biases])  # "7" and "07" are one
+    return tuple((int(token), bias) for token, bias in biases.items())
 
 
 def _seed(seed: int | None) -> int | None:
@@ -545,38 +371,3 @@ def _chat_max_tokens(body: ChatBody) -> int:
     if new is not None:
         return _positive(new, "max_completion_tokens")
     return 0 if old is None else _positive(old, "max_tokens")
-
-
-def _for_template(index: int, message: Message) -> dict[str, str]:
-    """The message as templates know it: text content, and "system" for what OpenAI now calls "developer"."""
-    rendered = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": message.content if isinstance(message.content, str) else _joined(index, message.content),
-    }
-    return {**rendered, "name": message.name} if message.name else rendered
-
-
-def _joined(index: int, parts: tuple[dict[str, Any], ...]) -> str:
-    """Text parts, a line each, as vLLM joins them for templates that take a string."""
-    texts = []
-    for i, part in enumerate(parts):
-        path = f"messages[{index}].content[{i}]"
-        if part.get("type") != "text":
-            raise BadField(
-                f"{path} is of type {_shown(part.get('type'))}; only text parts are served",
-                f"{path}.type",
-                "unsupported_value",
-            )
-        extra = sorted(part.keys() - {"type", "text"})
-        if extra:
-            unknown = f"{path}.{one_line(extra[0], NAME_CHARS)}"
-            raise BadField(f"unknown field {unknown}", unknown, "unknown_parameter")
-        if not isinstance(part.get("text"), str):
-            raise BadField(f"{path}.text must be a string", f"{path}.text", "invalid_type")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _shown(value: object) -> str:
-    """A value of any JSON type for an error, without writing out what is in it."""
-    return quoted(value) if isinstance(value, str) else f"a {type(value).__name__}"

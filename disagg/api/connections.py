@@ -1,4 +1,4 @@
-"""The open port: what one client's connection may take, for how long, and who makes room when there are too many.
+"""The open port: what one client's connection may take, and what it is told when it takes more. (All of them: `crowd`.)
 
     wait ──first byte──> head ──> body ──> answer ──> wait        leaving: a refusal is on its way out
 
@@ -7,7 +7,9 @@ subclassed rather than an app wrapped: heads are read before any app runs, and o
 per connection: HEAD_BYTES, PIPELINED requests within AHEAD_BYTES, WRITE_HIGH_BYTES of an answer that is not read (and what the
 router's mailbox merges), and a body, which belongs to BODIES_BYTES of all connections together.
 
-A client that closes its sending half counts as gone: that is how a client that ended looks.
+A client that closes its sending half may read its answer still, and a client that ended looks the same: until its answer begins,
+it is asked with interim answers, to which the system of one that ended says that nobody is there (Connection.eof_received).
+One that closes that half later, while its answer is streamed, counts as gone.
 """
 
 from __future__ import annotations
@@ -17,162 +19,67 @@ import contextlib
 import socket
 import struct
 from collections import deque
-from enum import Enum
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import httptools
-from msgspec import Struct
-from prometheus_client import CollectorRegistry, Counter, Gauge
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from disagg.api.crowd import ROOM, Crowd, Phase
 from disagg.api.errors import Fault
+from disagg.api.heads import fault_of_head, fault_of_protocol, unreadable
+from disagg.types.errors import InvalidRequest, Unavailable
 
 HEAD_BYTES = 32 << 10  # request line and headers; trailers, too
 AHEAD_BYTES = 64 << 10  # of requests that a client sends before it has the answer to the one before
 PIPELINED = 16  # such requests
-BODIES_BYTES = 64 << 20  # of unfinished bodies, of all connections: beyond it, the slowest is refused
 WRITE_HIGH_BYTES = 32 << 10  # of an answer, in this process; what is behind it stays in the mailbox, where it is merged
 UNSENT_BYTES = 64 << 10  # of an answer, in the kernel, before the client's side has room
 LAST_WORDS_BYTES = 4 << 20  # what the kernel is asked to take when the process ends; it gives what it allows
-LINGER_S = 5.0  # for a client to read a refusal while it still sends
 LINGER_BYTES = 16 << 20
-SPARE_CONNECTIONS = 256  # above the limit, for as long as it takes to tell them so
+FIRST_PROBE_S = 0.05  # after a client has closed its sending half; each further wait is twice as long, up to:
+MAX_PROBE_S = 1.0
+_TCP_CLOSED = 7  # tcpi_state, the first byte of struct tcp_info
 _ACKED_OFFSET = 120  # of tcpi_bytes_acked in struct tcp_info
 
-
-class Bounds(Struct, frozen=True, kw_only=True):
-    """What clients may take. The settings of the same names say what each is."""
-
-    max_connections: int = 2048
-    head_s: float = 10.0
-    body_s: float = 60.0
-    idle_s: float = 75.0
-    stall_s: float = 60.0
-
-
-class Phase(Enum):
-    """What a connection waits for, in the order in which they make room for others."""
-
-    IDLE = "idle"  # the next request
-    HEAD = "head"  # the rest of a head, or the first byte of a new connection
-    BODY = "body"  # the rest of a body
-    ANSWER = "answer"  # us
-    SURPLUS = "surplus"  # the rest of a request that is answered already
-    LEAVING = "leaving"  # the client to read a refusal
-
-
-_ROOM = (Phase.IDLE, Phase.HEAD, Phase.BODY)
-
-
-def overdue(phase: Phase, age_s: float, bounds: Bounds) -> bool:
-    """Whether a connection has been in its phase for too long."""
-    match phase:
-        case Phase.IDLE:
-            return age_s > bounds.idle_s
-        case Phase.HEAD:
-            return age_s > bounds.head_s
-        case Phase.BODY:
-            return age_s > bounds.body_s
-        case Phase.SURPLUS | Phase.LEAVING:
-            return age_s > LINGER_S
-        case Phase.ANSWER:
-            return False
-
-
-class HttpMetrics:
-    """Connections of the HTTP face."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.connections = Gauge("disagg_router_http_connections", "Open HTTP connections", registry=registry)
-        self.ended = Counter(
-            "disagg_router_http_ended", "Connections that the router ended, by why", ["reason"], registry=registry
-        )
-
-
-def _fault(status: int, message: str, code: str, retry_after_s: int | None = None) -> Fault:
-    kind = "invalid_request_error" if status < 500 else "service_unavailable_error"
-    return Fault(status, kind, message, code=code, retry_after_s=retry_after_s)
-
-
-MALFORMED = _fault(400, "this is not an HTTP/1.1 request that can be read", "malformed_request")
-UPGRADE = _fault(400, "only HTTP/1.1 is spoken here, and no WebSockets; ask for no upgrade", "unsupported_upgrade")
-HEAD_TOO_LARGE = _fault(431, f"the head of the request has more than {HEAD_BYTES} bytes", "head_too_large")
-CROWDED = _fault(503, "too many clients are connected", "too_many_connections", 1)
-CLOSING = _fault(503, "the router is shutting down", "service_unavailable", 1)
-
-
-class Crowd:
-    """All connections of one HTTP server."""
-
-    def __init__(self, bounds: Bounds, metrics: HttpMetrics) -> None:
-        self.bounds = bounds
-        self.metrics = metrics
-        self.body_bytes = 0
-        self._by_phase: dict[Phase, dict[Connection, None]] = {phase: {} for phase in Phase}  # longest in it first
-        metrics.connections.set_function(self.__len__)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._by_phase.values()))
-
-    def move(self, connection: Connection, old: Phase | None, new: Phase | None) -> None:
-        if old is not None:
-            self._by_phase[old].pop(connection, None)
-        if new is not None:
-            self._by_phase[new][connection] = None
-
-    def make_room(self) -> bool:
-        """For one more connection: whoever waits for a client gives way to who comes. False: everybody is being served."""
-        if len(self) < self.bounds.max_connections:
-            return True
-        for phase in _ROOM:
-            for connection in self._by_phase[phase]:
-                connection.give_way()
-                return True
-        return False
-
-    @property
-    def full(self) -> bool:
-        return len(self) >= self.bounds.max_connections + SPARE_CONNECTIONS
-
-    def count_body(self, num_bytes: int) -> None:
-        """Bytes of bodies that came (or, if negative, went on to the app). Beyond the limit, the slowest is refused."""
-        self.body_bytes += num_bytes
-        while self.body_bytes > BODIES_BYTES and self._by_phase[Phase.BODY]:
-            next(iter(self._by_phase[Phase.BODY])).give_way()
-
-    def sweep(self, now_s: float) -> None:
-        """Ends what has waited for too long. About a microsecond per connection."""
-        for phase, connections in self._by_phase.items():
-            for connection in tuple(connections):
-                if overdue(phase, now_s - connection.since_s, self.bounds):
-                    connection.time_out()
-                else:
-                    connection.check_reader(now_s)
-
-    async def sweep_always(self) -> None:
-        bounds = self.bounds
-        shortest_s = min(bounds.head_s, bounds.body_s, bounds.idle_s, bounds.stall_s, LINGER_S)
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(min(1.0, shortest_s / 4))
-            self.sweep(loop.time())
-
-    def hurry(self) -> None:
-        for connections in self._by_phase.values():
-            for connection in tuple(connections):
-                connection.hurry()
-
-    def cut(self) -> None:
-        for connections in self._by_phase.values():
-            for connection in tuple(connections):
-                connection.transport.abort()
+UPGRADE = fault_of_protocol(
+    400, "only HTTP/1.1 is spoken here, and no WebSockets; ask for no upgrade", "unsupported_upgrade"
+)
+PIPELINE = fault_of_protocol(
+    400, f"more than {PIPELINED} requests were sent ahead of their answers, which is the most", "too_many_pipelined"
+)
+API = b"/v1/"
+TARGET = "its target is no path or URL"
+HEAD_TOO_LARGE = fault_of_protocol(431, f"the head of the request has more than {HEAD_BYTES} bytes", "head_too_large")
+CROWDED = fault_of_protocol(503, "too many clients are connected", "too_many_connections", 1)
+CLOSING = fault_of_protocol(503, "the router is shutting down", "service_unavailable", 1)
 
 
 class _RefusedError(Exception):
     """Raised in a callback of the parser, to stop it."""
+
+
+def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
+    """For HTTP/1.0, which knows no chunks: an answer whose length is not said ends with the connection."""
+
+    async def old_app(scope: Any, receive: Any, send: Any) -> None:
+        length_unsaid = False
+
+        async def send_plain(message: Any) -> None:
+            nonlocal length_unsaid
+            if message["type"] == "http.response.start":
+                length_unsaid = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+                if length_unsaid:
+                    cycle.chunked_encoding = False
+            elif length_unsaid:
+                cycle.expected_content_length = len(message.get("body", b""))  # each part is all that is expected
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return old_app
 
 
 class Connection(HttpToolsProtocol):
@@ -187,9 +94,10 @@ class Connection(HttpToolsProtocol):
         self._phase: Phase | None = None
         self._reading: Phase | None = None  # HEAD or BODY of the newest request; None between requests
         self._cycles: deque[RequestResponseCycle] = deque()  # requests without their whole answer, oldest first
-        self._refusal: tuple[Fault, str] = (MALFORMED, "malformed")  # of what the parser stops at
+        self._refusal: tuple[Fault, str] | None = None  # of what we, and not the parser, stopped at
         self._surplus = False  # came when there was no room
         self._deaf = False  # what comes is not read any more; what was asked is still answered
+        self._last_words: Fault | None = None  # to be said when it is
         self._head_bytes = 0  # of this request's head
         self._unclaimed_bytes = 0  # that came and are part of no header, body or end as yet
         self._body_bytes = 0  # of this request's body, as long as it is under way
@@ -221,11 +129,45 @@ class Connection(HttpToolsProtocol):
         self._crowd.move(self, self._phase, None)
         self._phase = None
 
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's says None, which closes
+        """The client says nothing more. It may still read what it asked for; or it is gone, which only writing tells: to a
+        client that is there, an interim answer means nothing, and the system of one that is gone answers it with a reset.
+        Within an answer nothing can be said, so there it counts as gone.
+
+        True: the connection stays open for what is being answered.
+        """
+        if not self._answers_others() or self._phase is Phase.LEAVING or self.transport.is_closing():
+            return False
+        if self._cycles[0].response_started:
+            return False
+        self._deafen()
+        self._settle()
+        self._ask_if_there(FIRST_PROBE_S)
+        return True
+
+    def _ask_if_there(self, wait_s: float) -> None:
+        """The loop does not watch a connection of which it reads no more, so its state is looked at."""
+        if self.transport is None or self.transport.is_closing() or not self._cycles:
+            return
+        with contextlib.suppress(OSError):  # it has just been lost, which the loop will say
+            if self._tcp_info(1)[0] == _TCP_CLOSED:
+                self.transport.abort()
+                return
+        oldest = self._cycles[0]
+        if not oldest.response_started and oldest.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(wait_s, self._ask_if_there, min(2 * wait_s, MAX_PROBE_S))
+
+    def _tcp_info(self, num_bytes: int) -> bytes:
+        """The first bytes of the kernel's. Raises OSError for a connection that has just been lost."""
+        sending = self.transport.get_extra_info("socket")
+        return cast(bytes, sending.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, num_bytes))
+
     def data_received(self, data: bytes) -> None:
         unread = self._deaf or self._phase is Phase.LEAVING
         if unread or self._answers_others() or self._phase is Phase.SURPLUS:
             self._ahead_bytes += len(data)
-            limit = AHEAD_BYTES if self._cycles else LINGER_BYTES
+            limit = AHEAD_BYTES if self._cycles and not unread else LINGER_BYTES
             if self._ahead_bytes > limit:
                 self._count("pipeline")
                 self.transport.abort()
@@ -240,8 +182,9 @@ class Connection(HttpToolsProtocol):
                 self._stop(HEAD_TOO_LARGE, "head_too_large")
         except httptools.HttpParserUpgrade:
             self._deafen()  # no other protocol is spoken here, and what follows is not HTTP/1.1
-        except (httptools.HttpParserError, _RefusedError):
-            self._refuse(*self._refusal)
+        except (httptools.HttpParserError, _RefusedError) as error:
+            ours = isinstance(error, httptools.HttpParserCallbackError)  # uvicorn's callbacks stop at the target only
+            self._refuse(*(self._refusal or unreadable(TARGET if ours else str(error))))
         self._settle()
 
     def shutdown(self) -> None:
@@ -265,15 +208,21 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._unclaimed_bytes = 0
+        version = self.parser.get_http_version()
+        refusal = fault_of_head(version, self.headers)
+        if refusal is not None:
+            self._stop(*refusal)
+        if version == "1.0":
+            self.expect_100_continue = False  # it cannot be told to go on, and does not wait for it
         if self.parser.should_upgrade():
             # The parser leaves out the body of such a request, so it is served only if it has none.
             has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
             if has_body or self._get_upgrade() == b"websocket":
                 self._stop(UPGRADE, "upgrade")
-        if self._surplus and self.url.startswith(b"/v1/"):  # probes and operators are still answered
+        if self._surplus and self.url.startswith(API):  # probes and operators are still answered
             self._stop(CROWDED, "crowded")
         if len(self._cycles) > PIPELINED:
-            self._stop(MALFORMED, "pipeline")
+            self._stop(PIPELINE, "pipeline")
         super().on_headers_complete()
         self._cycles.append(self.cycle)
         if self._surplus:
@@ -300,7 +249,13 @@ class Connection(HttpToolsProtocol):
         self._ahead_bytes = 0
         super().on_response_complete()
         self._unset_keepalive_if_required()  # waiting is timed here
+        if self._last_words is not None and not self._cycles and not self.transport.is_closing():
+            self._leave_with(self._last_words)
         self._settle()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        old = cycle.scope["http_version"] == "1.0"
+        super()._start_asgi_task(cycle, _without_chunks(cycle, app) if old else app)
 
     def _grow_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
@@ -337,19 +292,22 @@ class Connection(HttpToolsProtocol):
 
     def time_out(self) -> None:
         bounds = self._crowd.bounds
-        if self.transport.is_closing() and self._phase in _ROOM:  # what it was sent is still on its way
+        if self.transport.is_closing() and self._phase in ROOM:  # what it was sent is still on its way
             self._enter(Phase.ANSWER)
             return
         match self._phase:
             case Phase.HEAD:
                 late = f"the head of the request did not come within {bounds.head_s:g} s"
-                self._refuse(_fault(408, late, "request_timeout"), "head_timeout")
+                self._refuse(fault_of_protocol(408, late, "request_timeout"), "head_timeout")
             case Phase.BODY:
                 late = f"the body of the request did not come within {bounds.body_s:g} s"
-                self._refuse(_fault(408, late, "request_timeout"), "body_timeout")
+                self._refuse(fault_of_protocol(408, late, "request_timeout"), "body_timeout")
             case Phase.IDLE:
                 self._count("idle")
                 self.transport.close()
+            case Phase.LEAVING if self.transport.get_write_buffer_size():
+                self.since_s = self.loop.time()  # it reads what it was sent before; how fast, is looked at as ever
+                self.check_reader(self.since_s)
             case _:
                 self.transport.abort()
 
@@ -365,12 +323,15 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def _refuse(self, fault: Fault, reason: str) -> None:
-        """Answers the request that is being read with `fault`, as far as HTTP allows, and closes the connection."""
+        """Answers the request that is being read with `fault`, behind those that came whole, and closes the connection."""
         self._count(reason)
+        if self._reading is not None and self.url.startswith(API) and fault is not CROWDED:  # which has to be cheap
+            kind = Unavailable if fault.status == HTTPStatus.SERVICE_UNAVAILABLE else InvalidRequest
+            self._crowd.note_refused(kind(fault.message))
         if self.transport.is_closing():
             return
         if self._answers_others():
-            self._deafen()
+            self._deafen(fault)
             return
         if self._reading is Phase.BODY:
             answered = not self._cycles or self._cycles[0].response_started
@@ -382,20 +343,29 @@ class Connection(HttpToolsProtocol):
             if answered:
                 self.transport.close()
                 return
+        self._leave_with(fault)
+
+    def _leave_with(self, fault: Fault) -> None:
         self.transport.write(_raw(fault))
         if self.transport.can_write_eof():
             self.transport.write_eof()  # a plain close, with bytes unread, would take the answer back
         self._enter(Phase.LEAVING)
 
-    def _deafen(self) -> None:
-        """Reads no more requests; the one that is being answered still is."""
+    def _deafen(self, fault: Fault | None = None) -> None:
+        """Reads no more requests. Those that came whole are still answered; then comes `fault`, if any, and the end."""
         self._deaf = True
         self.flow.resume_reading()
-        self.pipeline.clear()
-        while len(self._cycles) > 1:
-            self._cycles.pop().disconnected = True
-        for cycle in self._cycles:
-            cycle.keep_alive = False
+        if self._reading is Phase.BODY:  # the newest, of which the rest does not come
+            partial = self._cycles.pop()
+            partial.disconnected = True
+            partial.message_event.set()
+            if self.pipeline and self.pipeline[0][0] is partial:
+                self.pipeline.popleft()
+            self._forget_body()
+        self._reading = None
+        self._last_words = fault
+        if fault is None and self._cycles:
+            self._cycles[-1].keep_alive = False
 
     def _answers_others(self) -> bool:
         """Whether a request before the one that is being read has not got its whole answer."""
@@ -417,7 +387,7 @@ class Connection(HttpToolsProtocol):
             self._acked_bytes = -1
             return
         try:
-            info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+            info = self._tcp_info(192)
         except OSError:  # it has just been lost, which the loop will say
             return
         acked_bytes = struct.unpack_from("=Q", info, _ACKED_OFFSET)[0]
@@ -444,6 +414,9 @@ class Connection(HttpToolsProtocol):
         if self._phase is Phase.BODY:
             self._refuse(CLOSING, "closing")
         self.resume_writing()
+
+    def cut(self) -> None:
+        self.transport.abort()
 
 
 def _raw(fault: Fault) -> bytes:

@@ -75,8 +75,8 @@ class RouterPort(Protocol):
 class ChatTemplatePort(Protocol):
     """Turns messages into a prompt."""
 
-    async def render(self, messages: bytes, max_chars: int) -> str:
-        """messages: as `text.render_messages.packed` writes them.
+    async def render(self, messages: bytes, max_chars: int, tenant: str) -> str:
+        """messages: as `text.render_messages.packed` writes them. tenant: who asks; they take turns.
 
         Raises InvalidRequest for messages that the model's template refuses, or of which it makes more than max_chars.
         """

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import replace
 
 from disagg.api.bodies import Call
 from disagg.api.replies import (
@@ -46,17 +47,19 @@ def least_bytes(call: Call) -> int:
     return len(call.requests) * call.n * params.max_tokens * per_token
 
 
-def check_size(call: Call, most_bytes: int) -> None:
-    """Raises InvalidRequest, before anything is computed, for an answer that could not be held."""
+def sized(call: Call, most_bytes: int) -> Call:
+    """The call, with the reason why its answer could not be held, if so: nothing is computed for it then."""
     least = least_bytes(call)
-    if least > most_bytes:
-        params = call.requests[0].params
-        raise InvalidRequest(
-            f"{len(call.requests)} prompts x n = {call.n} x max_tokens = {params.max_tokens} with logprobs = "
-            f"{params.logprobs} come to an answer of some {format_size(least)}; at most router.answer_bytes = "
-            f"{format_size(most_bytes)} are held: ask for less, or set stream",
-            "max_tokens",
-        )
+    if call.stream or least <= most_bytes:
+        return call
+    params = call.requests[0].params
+    beside = "" if params.logprobs is None else f" with the {params.logprobs} most likely at each"
+    why = (
+        f"{len(call.requests)} prompts x {call.n} choices (n) x {params.max_tokens} tokens (max_tokens){beside} come to an "
+        f"answer of some {format_size(least)}; at most router.answer_bytes = {format_size(most_bytes)} are held: ask for "
+        "less, or set stream"
+    )
+    return replace(call, requests=tuple(replace(request, too_large=why) for request in call.requests))
 
 
 class WholeAnswer:

@@ -1,6 +1,16 @@
-"""`python -m disagg.cli`."""
+"""`python -m disagg.cli`, and the `disagg` script."""
 
-from disagg.cli.main import main
+from __future__ import annotations
+
+from disagg.cli.interrupts import end_at_ctrl_c
+
+
+def main() -> None:
+    end_at_ctrl_c()  # before anything else is imported
+    from disagg.cli.main import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

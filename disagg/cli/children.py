@@ -37,9 +37,9 @@ from disagg.cli.supervise import (
     Terminate,
     Tick,
 )
+from disagg.types.status import CANNOT_START
 
 TICK_S = 0.1
-CANNOT_START_STATUS = 126  # as shells say it
 SECOND_INTERRUPT_S = 0.5  # one Ctrl-C can arrive twice, from the terminal and from a wrapper that passes it on
 
 
@@ -117,7 +117,9 @@ class _Process:
         return self._popen.wait()
 
     def terminate(self) -> None:
-        self._popen.send_signal(signal.SIGTERM)
+        os.kill(
+            self._popen.pid, signal.SIGTERM
+        )  # Popen's own would reap a child that has just ended, which `poll` does
 
     def kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -229,4 +231,4 @@ class Children:
             self._running[name] = _Process(self._specs[name], self._environ, self._open_output)
         except OSError as error:
             self._reports.cannot_start(self._specs[name], error.strerror or str(error))
-            self._do(Exited(name, CANNOT_START_STATUS))
+            self._do(Exited(name, CANNOT_START))

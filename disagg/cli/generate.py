@@ -15,8 +15,9 @@ from disagg.cli.terminal import for_terminal, note
 from disagg.cli.timeline import print_timeline
 from disagg.config.load import load_config
 from disagg.messages.legs import TimelineEvent
-from disagg.types.errors import Cancelled, ConfigError, DisaggError, UnknownModel
+from disagg.types.errors import ConfigError, DisaggError, Interrupted, UnknownModel
 from disagg.types.sampling import SamplingParams
+from disagg.types.small_files import home_expanded
 from disagg.wire.inference import (
     ChoiceDeltaView,
     FinishedView,
@@ -174,7 +175,7 @@ def _render(prompt: str, model: str, chat: bool | None) -> tuple[str, bool]:
     settings = load_config().model
     name = settings.name if model in (settings.served_name, Path(settings.name).name) else model
     try:
-        template = ChatTemplate.load(resolve(name, Path(settings.cache_dir).expanduser()))
+        template = ChatTemplate.load(resolve(name, home_expanded(settings.cache_dir, "model.cache_dir")))
     except ConfigError as error:
         if chat:
             raise ConfigError(
@@ -193,6 +194,8 @@ def _render(prompt: str, model: str, chat: bool | None) -> tuple[str, bool]:
 def _explained(error: grpc.aio.AioRpcError, address: str) -> DisaggError:
     if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in (error.details() or "").lower():
         return DisaggError(f"no router answers at {address}; is `disagg up` running?")
+    if error.code() is grpc.StatusCode.UNAVAILABLE and "resolv" in (error.details() or "").lower():
+        return DisaggError(f"no router answers at {address}: its name is not known here")
     return error_of(error)
 
 
@@ -207,4 +210,4 @@ async def _cancelled_by_ctrl_c(asking: object) -> Answer:
         return await task
     except asyncio.CancelledError:
         print(file=sys.stderr)
-        raise Cancelled("interrupted; the request was cancelled") from None
+        raise Interrupted("interrupted; the request was cancelled") from None

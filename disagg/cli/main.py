@@ -1,68 +1,28 @@
 """The `disagg` command: names, flags and help. What a command does is imported when it runs.
 
-Exit codes: 0 done; 1 it failed; 2 the command line makes no sense; 3 the configuration cannot work.
+Exit statuses are those of `types/status`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from disagg.types.errors import ConfigError, DisaggError
-from disagg.types.plain import printable_text
+from disagg.cli.cache_commands import cache
+from disagg.cli.flags import Command, config_options, given_settings, overrides_of, size_of
+from disagg.cli.group import CommandGroup
+from disagg.cli.interrupts import end_at_ctrl_c, raise_at_ctrl_c
+from disagg.cli.up_settings import up_settings
 
-EXIT_FAILED = 1
-EXIT_CONFIG = 3
 DEFAULT_HTTP = "http://127.0.0.1:8000"
 MAX_COUNT = 2**31 - 1  # what the wire carries
 MAX_DEADLINE_S = 10.0 * 365 * 86400
 DEFAULT_GRPC = "127.0.0.1:50051"
 RUN_DIR = "~/.cache/disagg/run"
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-class _Failed(click.ClickException):
-    """An error of ours, as one line and an exit code."""
-
-    exit_code = EXIT_FAILED
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        stream = file or sys.stderr
-        with contextlib.suppress(OSError):  # nobody reads, which the exit code does not change
-            print(f"error: {printable_text(self.message)}", file=stream, flush=True)
-
-
-class _Misconfigured(_Failed):
-    """One that would come again however often it is tried."""
-
-    exit_code = EXIT_CONFIG
-
-
-class _Group(click.Group):
-    """A group whose commands raise DisaggError for what the person at the terminal can mend."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except ConfigError as error:
-            raise _Misconfigured(str(error)) from error
-        except DisaggError as error:
-            raise _Failed(str(error)) from error
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # nobody reads any more: click ends quietly
-                raise
-            raise _Failed(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}") from error
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # as they are written here: the usual ones first
 
 
 def _show_version(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
@@ -73,7 +33,7 @@ def _show_version(ctx: click.Context, param: click.Parameter, asked: bool) -> No
         ctx.exit()
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
 )
@@ -82,30 +42,15 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry of the `disagg` script."""
+    """Entry of the `disagg` command."""
     from disagg.telemetry.process import open_standard_descriptors
 
+    end_at_ctrl_c()
     open_standard_descriptors()
     cli(prog_name="disagg")
 
 
 # ---- options that several commands share
-
-
-def _config_options(command: Command) -> Command:
-    command = click.option(
-        "--set",
-        "sets",
-        multiple=True,
-        metavar="SECTION.FIELD=VALUE",
-        help="Overrule one setting; may be repeated. `disagg config show` lists them.",
-    )(command)
-    return click.option(
-        "--config",
-        "file",
-        type=click.Path(path_type=Path, dir_okay=False),
-        help="TOML file with settings. DISAGG__SECTION__FIELD in the environment overrules it.",
-    )(command)
 
 
 def _supervised_options(command: Command) -> Command:
@@ -116,46 +61,46 @@ def _supervised_options(command: Command) -> Command:
 
 def _http_option(command: Command) -> Command:
     return click.option(
-        "--http", "base_url", default=DEFAULT_HTTP, show_default=True, metavar="URL", help="The router."
+        "--http", "base_url", default=DEFAULT_HTTP, show_default=True, metavar="URL", callback=_text, help="The router."
     )(command)
 
 
 def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
-        raise click.BadParameter("it must be a number of seconds", ctx, param)
+        raise click.BadParameter("it must be a finite number", ctx, param)
     return value
 
 
-def _overrides(sets: tuple[str, ...]) -> dict[str, object]:
-    out: dict[str, object] = {}
-    for each in sets:
-        path, equals, value = each.partition("=")
-        if not equals:
-            raise ConfigError(f'--set {each}: it must be SECTION.FIELD=VALUE, such as "engine.page_tokens=16"')
-        out[path.strip()] = value.strip()
-    return out
+Given = TypeVar("Given", str, None, tuple[str, ...])
+
+
+def _text(ctx: click.Context, param: click.Parameter, value: Given) -> Given:
+    """The command line is bytes; what is no text cannot be sent."""
+    for each in value if isinstance(value, tuple) else (value,):
+        try:
+            (each or "").encode()
+        except UnicodeEncodeError as error:
+            raise click.BadParameter(f"it is not UTF-8 at character {error.start}", ctx, param) from error
+    return value
+
+
+def _host_port(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    host, _, port = _text(ctx, param, value).rpartition(":")
+    fits = host.isprintable() and not any(each in host for each in " /") and (":" not in host or host[:1] == "[")
+    if not (host and fits and port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 1 << 16):
+        raise click.BadParameter("it must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051", ctx, param)
+    return value
 
 
 # ---- the cluster
 
 
 @cli.command()
-@click.option(
-    "--model", metavar="NAME|DIR", help="A known model, or a Hugging Face directory.  [default: smollm2-135m]"
-)
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="[default: auto]")
+@up_settings
 @click.option("--prefill", default=1, show_default=True, type=click.IntRange(1, 64), help="Prefill servers.")
 @click.option("--decode", default=1, show_default=True, type=click.IntRange(1, 64), help="Decode servers.")
 @click.option("--prefill-tp", type=click.IntRange(1, 64), help="Ranks per prefill server.  [default: 1]")
 @click.option("--decode-tp", type=click.IntRange(1, 64), help="Ranks per decode server.  [default: 1]")
-@click.option("--page-tokens", type=int, metavar="N", help="Tokens per KV page.  [default: 16]")
-@click.option("--chunk-tokens", type=int, metavar="N", help="Token budget of one prefill step.  [default: 256]")
-@click.option("--kv-memory", metavar="SIZE", help="KV pool of each rank.  [default: 512MiB on CPU]")
-@click.option("--max-model-len", type=int, metavar="N", help="Longest prompt and output.  [default: the model's own]")
-@click.option("--prefix-cache", type=click.Choice(["on", "off"]), help="[default: on]")
-@click.option("--host", metavar="HOST", help="Where the router listens.  [default: 127.0.0.1]")
-@click.option("--http-port", type=int, metavar="PORT", help="OpenAI HTTP; 0 takes a free one.  [default: 8000]")
-@click.option("--grpc-port", type=int, metavar="PORT", help="gRPC; 0 takes a free one.  [default: 50051]")
 @click.option(
     "--run-dir",
     default=RUN_DIR,
@@ -164,18 +109,8 @@ def _overrides(sets: tuple[str, ...]) -> dict[str, object]:
     help="Where this run gets a directory for its logs.",
 )
 @click.option("--parent-pid", type=int, hidden=True)
-@_config_options
-def up(
-    prefill: int,
-    decode: int,
-    prefill_tp: int | None,
-    decode_tp: int | None,
-    run_dir: Path,
-    parent_pid: int | None,
-    file: Path | None,
-    sets: tuple[str, ...],
-    **flags: object,
-) -> None:
+@config_options
+def up(file: Path | None, sets: tuple[str, ...], run_dir: Path, parent_pid: int | None, **sizes: Any) -> None:
     """Run a whole cluster on this machine, until Ctrl-C.
 
     Starts a router, prefill and decode servers, says `ready` when requests will succeed, and starts again what dies.
@@ -184,45 +119,46 @@ def up(
     """
     from disagg.cli.up import UpOptions, run_up
     from disagg.telemetry.process import die_with_parent
+    from disagg.types.small_files import home_expanded
 
     if parent_pid is not None:
         die_with_parent(parent_pid)
     options = UpOptions(
-        num_prefill=prefill,
-        num_decode=decode,
-        prefill_tp=prefill_tp,
-        decode_tp=decode_tp,
-        run_parent=run_dir.expanduser(),
+        num_prefill=sizes["prefill"],
+        num_decode=sizes["decode"],
+        prefill_tp=sizes["prefill_tp"],
+        decode_tp=sizes["decode_tp"],
+        run_parent=home_expanded(run_dir, "--run-dir"),
     )
-    given = {path: flags[name] for name, path in _UP_SETTINGS.items()}
-    sys.exit(run_up(options, file, {**_overrides(sets), **{k: v for k, v in given.items() if v is not None}}))
-
-
-_UP_SETTINGS = {
-    "model": "model.name",
-    "dtype": "model.dtype",
-    "max_model_len": "model.max_model_len",
-    "page_tokens": "engine.page_tokens",
-    "chunk_tokens": "engine.chunk_tokens",
-    "kv_memory": "engine.kv_memory_bytes",
-    "prefix_cache": "engine.prefix_cache",
-    "host": "router.host",
-    "http_port": "router.http_port",
-    "grpc_port": "router.grpc_port",
-}
+    sys.exit(run_up(options, file, {**overrides_of(sets), **given_settings()}))
 
 
 @cli.command()
-@click.argument("prompt")
-@click.option("--grpc", "address", default=DEFAULT_GRPC, show_default=True, metavar="HOST:PORT", help="The router.")
-@click.option("--model", default="", help="Served name.  [default: the router's only model]")
+@click.argument("prompt", callback=_text)
+@click.option(
+    "--grpc",
+    "address",
+    default=DEFAULT_GRPC,
+    show_default=True,
+    metavar="HOST:PORT",
+    callback=_host_port,
+    help="The router.",
+)
+@click.option("--model", default="", callback=_text, help="Served name.  [default: the router's only model]")
 @click.option("--max-tokens", type=click.IntRange(1, MAX_COUNT), metavar="N", help="[default: as many as fit]")
 @click.option("--min-tokens", type=click.IntRange(0, MAX_COUNT), default=0, metavar="N")
-@click.option("--temperature", type=float, default=1.0, show_default=True, help="0 takes the most likely token always.")
+@click.option(
+    "--temperature",
+    type=float,
+    default=1.0,
+    show_default=True,
+    callback=_finite,
+    help="0 takes the most likely token always.",
+)
 @click.option("--top-k", type=click.IntRange(0, MAX_COUNT), default=0, metavar="N")
-@click.option("--top-p", type=float, default=1.0, metavar="P")
+@click.option("--top-p", type=float, default=1.0, callback=_finite, metavar="P")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
+@click.option("--stop", multiple=True, metavar="TEXT", callback=_text, help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence token.")
 @click.option(
     "--deadline",
@@ -242,11 +178,12 @@ def generate(prompt: str, **options: Any) -> None:
     """Continue PROMPT ("-" reads it from stdin), printing text as it comes."""
     from disagg.cli.generate import GenerateOptions, run_generate
 
-    text = sys.stdin.read() if prompt == "-" else prompt
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise click.BadParameter(f"it is not UTF-8 at character {error.start}", param_hint="PROMPT") from error
+    text = prompt
+    if prompt == "-":
+        try:
+            text = sys.stdin.buffer.read().decode()
+        except UnicodeDecodeError as error:
+            raise click.BadParameter(f"stdin is not UTF-8 at byte {error.start}", param_hint="PROMPT") from error
     sys.exit(run_generate(text, GenerateOptions(**options)))
 
 
@@ -267,6 +204,7 @@ def demo(model: str | None) -> None:
     """Start a cluster, ask it over gRPC and over HTTP, draw where the time went, and shut it down."""
     from disagg.cli.demo import run_demo
 
+    raise_at_ctrl_c()
     sys.exit(run_demo(model))
 
 
@@ -290,20 +228,6 @@ def debug_dump(base_url: str) -> None:
 @cli.group()
 def bench() -> None:
     """Measure parts of the system on this machine."""
-
-
-def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    from disagg.config.sizes import parse_size
-
-    if value is None:
-        return None
-    try:
-        size = parse_size(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
-    if size <= 0:
-        raise click.BadParameter("it must be more than nothing")
-    return size
 
 
 @bench.command("transfer")
@@ -338,7 +262,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
 @click.option(
     "--piece",
     "piece_bytes",
-    callback=_size,
+    callback=size_of,
     metavar="SIZE",
     help="KV in one write, at most.  [default: 64MiB; on CPU 4MiB]",
 )
@@ -351,7 +275,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
 @click.option(
     "--arena",
     "arena_bytes",
-    callback=_size,
+    callback=size_of,
     metavar="SIZE",
     help="Memory of each decode rank into which pieces are written.  [default: 1GiB; on CPU 64MiB]",
 )
@@ -394,6 +318,7 @@ def bench_transfer(**options: Any) -> None:
     from disagg.bench.transfer.measure import TransferOptions, run_transfer_bench
     from disagg.cli.terminal import note
 
+    raise_at_ctrl_c()
     sys.exit(run_transfer_bench(TransferOptions(**options), note))
 
 
@@ -404,33 +329,36 @@ def model() -> None:
 
 @model.command("path")
 @click.argument("name", required=False)
-@_config_options
+@config_options
 def model_path(name: str | None, file: Path | None, sets: tuple[str, ...]) -> None:
     """Print the model's directory, converting the model first if need be."""
     from disagg.cli.models import model_directory
 
-    click.echo(model_directory(name, file, _overrides(sets)))
+    click.echo(model_directory(name, file, overrides_of(sets)))
 
 
 @model.command("convert")
 @click.argument("name", required=False)
-@_config_options
+@config_options
 def model_convert(name: str | None, file: Path | None, sets: tuple[str, ...]) -> None:
     """Convert the model into the cache."""
     from disagg.cli.models import model_directory
 
-    click.echo(model_directory(name, file, _overrides(sets)), err=True)
+    click.echo(model_directory(name, file, overrides_of(sets)), err=True)
 
 
 @model.command("inspect")
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True)
-@_config_options
+@config_options
 def model_inspect(name: str | None, as_json: bool, file: Path | None, sets: tuple[str, ...]) -> None:
-    """Show what there is to know of a model without loading it."""
+    """Show what there is to know of a model without loading it, or why it is not served.
+
+    Exit status 2 and one line for a model that a router or a server with this configuration would refuse.
+    """
     from disagg.cli.models import show_facts
 
-    show_facts(name, file, _overrides(sets), as_json)
+    show_facts(name, file, overrides_of(sets), as_json)
 
 
 @model.command("list")
@@ -441,18 +369,22 @@ def model_list() -> None:
     show_known()
 
 
+cli.add_command(cache)
+
+
 @cli.group()
 def config() -> None:
     """Settings."""
 
 
 @config.command("show")
-@_config_options
+@config_options
 def config_show(file: Path | None, sets: tuple[str, ...]) -> None:
-    """Print every setting as TOML, with what file, environment and flags say."""
+    """Print every setting as TOML, with what file, environment and flags say. Secrets are shown as "***"."""
+    from disagg.cli.cache import without_secrets
     from disagg.config.load import dump_config, load_config
 
-    click.echo(dump_config(load_config(file, _overrides(sets))), nl=False)
+    click.echo(dump_config(without_secrets(load_config(file, overrides_of(sets)))), nl=False)
 
 
 # ---- one process
@@ -462,10 +394,10 @@ def _role_command(role: str, what: str) -> None:
     def run(file: Path, sets: tuple[str, ...], heartbeat_fd: int | None, parent_pid: int | None) -> None:
         from disagg.cli.roles import run_role
 
-        sys.exit(run_role(role, file, _overrides(sets), heartbeat_fd, parent_pid))  # type: ignore[arg-type]
+        sys.exit(run_role(role, file, overrides_of(sets), heartbeat_fd, parent_pid))  # type: ignore[arg-type]
 
     cli.command(role, help=f"Run one {what} (what `disagg up` and Kubernetes start).")(
-        _supervised_options(_config_options(run))
+        _supervised_options(config_options(run))
     )
 
 

@@ -5,8 +5,10 @@ decode-0, ready: 512 MiB of KV memory, 2097 large pages of 250 KiB (lcm)
   large pages  ██████▒▒▒▒▒▒▒▒░░░░░░    593        801    703  512 MiB   100%
   full         ████▒▒▒▒▒              9000      10120     12  229 MiB    45%
   window-512   ██▒▒▒                  4100       7800    300   95 MiB    19%
+  host memory  ██████████░░░░░░░░    2330          0   1864    1 GiB   200%
 
-Every bar has the scale of the whole pool: the groups' bars together are as long as the first is before its empty part.
+Every bar has the scale of the whole pool: the groups' bars together are as long as the first is before its empty part. The
+host's has a scale of its own; its large pages are as long as the pool's.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ STATES = (("used", "█", "cyan"), ("evictable", "▒", "yellow"), ("empty", "�
 LEAST_CELLS, MOST_CELLS = 8, 48
 LEAST_NAME = 8
 GAP = "  "
+HOST = "host memory"
 
 
 class Row(Struct, frozen=True):
@@ -38,13 +41,18 @@ class Row(Struct, frozen=True):
 
 
 def memory_rows(memory: Mapping[str, Any]) -> tuple[Row, ...]:
-    """The pool's large pages, and then its groups. memory: of a server in /status."""
+    """The pool's large pages, then its groups, and the host pool if there is one. memory: of a server in /status."""
     large = (memory["large_used"], memory["large_evictable"], memory["large_free"])
     groups = (
         Row(group["name"], (group["used_pages"], group["evictable_pages"], group["empty_pages"]), group["page_bytes"])
         for group in memory["groups"]
     )
-    return Row("large pages", large, memory["large_bytes"]), *groups
+    rows = Row("large pages", large, memory["large_bytes"]), *groups
+    host = memory.get("host")
+    if not host or not host["pages_total"]:
+        return rows
+    used, total = host["pages_used"], host["pages_total"]
+    return *rows, Row(HOST, (used, 0, total - used), host["bytes"] // total)
 
 
 def memory_lines(server: Mapping[str, Any], width: int) -> list[Text]:
@@ -67,7 +75,7 @@ def memory_lines(server: Mapping[str, Any], width: int) -> list[Text]:
     room = width - sum(widths) - len(GAP) * (len(widths) + 2)
     names = min(longest, max(LEAST_NAME, room - LEAST_CELLS))
     cells = max(LEAST_CELLS, min(MOST_CELLS, room - names))
-    bars = [Text(), *(_bar(row, pool.nbytes, cells) for row in rows)]
+    bars = [Text(), *(_bar(row, row.nbytes if row.name == HOST else pool.nbytes, cells) for row in rows)]
     lines = [Text(title)]
     for (name, *values), bar in zip(table, bars, strict=True):
         short = name if len(name) <= names else name[: names - 1] + "…"

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-from disagg.cli.terminal import StageProgress
+from disagg.cli.terminal import StageProgress, note
 from disagg.config.load import load_config
+from disagg.config.tree import Config
+from disagg.types.errors import ConfigError, DisaggError
+from disagg.types.plain import one_line
+from disagg.types.small_files import home_expanded
+
+if TYPE_CHECKING:
+    from disagg.convert.inspect import ModelFacts
+    from disagg.text.chat import TemplateSource
+
+CHECK_S: Final = 300.0  # importing torch on a slow disk takes most of it
 
 
 def model_directory(name: str | None, file: Path | None, overrides: Mapping[str, object]) -> Path:
@@ -17,21 +33,26 @@ def model_directory(name: str | None, file: Path | None, overrides: Mapping[str,
     config = load_config(file, overrides)
     progress = StageProgress()
     try:
-        return resolve(name or config.model.name, Path(config.model.cache_dir).expanduser(), progress)
+        return resolve(name or config.model.name, home_expanded(config.model.cache_dir, "model.cache_dir"), progress)
     finally:
         progress.close()
 
 
 def show_facts(name: str | None, file: Path | None, overrides: Mapping[str, object], as_json: bool) -> None:
-    """What config.json and the weights' headers say, as a table or as JSON."""
+    """What config.json and the weights' headers say, as a table or as JSON. Raises ConfigError for what is not served."""
     import msgspec
 
     from disagg.convert.inspect import inspect_model
 
+    config = load_config(file, overrides)
     directory = model_directory(name, file, overrides)
     facts = inspect_model(directory)
+    unused = require_served(directory, config, facts)
+    shown: dict[str, object] = {"directory": str(directory), **msgspec.structs.asdict(facts)}
+    if unused is not None:
+        shown["unused_parameters"] = unused  # of num_parameters: stored beside the model
     if as_json:
-        print(msgspec.json.encode({"directory": str(directory), **msgspec.structs.asdict(facts)}).decode())
+        print(msgspec.json.encode(shown).decode())
         return
     from rich.console import Console
     from rich.table import Table
@@ -39,10 +60,59 @@ def show_facts(name: str | None, file: Path | None, overrides: Mapping[str, obje
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("directory", str(directory))
-    for fact, value in msgspec.structs.asdict(facts).items():
+    for fact, value in shown.items():
         table.add_row(fact.replace("_", " "), _shown(fact, value))
     Console().print(table)
+
+
+def require_served(directory: Path, config: Config, facts: ModelFacts) -> int | None:
+    """How many of the stored values the model does not use, if that is known.
+
+    Raises ConfigError with what a router or a server with this configuration would end with, as far as files say it. What
+    workers would say is asked of the same code in a process of its own, which loads torch; where that is not installed, it
+    is not known, and said so.
+    """
+    from disagg.config.load import child_environ
+    from disagg.messages.heads import SliceError, check_heads
+    from disagg.server.device import choose_device, choose_dtype
+    from disagg.text.chat import TemplateSource
+    from disagg.text.model_files import ModelFiles
+    from disagg.text.tokenizer import Tokenizer
+
+    files = ModelFiles.read(directory)
+    try:
+        check_heads(config.server.tp, facts.num_heads, facts.num_kv_heads)
+    except SliceError as error:
+        raise ConfigError(f"server.tp = {config.server.tp}: {error}") from error
+    Tokenizer.of(files, facts.vocab_size)
+    if (template := TemplateSource.of(files)) is not None:
+        asyncio.run(_compile(template))
+    if not all(find_spec(package) for package in ("torch", "transformers")):
+        note("whether workers would take it cannot be said here: torch and transformers are not installed")
+        return None
+    dtype = choose_dtype(config.model.dtype, choose_device(config.model.device), facts.torch_dtype)
+    argv = [sys.executable, "-m", "disagg.worker.check", str(directory), dtype, str(config.server.tp)]
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, env=child_environ(), timeout=CHECK_S, check=False
+        )
+        answer = json.loads(done.stdout)
+    except subprocess.TimeoutExpired as error:
+        raise DisaggError(f"whether workers would take {directory} was not known after {CHECK_S:g} s") from error
+    except ValueError as error:
+        last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+        why = f": {one_line(last[0])}" if last else ""
+        raise DisaggError(f"whether workers would take {directory} cannot be found out{why}") from error
+    if answer["refused"] is not None:
+        raise ConfigError(answer["refused"])
+    return int(answer["unused"])
+
+
+async def _compile(template: TemplateSource) -> None:
+    """In a process of its own with bounds, since it is a program by whoever made the model."""
+    from disagg.text.renderer import Renderer
+
+    await (await Renderer.start(template)).close()
 
 
 def show_known() -> None:
@@ -51,7 +121,6 @@ def show_known() -> None:
     from rich.table import Table
 
     from disagg.convert.catalog import KNOWN_MODELS, find_gguf
-    from disagg.types.errors import ConfigError
 
     table = Table()
     for column in ("name", "installed", "licence", "description"):

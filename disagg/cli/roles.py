@@ -14,6 +14,7 @@ from disagg.config.load import load_config
 from disagg.config.tree import Config
 from disagg.router.names import drawn_name
 from disagg.telemetry.logs import configure_logging, log_uncaught_exceptions
+from disagg.telemetry.memory import few_arenas
 from disagg.telemetry.process import (
     die_with_parent,
     heartbeat_to,
@@ -35,6 +36,7 @@ def run_role(
 
     heartbeat_fd and parent_pid come from a supervisor; without them nobody watches this process.
     """
+    few_arenas()
     if parent_pid is not None:
         die_with_parent(parent_pid)
     heartbeat = no_heartbeat if heartbeat_fd is None else heartbeat_to(heartbeat_fd)

@@ -15,7 +15,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from disagg.api.app import HttpServer, create_app, serve
-from disagg.api.connections import Bounds, HttpMetrics
+from disagg.api.crowd import Bounds, HttpMetrics
 from disagg.cli.version import version
 from disagg.config.tree import Config, RouterConfig, ServerRef
 from disagg.convert.model_dir import resolve
@@ -32,6 +32,7 @@ from disagg.text.limits import TextLimits
 from disagg.text.model_files import ModelFiles
 from disagg.text.renderer import RenderBounds, Renderer
 from disagg.types.errors import DisaggError
+from disagg.types.small_files import home_expanded
 from disagg.wire import pb
 from disagg.wire.inference import ModelInfo
 from disagg.wire.services import ServerStub, open_channel
@@ -151,7 +152,12 @@ async def _serve_faces(
             debug_remote=config.debug.remote,
         )
         http = await serve(
-            app, config.router.host, config.router.http_port, _bounds(config.router), HttpMetrics(registry)
+            app,
+            config.router.host,
+            config.router.http_port,
+            _bounds(config.router),
+            HttpMetrics(registry),
+            running.router.note_refused,
         )
         watch.start()
         stack.callback(watch.stop)
@@ -204,7 +210,7 @@ def _bounds(router: RouterConfig) -> Bounds:
 
 
 def _model_dir(config: Config) -> Path:
-    return resolve(config.model.name, Path(config.model.cache_dir).expanduser())
+    return resolve(config.model.name, home_expanded(config.model.cache_dir, "model.cache_dir"))
 
 
 async def _beat(heartbeat: Callable[[], None]) -> None:

@@ -9,12 +9,12 @@ import contextlib
 import errno
 import os
 import random
-import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from disagg.telemetry.held_dirs import HeldDir, remove_abandoned
+from disagg.telemetry.listening import why_not_listen
 from disagg.types.errors import ConfigError, DisaggError
 
 KEEP_RUNS = 20
@@ -56,10 +56,10 @@ def cannot_write(what: str, error: OSError, hint: str) -> DisaggError:
 
 
 def require_free(host: str, port: int, setting: str, flag: str) -> None:
-    """Raises ConfigError when something else listens there; better now than from a child's log."""
-    reason = _why_not(host, port)
-    if reason:
-        raise ConfigError(f"{setting} = {port}: cannot listen on {host}:{port} ({reason}); {flag} 0 takes a free one")
+    """Raises ConfigError, or DisaggError when something else listens there; better now than from a child's log."""
+    refusal = why_not_listen(host, port, setting, f"{flag} 0 takes a free one")
+    if refusal is not None:
+        raise refusal
 
 
 def pick_ports(host: str, count: int, taken: Iterable[int] = ()) -> list[int]:
@@ -70,21 +70,12 @@ def pick_ports(host: str, count: int, taken: Iterable[int] = ()) -> list[int]:
     for port in candidates:
         if len(picked) == count:
             break
-        if port not in avoid and _why_not(host, port) is None:
+        if port not in avoid and _is_free(host, port):
             picked.append(port)
     if len(picked) < count:
         raise ConfigError(f"no {count} free ports between {PORTS.start} and {PORTS.stop} on {host}")
     return picked
 
 
-def _why_not(host: str, port: int) -> str | None:
-    """Why this host and port cannot be listened on; None if they can."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)  # two may bind a port with SO_REUSEADDR, but only one may listen
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
+def _is_free(host: str, port: int) -> bool:
+    return why_not_listen(host, port, "server.port", "") is None

@@ -24,6 +24,8 @@ _STATE_STYLES = {
     "mismatch": "red",
     "dead": "red",
 }
+_STORE_STYLES = {"ok": "green", "degraded": "red"}
+_DEGRADED = "storage fails; until it works again KV goes no further than to the host, and nothing is read from storage"
 
 
 def show_status(base_url: str, as_json: bool, memory: bool = False) -> None:
@@ -47,6 +49,8 @@ def print_pools(console: Console, status: Mapping[str, Any]) -> None:
     for server in status.get("servers", []):
         if reason := server.get("reason"):
             console.print(f"{server.get('name')}: {reason}", markup=False, soft_wrap=True)
+        if (server.get("offload") or {}).get("store") == "degraded":
+            console.print(_cell(f"{server.get('name')}: {_DEGRADED}"), style="red", soft_wrap=True)
     draining = ", draining" if status.get("state") == "draining" else ""
     for router in status.get("routers", []):
         console.print(
@@ -76,8 +80,13 @@ def pool_table(role: str, servers: Sequence[Mapping[str, Any]]) -> Table:
     table.add_column("state", no_wrap=True)
     for column in ("tp", "running", "waiting", "pages", "pid", "workers"):
         table.add_column(column, justify="right", overflow="fold")
+    offloads = [server.get("offload") or {} for server in servers]
+    tiers = any(each.get("host_pages_total") or each.get("store", "off") != "off" for each in offloads)
+    if tiers:
+        table.add_column("host pages", justify="right", overflow="fold")
+        table.add_column("store", no_wrap=True)
     table.add_column("address", overflow="fold")
-    for server in servers:
+    for server, offload in zip(servers, offloads, strict=True):
         state = str(server.get("state", ""))
         total = server.get("pages_total", 0)
         table.add_row(
@@ -89,11 +98,19 @@ def pool_table(role: str, servers: Sequence[Mapping[str, Any]]) -> Table:
             _cell(f"{server.get('pages_used', 0)}/{total}" if total else "-"),
             _cell(server.get("pid") or "-"),
             _cell(" ".join(str(pid) for pid in server.get("worker_pids", [])) or "-"),
+            *(_tier_cells(offload) if tiers else ()),
             _cell(server.get("address", "")),
         )
     if not servers:
         table.add_row("(empty)", *[""] * 8)
     return table
+
+
+def _tier_cells(offload: Mapping[str, Any]) -> tuple[Text, Text]:
+    """Large pages of the host pool, and the state of storage."""
+    total, store = offload.get("host_pages_total", 0), str(offload.get("store", "off"))
+    pages = _cell(f"{offload.get('host_pages_used', 0)}/{total}" if total else "-")
+    return pages, Text(one_line(store, NAME_CHARS), style=_STORE_STYLES.get(store, "white"))
 
 
 def _cell(value: object) -> Text:

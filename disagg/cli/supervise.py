@@ -16,7 +16,7 @@ import signal
 
 from msgspec import Struct
 
-CONFIG_ERROR_STATUS = 3  # a child that exits with this would do so again, unless it has served before
+from disagg.types.status import DONE, INTERRUPTED, REFUSED
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -147,7 +147,7 @@ class Supervisor:
         self._draining: int | None = None  # index of the group that drains
         self._drain_until_s = 0.0
         self._stops = 0
-        self._exit_code = 0
+        self._exit_code = DONE
         self._ended = False
 
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
@@ -203,9 +203,9 @@ class Supervisor:
             expected = child.phase is Phase.KILLED or status in (0, -signal.SIGTERM)
             child.phase = Phase.ENDED
             return [*([] if expected else [DiedDraining(name, status)]), *self._advance(now_s)]
-        if status == CONFIG_ERROR_STATUS and not child.proven:
+        if status == REFUSED and not child.proven:  # it would be refused again, unless it has served before
             child.phase = Phase.ENDED
-            self._exit_code = 1
+            self._exit_code = REFUSED
             return [GiveUp(name), *self._drain(now_s)]
         if now_s - child.started_s >= self._limits.settled_s:
             child.failures = 0
@@ -242,6 +242,7 @@ class Supervisor:
             return self._drain(now_s)
         if self._stops == 1:
             return []  # draining already, because a child gave up: the first request changes nothing
+        self._exit_code = INTERRUPTED
         return self._kill_all("asked to end now", range(self._num_groups))
 
     def _drain(self, now_s: float) -> list[Instruction]:

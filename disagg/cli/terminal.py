@@ -49,12 +49,14 @@ def _say(stream: TextIO | None, line: str) -> None:
 class UnblockedStream(io.TextIOBase):
     """Takes the place of sys.stdout or sys.stderr where nobody may wait for a reader, nor end because there is none.
 
-    A reader that stalls loses lines and is told how many; once it is gone, what is said is kept nowhere but in `copy`.
+    A reader that stalls loses lines and is told how many; once it is gone, or where there never was one, what is said is
+    kept nowhere but in `copy`.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._fd = stream.fileno()
-        self._writer = LineWriter(Target(DescriptorWriter(self._fd), _missed))
+    def __init__(self, fd: int | None) -> None:
+        """fd: None for a process that was started without this stream."""
+        self._fd = fd
+        self._writer = LineWriter(Target(DescriptorWriter(fd), _missed)) if fd is not None else None
         self.copy: LineWriter | None = None  # of everything that is written
 
     def write(self, text: str) -> int:
@@ -68,9 +70,11 @@ class UnblockedStream(io.TextIOBase):
         return True
 
     def isatty(self) -> bool:
-        return os.isatty(self._fd)
+        return self._fd is not None and os.isatty(self._fd)
 
     def fileno(self) -> int:
+        if self._fd is None:
+            raise io.UnsupportedOperation("the process was started without this stream")
         return self._fd
 
     def settle(self, timeout_s: float) -> None:
@@ -82,14 +86,19 @@ class UnblockedStream(io.TextIOBase):
 
 
 def unblock_streams() -> tuple[UnblockedStream, ...]:
-    """From now on nothing in this process waits for who reads its stdout and stderr. Returns those that it has."""
+    """From now on nothing in this process waits for who reads its stdout and stderr. Returns what stands for them, also
+    for one that it was started without."""
     unblocked = []
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        fd = None
         with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # it has none, or one without a descriptor
             stream.flush()
-            unblocked.append(UnblockedStream(stream))
-            setattr(sys, name, unblocked[-1])
+            fd = stream.fileno()
+        if fd is None and stream is not None:
+            continue
+        unblocked.append(UnblockedStream(fd))
+        setattr(sys, name, unblocked[-1])
     atexit.register(_settle, unblocked)
     return tuple(unblocked)
 

@@ -27,6 +27,7 @@ from disagg.cli.terminal import StageProgress, UnblockedStream, note, problem, r
 from disagg.config.load import child_environ, dump_config, load_config
 from disagg.config.tree import Config, LogConfig, ServerRef
 from disagg.messages.heads import SliceError, check_heads
+from disagg.offload.options import storage_target
 from disagg.router.names import drawn_name
 from disagg.server.device import choose_device, count_gpus
 from disagg.telemetry.line_writer import LineWriter, Target
@@ -35,6 +36,7 @@ from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.process import raise_descriptor_limit
 from disagg.types.errors import ConfigError
 from disagg.types.plain import one_line
+from disagg.types.small_files import home_expanded
 
 DRAIN_MARGIN_S = 5.0  # a child bounds its own drain; this is for what comes after
 ALL_READY_S = 15.0  # once requests succeed, how long the last servers are waited for before `ready` is said
@@ -71,6 +73,8 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
     streams = unblock_streams()
     raise_descriptor_limit()  # children inherit it
     base = load_config(file, overrides)
+    if base.offload.enabled and base.storage.url:
+        storage_target(base.storage.url, base.storage.options)  # refused here rather than by every child
     router = base.router
     require_free(router.host, router.http_port, "router.http_port", "--http-port")
     require_free(router.host, router.grpc_port, "router.grpc_port", "--grpc-port")
@@ -179,7 +183,7 @@ def _convert(config: Config) -> Path:
 
     progress = StageProgress()
     try:
-        return resolve(config.model.name, Path(config.model.cache_dir).expanduser(), progress)
+        return resolve(config.model.name, home_expanded(config.model.cache_dir, "model.cache_dir"), progress)
     finally:
         progress.close()
 
@@ -188,6 +192,7 @@ def _write(plan: Plan, run_dir: Path) -> ChildSpec:
     """The child's configuration file, and how to start it."""
     file = run_dir / f"{plan.name}.toml"
     try:
+        file.touch(mode=0o600)  # there may be secrets in storage.options
         file.write_text(dump_config(plan.config), "utf-8")
     except OSError as error:
         raise cannot_write(f"{file} cannot be written", error, "--run-dir takes another directory") from error

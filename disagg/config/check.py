@@ -9,13 +9,17 @@ import ipaddress
 from collections import Counter
 from typing import Literal
 
-from disagg.config.sizes import format_size
+from msgspec import Struct
+
+from disagg.config.sizes import format_size, show_bytes
 from disagg.config.staging import PAGE_BYTES, Device, size_staging
 from disagg.config.tree import Config, TransferConfig
 from disagg.types.errors import ConfigError
+from disagg.types.plain import quoted
 
 LEAST_KV_BYTES = 1 << 14
 MAX_NAME_CHARS = 128
+MODEL_NAME_SIGNS = "._-/:@+="  # beside letters and digits
 # Open files, by what was counted in running processes, twice over.
 BASE_DESCRIPTORS = 96  # sockets to listen at, gRPC's and ZeroMQ's own, event loops, libraries
 DESCRIPTORS_PER_SERVER = 4  # a stream, and for a moment a trial of its address or a question for its dump
@@ -28,10 +32,46 @@ LINKS_PER_ARENA = 4  # no link gets more than its share, a quarter: as the arena
 
 def check_config(config: Config) -> None:
     """Raises ConfigError naming the settings that do not fit together, their values, and what is allowed."""
+    _check_text("", config)
+    _check_model(config)
     _check_engine(config)
+    _check_offload(config)
     _check_transfer(config)
     _check_server(config)
     _check_router(config)
+    _check_times(config)
+
+
+class Least(Struct, frozen=True):
+    """What a setting of seconds must be at least, or what it waits for cannot have happened."""
+
+    path: str
+    least_s: float
+    why: str
+
+
+# Where something beats, twice its beat: one that is late loses nothing.
+LEAST_S = (
+    Least("worker.load_timeout_s", 5, "a worker takes seconds to start, whatever the model"),
+    Least("worker.silent_s", 2, "a worker says that it is there once in a second"),
+    Least("worker.step_deadline_s", 1, "a step may take as long"),
+    Least("transfer.link_lease_s", 2, "the ends of a link say that they are there once in a second"),
+    Least("transfer.progress_s", 2, "what is missing is asked for after a second without progress"),
+    Least("router.request_deadline_s", 0.1, "no answer could be complete"),
+    Least("router.head_s", 0.1, "no client would be fast enough"),
+    Least("router.body_s", 0.1, "no client would be fast enough"),
+    Least("router.stall_s", 0.1, "no client would be fast enough"),
+    Least("router.idle_s", 0.1, "no client would be fast enough"),
+    Least("router.heartbeat_s", 0.05, "processes would do little else"),
+)
+
+
+def _check_times(config: Config) -> None:
+    for each in LEAST_S:
+        section, _, name = each.path.partition(".")
+        value = getattr(getattr(config, section), name)
+        if value < each.least_s:
+            raise ConfigError(f"{each.path} = {value:g}: it must be at least {each.least_s:g}: {each.why}")
 
 
 def warnings_of(config: Config) -> tuple[str, ...]:
@@ -95,6 +135,33 @@ def connections_allowed(config: Config, role: Literal["router", "prefill", "deco
     return max(LEAST_CONNECTIONS, min(MOST_CONNECTIONS, (limit - least) // 2))
 
 
+def _check_model(config: Config) -> None:
+    """What clients call the model goes into every answer, into paths of URLs, logs and labels."""
+    model = config.model
+    name = model.public_name
+    if len(name) <= MAX_NAME_CHARS and all(each.isalnum() or each in MODEL_NAME_SIGNS for each in name):
+        return
+    raise ConfigError(
+        f"model.served_name = {quoted(model.served_name)}, so clients would call the model {quoted(name)}: that must have "
+        f"letters, digits and {MODEL_NAME_SIGNS} only, and at most {MAX_NAME_CHARS} characters"
+    )
+
+
+def _check_text(path: str, value: object) -> None:
+    """What came from a command line or the environment as bytes that are no text could be neither logged nor written."""
+    if isinstance(value, Struct):
+        for name in value.__struct_fields__:
+            _check_text(f"{path}.{name}".lstrip("."), getattr(value, name))
+    elif isinstance(value, tuple):
+        for each in value:
+            _check_text(path, each)
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{path} = {quoted(value)}: it is not UTF-8 at character {error.start}") from error
+
+
 def _check_engine(config: Config) -> None:
     engine = config.engine
     if 0 < engine.kv_memory_bytes < LEAST_KV_BYTES:
@@ -154,6 +221,47 @@ def check_staging(transfer: TransferConfig, device: Device) -> None:
         )
 
 
+def check_memory(
+    config: Config, transfer: TransferConfig, role: Literal["prefill", "decode"], machine_bytes: int
+) -> None:
+    """transfer: from size_staging. machine_bytes: 0 where that is not known. Raises ConfigError where workers on the CPU would
+    need more than the machine has, whoever else runs there.
+    """
+    if role == "decode":
+        staging, what = transfer.arena_bytes, "transfer.arena_bytes"
+    else:
+        staging = transfer.gather_bytes * transfer.gather_buffers
+        what = "transfer.gather_bytes x transfer.gather_buffers"
+    needed = config.server.tp * (config.engine.kv_memory_bytes + staging)
+    if machine_bytes and needed > machine_bytes:
+        raise ConfigError(
+            f"engine.kv_memory_bytes = {format_size(config.engine.kv_memory_bytes)} and {what} = {format_size(staging)}, for "
+            f"{config.server.tp} ranks: more than this machine has, {show_bytes(machine_bytes)}"
+        )
+
+
+def check_host_memory(tp: int, host_bytes: int, beside_bytes: int, why: str, machine_bytes: int) -> None:
+    """host_bytes: of each rank's host pool. beside_bytes: of the machine's memory, what each takes for its pool on the device
+    and for staging; 0 on a GPU. why: the settings behind host_bytes. machine_bytes: 0 where that is not known. Raises
+    ConfigError where all ranks of a server need more than the machine has, whoever else runs there.
+    """
+    if machine_bytes and tp * (host_bytes + beside_bytes) > machine_bytes:
+        beside = f" beside {show_bytes(beside_bytes)} for its KV memory and staging" if beside_bytes else ""
+        each = f" for each of {tp} ranks, {show_bytes(tp * (host_bytes + beside_bytes))} in all" if tp > 1 else ""
+        raise ConfigError(
+            f"{why}: that is {show_bytes(host_bytes)} of host memory{beside}{each}: more than this machine has, "
+            f"{show_bytes(machine_bytes)}"
+        )
+
+
+def _check_offload(config: Config) -> None:
+    if config.offload.enabled and not config.engine.prefix_cache:
+        raise ConfigError(
+            "offload.enabled = true and engine.prefix_cache = false: what is offloaded is found again by the prefix cache, so it "
+            "must be on"
+        )
+
+
 def _check_server(config: Config) -> None:
     server = config.server
     if server.port and server.port == server.metrics_port:
@@ -197,9 +305,9 @@ def _check_router(config: Config) -> None:
 def _check_name(path: str, name: str) -> None:
     """Names go into messages, logs, labels and files."""
     if "/" in name or not name.isprintable() or any(each.isspace() for each in name):
-        raise ConfigError(f'{path} = "{name}": it must have no blanks and no slashes')
+        raise ConfigError(f"{path} = {quoted(name)}: it must have no blanks and no slashes")
     if len(name) > MAX_NAME_CHARS:
-        raise ConfigError(f'{path} = "{name[:MAX_NAME_CHARS]}...": it must have at most {MAX_NAME_CHARS} characters')
+        raise ConfigError(f"{path} = {quoted(name)}: it must have at most {MAX_NAME_CHARS} characters")
 
 
 def _is_loopback(host: str) -> bool:

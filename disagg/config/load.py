@@ -4,7 +4,8 @@ Later wins: defaults < file < `DISAGG__SECTION__FIELD` < flags. Whatever is unkn
 with the path of the setting, where it came from, its value and what is allowed. Knows the tree only by inspecting it.
 
 How a value may be written follows from its field: `*_bytes` takes sizes, `*_s` durations, booleans on and off, tuples
-lists (in a variable or flag: JSON, and for lists of strings also words as in a shell).
+lists (in a variable or flag: JSON, and for lists of strings also words as in a shell). One entry of a table is a setting,
+too: `storage.options.region`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from disagg.config.tree import Config
 from disagg.types.errors import ConfigError
 
 ENV_PREFIX = "DISAGG__"
+MOST_ENTRIES = 64  # of a table
 
 
 def load_config(
@@ -49,8 +51,13 @@ def load_config(
     environ = os.environ if environ is None else environ
     values: dict[str, dict[str, object]] = {name: {} for name in _SECTIONS}
     for path, value, source in _settings(file, environ, overrides or {}):
-        section, name = _locate(path, source)
-        values[section][name] = _parse(path, _SECTIONS[section][name], value, source)
+        section, name, entry = _locate(path, source)
+        if entry:
+            table = values[section].get(name, {})
+            assert isinstance(table, dict)
+            value = {**table, entry: value}
+        setting = f"{section}.{name}"
+        values[section][name] = _parse(setting, _SECTIONS[section][name], value, source)
     config = msgspec.convert(values, Config)
     check_config(config)
     return config
@@ -70,10 +77,15 @@ def dump_config(config: Config) -> str:
 def child_environ(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a process that is given its configuration in a file: without our own settings.
 
-    They are in that file already; left in the environment they would overrule what was decided since.
+    They are in that file already; left in the environment they would overrule what was decided since. Nor with
+    PYTHONOPTIMIZE: it takes away docstrings, which transformers reads when its models are imported.
     """
     environ = os.environ if environ is None else environ
-    return {name: value for name, value in environ.items() if not name.upper().startswith(ENV_PREFIX)}
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.upper().startswith(ENV_PREFIX) and name != "PYTHONOPTIMIZE"
+    }
 
 
 def _sections() -> dict[str, dict[str, inspect.Type]]:
@@ -122,11 +134,15 @@ def _read_toml(file: Path) -> dict[str, object]:
         raise ConfigError(f"configuration file {file} is not TOML: {error}") from error
 
 
-def _locate(path: str, source: str) -> tuple[str, str]:
-    """Section and field of a dotted path. Raises ConfigError naming the nearest paths that exist."""
+def _locate(path: str, source: str) -> tuple[str, str, str]:
+    """Section and field of a dotted path, and the entry of a table, or "". Raises ConfigError naming the nearest paths that
+    exist."""
     section, dot, name = path.partition(".")
     if dot and section in _SECTIONS and name in _SECTIONS[section]:
-        return section, name
+        return section, name, ""
+    table, _, entry = name.partition(".")
+    if entry and isinstance(_SECTIONS.get(section, {}).get(table), inspect.DictType):
+        return section, table, entry
     known = [f"{each}.{field}" for each, fields in _SECTIONS.items() for field in fields]
     same_field = [each for each in known if each.endswith(f".{name or section}")]
     near = same_field + [
@@ -194,6 +210,13 @@ def _read_list(path: str, kind: inspect.Type, value: object) -> object:
     return json.loads(text) if text else []
 
 
+def _read_table(path: str, kind: inspect.Type, value: object) -> object:
+    table = json.loads(value.strip() or "{}") if isinstance(value, str) else value
+    if isinstance(table, dict) and len(table) > MOST_ENTRIES:
+        raise ValueError(f"it has {len(table)} entries")
+    return table
+
+
 _READERS: dict[type[inspect.Type], Callable[[str, inspect.Type, object], object]] = {
     inspect.IntType: _read_int,
     inspect.FloatType: _read_float,
@@ -201,6 +224,7 @@ _READERS: dict[type[inspect.Type], Callable[[str, inspect.Type, object], object]
     inspect.StrType: _read_plain,
     inspect.LiteralType: _read_plain,
     inspect.VarTupleType: _read_list,
+    inspect.DictType: _read_table,
 }
 
 
@@ -217,6 +241,8 @@ def _allowed(path: str, kind: inspect.Type) -> str:
         if isinstance(kind.item_type, inspect.StructType):
             return "a list of tables with " + ", ".join(each.name for each in kind.item_type.fields)
         return "a list of strings"
+    if isinstance(kind, inspect.DictType):
+        return f"a table of at most {MOST_ENTRIES} texts, numbers and switches"
     return "a string"
 
 
@@ -247,6 +273,9 @@ def _toml(name: str, value: object) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml("", each) for each in value) + "]"
+    if isinstance(value, dict):
+        entries = ", ".join(f"{_toml('', entry)} = {_toml('', of_entry)}" for entry, of_entry in value.items())
+        return f"{{ {entries} }}" if entries else "{}"
     assert isinstance(value, msgspec.Struct), f"{name} has no TOML form"
     pairs = [f"{each} = {_toml(each, getattr(value, each))}" for each in value.__struct_fields__]
     return "{ " + ", ".join(pairs) + " }"

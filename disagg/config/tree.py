@@ -17,7 +17,7 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0)]
 
-Fusion = Literal["norm", "residual", "gate_up", "qkv"]
+Fusion = Literal["norm", "residual", "gate_up", "qkv", "few_rows"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -34,7 +34,13 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     )
     decode_attention: Literal["auto", "triton", "torch"] = "auto"
     graphs: bool = True  # decode steps as CUDA graphs, where the model's can be captured
-    fusions: tuple[Fusion, ...] = ("norm", "residual", "gate_up", "qkv")  # on a GPU, where modules have the shape
+    fusions: tuple[Fusion, ...] = (
+        "norm",
+        "residual",
+        "gate_up",
+        "qkv",
+        "few_rows",
+    )  # on a GPU, where modules have the shape
     cache_dir: str = "~/.cache/disagg/models"
 
     @property
@@ -47,8 +53,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Scheduling and memory of one server."""
 
     page_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16
-    chunk_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 256  # token budget of one prefill step
-    max_running: Annotated[int, Meta(ge=1, le=4096)] = 64  # sequences decoding (or prompts in prefill) at once
+    # A size of 0 is chosen by the device and the model (config/steps).
+    chunk_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0  # token budget of one prefill step
+    max_running: Annotated[int, Meta(ge=0, le=4096)] = 0  # sequences decoding (or prompts in prefill) at once
     kv_memory_bytes: NonNegativeInt = 0  # 0: 512 MiB on CPU; on a GPU what gpu_memory_utilization leaves
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = (
         0.9  # of the device, for weights, steps and KV together
@@ -124,6 +131,7 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     servers: tuple[ServerRef, ...] = ()
     max_inflight: PositiveInt = 1024  # requests dispatched and not finished
     max_queued: NonNegativeInt = 1024  # requests waiting for a place or a server
+    tenant_share: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of max_inflight, for one tenant that is alone
     max_prompts_per_request: PositiveInt = 128
     memory_bytes: Annotated[int, Meta(ge=16 * MIB)] = 2048 * MIB  # of texts and unread answers, all requests together
     answer_bytes: Annotated[int, Meta(ge=MIB)] = 128 * MIB  # of one answer, as far as it is not sent
@@ -138,6 +146,25 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     lease_s: Seconds = 10.0
     heartbeat_s: Seconds = 1.0
     drain_s: Seconds = 30.0
+
+
+class OffloadConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """KV beside the GPU: in host memory, and in storage if `storage.url` names one."""
+
+    enabled: bool = False
+    host_bytes: NonNegativeInt = 0  # of each worker's host pool; 0: host_ratio
+    host_ratio: Annotated[float, Meta(gt=0)] = 2.0  # of the device pool
+    stride_tokens: NonNegativeInt = 256  # of an increment that is offloaded; 0: one page
+    copy: Literal["auto", "kernel", "memcpy"] = "auto"  # how pages cross; auto: what is faster on this machine
+
+
+class StorageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where KV is stored for all servers. Written and read by servers with offload.enabled; looked after by `disagg cache`."""
+
+    url: str = ""  # file:///directory, s3://bucket/folder, gs://, az://
+    options: dict[str, bool | int | float | str] = field(default_factory=dict)  # of the store and its client, flat
+    budget_bytes: NonNegativeInt = 0  # what `disagg cache gc` leaves; 0: no limit
+    compression: Literal["none", "zstd"] = "none"
 
 
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -165,5 +192,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     transfer: TransferConfig = field(default_factory=TransferConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
     log: LogConfig = field(default_factory=LogConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)

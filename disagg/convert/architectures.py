@@ -23,7 +23,7 @@ GEMMA3_SLIDING_PATTERN: Final = 6  # every sixth layer attends to everything; ll
 GEMMA3_LOCAL_ROPE_THETA: Final = 10_000.0
 GEMMA3_27B_LAYERS: Final = 62
 
-_LAYER_TENSOR: Final = re.compile(r"blk\.(\d+)\.(.+)")
+_LAYER_TENSOR: Final = re.compile(r"blk\.(\d{1,9})\.(.+)")
 _ROPE_SCALING: Final = re.compile(r"\.rope\.(scaling\.|scale_linear)")
 
 
@@ -52,10 +52,13 @@ def architecture_of(gguf: GgufFile) -> Architecture:
 def checkpoint_names(gguf: GgufFile, architecture: Architecture) -> dict[str, str]:
     """Hugging Face tensor name -> GGUF tensor name, in the file's order. Raises ConfigError for an unknown tensor."""
     names = {}
+    num_layers = gguf.require(f"{gguf.require('general.architecture')}.block_count")
     for source in gguf.tensors:
         match = _LAYER_TENSOR.fullmatch(source)
         if match is None:
             target = architecture.top_names.get(source)
+        elif isinstance(num_layers, int) and int(match[1]) >= num_layers:
+            raise ConfigError(f"{gguf.path} holds tensor {source}, and says that it has {num_layers} layers")
         else:
             inner = architecture.layer_names.get(match[2])
             target = None if inner is None else f"model.layers.{match[1]}.{inner}"

@@ -13,6 +13,8 @@ from disagg.convert.architectures import architecture_of, checkpoint_names
 from disagg.convert.gguf_file import GgufFile
 from disagg.convert.gguf_tokenizer import build_tokenizer, special_tokens, tokenizer_config
 from disagg.convert.safetensors_file import SINGLE_NAME, StoredDtype, write_weights
+from disagg.types.errors import ConfigError
+from disagg.types.plain import one_line
 
 CONVERTER_VERSION: Final = "1"  # part of the cache's directory name: raise it when the output changes
 MAX_FLOAT32_BYTES: Final = 1_000_000_000
@@ -26,6 +28,19 @@ def convert_gguf(source: Path, target: Path, progress: Progress) -> None:
 
     The directory is complete when this returns, and only then; whoever calls makes it appear at once.
     """
+    try:
+        _convert(source, target, progress)
+    except (ConfigError, OSError, MemoryError):
+        raise
+    except (
+        Exception
+    ) as error:  # metadata may be of any type and tensors of any shape, and tokenizers has its own exceptions
+        raise ConfigError(
+            f"{source} cannot be converted, what it says makes no sense: {one_line(str(error), 200)}"
+        ) from error
+
+
+def _convert(source: Path, target: Path, progress: Progress) -> None:
     progress("reading the header", 0.0)
     with GgufFile(source) as gguf:
         architecture = architecture_of(gguf)

@@ -6,6 +6,7 @@ vocabulary and takes seconds to open a file. Knows the container; nothing of mod
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from pathlib import Path
@@ -18,10 +19,13 @@ from gguf.quants import dequantize
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from disagg.types.arithmetic import round_up
 from disagg.types.errors import ConfigError
 
 SUPPORTED_VERSIONS: Final = (2, 3)
 DEFAULT_ALIGNMENT_BYTES: Final = 32
+MAX_ALIGNMENT_BYTES: Final = 1 << 20
+MAX_DIMS: Final = 8  # the format's own limit is 4
 _MAGIC: Final = b"GGUF"
 _STRING: Final = 8
 _ARRAY: Final = 9
@@ -38,7 +42,7 @@ class TensorEntry(Struct, frozen=True):
     @property
     def num_bytes(self) -> int:
         block_values, block_bytes = GGML_QUANT_SIZES[self.quantization]
-        return int(np.prod(self.shape, dtype=np.int64)) // block_values * block_bytes
+        return math.prod(self.shape) // block_values * block_bytes
 
 
 class GgufFile:
@@ -53,7 +57,7 @@ class GgufFile:
             raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
         try:
             self.metadata, self.tensors = _Header(self._bytes).parse()
-        except (struct.error, ValueError, KeyError, UnicodeDecodeError) as error:
+        except (struct.error, ValueError, KeyError, TypeError, OverflowError, MemoryError, RecursionError) as error:
             self.close()
             raise ConfigError(f"{path} is not a complete GGUF file: {error}") from error
 
@@ -115,15 +119,22 @@ class _Header:
         rows = [(self._string(), *self._tensor_row()) for _ in range(num_tensors)]
 
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT_BYTES)
-        start = -(-self._at // alignment) * alignment
+        if not isinstance(alignment, int) or not 0 < alignment <= MAX_ALIGNMENT_BYTES:
+            raise ValueError(f"its alignment is {str(alignment)[:40]}; it must be from 1 to {MAX_ALIGNMENT_BYTES}")
+        start = round_up(self._at, alignment)
         tensors = {name: TensorEntry(shape, kind, start + offset) for name, shape, kind, offset in rows}
         for name, entry in tensors.items():
+            block_values, _ = GGML_QUANT_SIZES[entry.quantization]
+            if 0 in entry.shape or not entry.shape or entry.shape[-1] % block_values:
+                raise ValueError(f"tensor {name[:80]!r} has a shape of {list(entry.shape)}")
             if entry.offset + entry.num_bytes > len(self._data):
                 raise ValueError(f"tensor {name} ends past the end of the file")
         return metadata, tensors
 
     def _tensor_row(self) -> tuple[tuple[int, ...], GGMLQuantizationType, int]:
         num_dims = self._number("I")
+        if num_dims > MAX_DIMS:
+            raise ValueError(f"a tensor has {num_dims} dimensions; at most {MAX_DIMS} are read")
         dims = tuple(self._number("Q") for _ in range(num_dims))
         return dims[::-1], GGMLQuantizationType(self._number("I")), self._number("Q")
 

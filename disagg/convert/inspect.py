@@ -22,6 +22,9 @@ _COUNTED: Final = ("layers", "heads", "experts")  # in the names of numbers of w
 MAX_NAME_CHARS: Final = 80
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
+ORIGINAL: Final = "original_max_position_embeddings"
+_ROPE_TABLES: Final = ("rope_parameters", "rope_scaling")
+_LONG_ROPES: Final = ("longrope", "su")
 
 _TORCH_NAMES: Final[Mapping[str, str]] = {
     "F64": "float64",
@@ -81,6 +84,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     head_dim: int
     vocab_size: int
     max_model_len: int
+    max_model_len_note: str  # why it is less than config.json's own number; empty: it is not
     torch_dtype: str  # of most of the checkpoint's bytes, e.g. "bfloat16"
     weight_bytes: int
     num_parameters: int  # as stored: tied weights count once
@@ -111,6 +115,7 @@ def inspect_model(model_dir: Path) -> ModelFacts:
     if not head_dim:
         raise ConfigError(f"{path} has more heads than its hidden_size has room for")
     bos = _ids(path, config.get("bos_token_id"), "bos_token_id")
+    max_model_len, note = _context(path, config)
     window = _optional(path, config, "sliding_window") if SLIDING in layer_types else None
     return ModelFacts(
         architecture=_architecture(top.get("architectures") or text.get("architectures")),
@@ -120,7 +125,8 @@ def inspect_model(model_dir: Path) -> ModelFacts:
         num_kv_heads=_number(path, config, "num_kv_heads", num_heads),
         head_dim=head_dim,
         vocab_size=_number(path, config, "vocab_size"),
-        max_model_len=_number(path, config, "max_model_len"),
+        max_model_len=max_model_len,
+        max_model_len_note=note,
         torch_dtype=_main_dtype(files),
         weight_bytes=sum(tensor.nbytes for file in files for tensor in file.tensors.values()),
         num_parameters=sum(tensor.num_values for file in files for tensor in file.tensors.values()),
@@ -146,6 +152,23 @@ def _check_counts(path: Path, config: Mapping[str, Any]) -> None:
             _check_counts(path, value)
         elif isinstance(value, int) and value > MAX_COUNT and any(word in name for word in _COUNTED):
             raise ConfigError(f"{path}: {name[:MAX_NAME_CHARS]} is {_clip(value)}; at most {MAX_COUNT} can be served")
+
+
+def _context(path: Path, config: Mapping[str, Any]) -> tuple[int, str]:
+    """Tokens of the longest context that is served, and why they are fewer than config.json says."""
+    limit = said = _number(path, config, "max_model_len")
+    tables = [config[name] for name in _ROPE_TABLES if isinstance(config.get(name), dict)]
+    tables += [inner for table in tables for inner in table.values() if isinstance(inner, dict)]
+    for table in tables:
+        if any(table.get(name) in _LONG_ROPES for name in ("rope_type", "type")):
+            original = _optional(path, table, ORIGINAL) or _optional(path, config, ORIGINAL)
+            limit = min(limit, original or limit)
+    if limit == said:
+        return said, ""
+    return limit, (
+        f"config.json says {said}; past {ORIGINAL} = {limit}, LongRoPE rotates every row of a batch by other factors, so an "
+        "answer would depend on its neighbours"
+    )
 
 
 def _number(path: Path, config: Mapping[str, Any], fact: str, default: int | None = None) -> int:

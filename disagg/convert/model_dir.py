@@ -22,6 +22,8 @@ from disagg.convert.catalog import KNOWN_MODELS, find_gguf
 from disagg.convert.converter import CONVERTER_VERSION, Progress, convert_gguf
 from disagg.convert.safetensors_file import find_weight_files
 from disagg.types.errors import ConfigError
+from disagg.types.plain import quoted
+from disagg.types.small_files import home_expanded
 
 SETTLED_S: Final = 2.0
 _DIGEST_CHARS: Final = 64
@@ -41,25 +43,29 @@ def resolve(name_or_dir: str, cache_dir: Path, progress: Progress | None = None)
             lambda building: _convert_parts(find_gguf(name_or_dir), building, report),
             report,
         )
-    path = Path(name_or_dir).expanduser()
-    if path.is_dir():
+    path = home_expanded(name_or_dir, "model.name")
+    try:
+        is_dir, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # such as a name that is too long for the system
+        raise ConfigError(f"model {quoted(name_or_dir)} cannot be looked at: {error.strerror or error}") from error
+    if is_dir:
         require_model_dir(path)
         return path
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and is_file:
         return _cached(
             cache_dir / f"{path.stem}-{_digest(path, cache_dir)[:16]}-{CONVERTER_VERSION}",
             lambda building: convert_gguf(path, building, report),
             report,
         )
     raise ConfigError(
-        f"model {name_or_dir!r} is neither a directory nor a .gguf file nor one of the known models: "
+        f"model {quoted(name_or_dir)} is neither a directory nor a .gguf file nor one of the known models: "
         f"{', '.join(KNOWN_MODELS)}"
     )
 
 
 def require_model_dir(path: Path) -> None:
     """Raises ConfigError saying what a directory lacks to be a model directory."""
-    if not (path / "config.json").is_file():
+    if not (path / "config.json").exists():
         raise ConfigError(f"model directory {path} lacks config.json")
     find_weight_files(path)
 

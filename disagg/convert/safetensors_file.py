@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -78,23 +79,39 @@ def find_weight_files(model_dir: Path) -> tuple[Path, ...]:
     """
     index = model_dir / INDEX_NAME
     single = model_dir / SINGLE_NAME
-    if index.is_file():
+    if _is_regular(index):
         names = _names_of(index)
-        missing = [name for name in names if not (model_dir / name).is_file()]
+        missing = [name for name in names if not _is_regular(model_dir / name)]
         if missing:
             raise ConfigError(
                 f"model directory {model_dir} lacks {len(missing)} files that {INDEX_NAME} names: {', '.join(missing[:3])}"
             )
         return tuple(model_dir / name for name in names)
-    if single.is_file():
+    if _is_regular(single):
         return (single,)
-    # Regular files only: to open a pipe of such a name would wait for whoever writes into it.
-    files = tuple(sorted(each for each in model_dir.glob("*.safetensors") if each.is_file())[: _MAX_FILES + 1])
+    files = tuple(sorted(each for each in model_dir.glob("*.safetensors") if _is_regular(each))[: _MAX_FILES + 1])
     if not files:
         raise ConfigError(f"model directory {model_dir} lacks safetensors weights ({SINGLE_NAME} or {INDEX_NAME})")
     if len(files) > _MAX_FILES:
         raise ConfigError(f"model directory {model_dir} has more than {_MAX_FILES} safetensors files")
     return files
+
+
+def _is_regular(path: Path) -> bool:
+    """False where there is nothing, or a link to nothing. Raises ConfigError for what is there and is no regular file.
+
+    To open a pipe would wait for whoever writes into it, a device may do anything, and to leave such a file out would load
+    other weights than whoever put it there meant. Nothing is opened to find out.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:  # such as a circle of links
+        raise ConfigError(f"{path} cannot be looked at: {error.strerror or error}") from error
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{path} is no regular file")
+    return True
 
 
 def _names_of(index: Path) -> list[str]:
@@ -117,8 +134,12 @@ def read_header(path: Path) -> WeightFile:
     Costs at most four times the header's bytes, of which there are fewer than the file has.
     """
     try:
-        with path.open("rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
+        # Without waiting for a writer: what was a regular file may have become a pipe.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError("it is no regular file")
+            file_bytes = found.st_size
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
                 raise ValueError(f"its header would be {header_bytes} bytes long")

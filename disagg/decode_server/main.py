@@ -7,14 +7,14 @@ from collections.abc import Callable
 import uvloop
 
 from disagg.config.tree import Config
-from disagg.server.server import Server
-from disagg.types.ids import Role
+from disagg.decode_server.role import DECODE
+from disagg.server.lifecycle import Server
 
 
 def run(config: Config, heartbeat: Callable[[], None]) -> int:
-    """Serve until SIGTERM has been drained. The exit status: 3 for a configuration that cannot work."""
+    """Serve until SIGTERM has been drained. Returns the exit status; see types/status."""
 
     async def serve() -> int:
-        return await Server(config, Role.DECODE, heartbeat).run()
+        return await Server(config, DECODE, heartbeat).run()
 
     return uvloop.run(serve())

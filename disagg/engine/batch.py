@@ -1,19 +1,22 @@
-"""The sequences that decode: which of them run, which gave way for want of pages, and what their plans named.
+"""The sequences that run: which of them the next step computes, which gave way for want of pages, and what plans named.
 
     join ──> running ──────── no page left ────────> leaving ──> parked
               │  ^ ^                                               │
               │  │ └──── pages again: computed from the prefix ────┘
               │  │       cache on, and a slot        waiting (for its first slot)
               │  └──────────────────────────────────────┘
-              └──── stop ──> leaving ──> gone
+              ├──── stop ──> leaving ──> gone
+              └──── keep ──> leaving ──> gone        a prompt that is computed: its pages stay for its transfer
+                    part                             or for the choices that go on here
 
-Only want of pages makes a sequence give way, never want of slots. Who has been parked longest by *age*, the order in which
-answers began, goes on first, and if it waits for long, younger ones give way to it.
+What a step computes is a policy's choice (scheduler/policies), named by the engine's role. Only want of pages makes a
+sequence give way, never want of slots. Who has been parked longest by *age*, the order in which answers began, goes on
+first, and if it waits for long, younger ones give way to it.
 
-A sequence that leaves keeps its pages and its slot until the last plan that names it has reported (and, just after a
-transfer, until no rank has them bound). What a parked one has computed is not lost while its pages stay in the prefix
-cache; the rest is computed again, in chunks beside the others' steps. Every token it has is known by then, so it says
-none twice, and noise depends on (seed, choice, output index) alone, so it says what it would have said.
+A sequence that leaves keeps its pages and its slots until the last plan that names it has reported, and no transfer uses
+them. What a parked one has computed is not lost while its pages stay in the prefix cache; the rest is computed again, in
+chunks beside the others' steps. Every token it has is known by then, so it says none twice, and noise depends on (seed,
+choice, output index) alone, so it says what it would have said.
 
 Knows sequences, pages, slots and plans; nothing of legs, links or routers.
 """
@@ -21,91 +24,50 @@ Knows sequences, pages, slots and plans; nothing of legs, links or routers.
 from __future__ import annotations
 
 import bisect
-import enum
-from dataclasses import dataclass, field
 
 from disagg.engine.facts import EngineFacts
-from disagg.engine.instructions import Tally
+from disagg.engine.instructions import Counters
+from disagg.engine.sequences import Sequence, State
 from disagg.engine.steps import PlanPipeline, Slots
+from disagg.engine.tiers import Tiers
 from disagg.memory.sequence import KvMemory, SequencePages
-from disagg.messages.mirror import MirrorEncoder
-from disagg.messages.plan import PageCopy, Run, SamplerStart, SequenceStart, WorkerPlan
-from disagg.scheduler.policies import PREEMPTION, Candidate, Running, decode_only
-from disagg.types.ids import LegKey
-from disagg.types.sampling import SamplingParams
+from disagg.messages.plan import PageCopy, Run, SamplerStart, SequenceStart, StepResult, WorkerPlan
+from disagg.messages.sequence_diff import DiffEncoder
+from disagg.scheduler.fairness import Shares
+from disagg.scheduler.policies import POLICIES, PREEMPTION, Candidate, Running
 
 
-class Phase(enum.Enum):
-    RUNNING = "running"
-    GIVING_WAY = "giving way"  # no new plan names it; one in flight may
-    PARKED = "parked"  # holds nothing
-    WAITING = "waiting"  # has not begun, and holds nothing: other choices of its leg have
-    DONE = "done"
+class Batch:
+    """See the module. `plan` and `report` for each step; `settle` whenever pages may have come free."""
 
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One choice that decodes. tokens: prompt and outputs, as far as they are known here; limit: most it may have.
-    arrival: its age, by the order in which answers began, and then by choice.
-
-    position: tokens whose computation has been scheduled; promised: tokens that plans so far will have made known.
-    """
-
-    key: LegKey
-    choice: int
-    arrival: int
-    tokens: list[int]
-    num_prompt: int
-    limit: int
-    params: SamplingParams
-    root: bytes
-    hashes: list[bytes]
-    pages: SequencePages | None
-    slot: int
-    seq_id: int = -1
-    phase: Phase = Phase.RUNNING
-    position: int = 0
-    promised: int = 0
-    computed: int = 0
-    last_plan: int = -1
-    bound: bool = True  # a rank may still scatter into its pages
-    recomputes: bool = False  # its pages were reserved for chunks
-    joined_tokens: int = 0  # how many it had when it last joined
-    shared_tokens: int = 0  # of its first tokens, whose pages others may hold too
-    parked_s: float = 0.0
-    too_little_at: int = -1  # KvMemory.releases when there were too few pages to go on
-
-    @property
-    def done(self) -> bool:
-        return self.phase is Phase.DONE
-
-    @property
-    def remaining(self) -> int:
-        """Tokens that can be scheduled: one while it decodes, more while it recomputes, none at its limit."""
-        return self.promised - self.position if self.promised < self.limit else 0
-
-
-@dataclass(slots=True)
-class DecodeBatch:
-    """See the module. `plan` and `reported` for each step; `settle` whenever pages may have come free."""
-
-    facts: EngineFacts
-    memory: KvMemory
-    tally: Tally
-    slots: Slots = field(init=False)
-    pipeline: PlanPipeline = field(init=False)
-    encoder: MirrorEncoder = field(init=False)
-    running: dict[int, Sequence] = field(default_factory=dict)  # by seq_id, oldest first
-    parked: list[Sequence] = field(default_factory=list)  # oldest first
-    _named: dict[int, Sequence] = field(default_factory=dict)  # by seq_id: all that a plan in flight may name
-    _leaving: list[Sequence] = field(default_factory=list)
-    short: bool = False  # a running sequence lacked a page in the last plan: what comes free is for it first
-    _next_seq_id: int = 0
-
-    def __post_init__(self) -> None:
-        self.slots = Slots(self.facts.max_slots)
-        self.pipeline = PlanPipeline(self.facts.tp)
-        self.encoder = MirrorEncoder()
+    def __init__(
+        self,
+        facts: EngineFacts,
+        memory: KvMemory,
+        counters: Counters,
+        policy: str,
+        budget_tokens: int,
+        tiers: Tiers | None = None,
+    ) -> None:
+        """policy: a key of scheduler.policies.POLICIES. budget_tokens: of one step, at most. tiers: if there are any."""
+        self._facts = facts.scheduling
+        self._page_tokens = facts.memory.page_tokens
+        self._checkpoint_tokens = facts.memory.checkpoint_tokens
+        self._memory = memory
+        self._counters = counters
+        self._policy = POLICIES[policy]
+        self._budget_tokens = budget_tokens
+        self._tiers = tiers
+        self.slots = Slots(facts.scheduling.max_slots)
+        self.pipeline = PlanPipeline(facts.tp)
+        self._encoder = DiffEncoder()
+        self.running: dict[int, Sequence] = {}  # by seq_id, in the order in which they joined
+        self.parked: list[Sequence] = []  # oldest first
+        self._named: dict[int, Sequence] = {}  # by seq_id: all that a plan in flight may name, or a transfer uses
+        self._leaving: list[Sequence] = []
+        self._shares = Shares()  # of the prompts' tokens in steps, by tenant
+        self._next_seq_id = 0
+        self.short = False  # a running sequence lacked a page in the last plan: what comes free is for it first
 
     # ---- who is in the batch
 
@@ -113,11 +75,13 @@ class DecodeBatch:
         """It runs from the next plan on; its pages hold `sequence.computed` tokens."""
         assert sequence.pages is not None
         sequence.seq_id, self._next_seq_id = self._next_seq_id, self._next_seq_id + 1
-        sequence.phase = Phase.RUNNING
+        sequence.state = State.RUNNING
         sequence.position = sequence.computed
         sequence.promised = sequence.joined_tokens = len(sequence.tokens)
         self.running[sequence.seq_id] = self._named[sequence.seq_id] = sequence
-        self.encoder.start(
+        if self._tiers is not None:
+            self._tiers.offload.joined(sequence)
+        self._encoder.start(
             SequenceStart(
                 seq_id=sequence.seq_id,
                 token_ids=tuple(sequence.tokens),
@@ -125,28 +89,53 @@ class DecodeBatch:
                 computed=sequence.computed,
                 tables=sequence.pages.tables(),
                 params=sequence.params,
-                samplers=(SamplerStart(sequence.slot, sequence.choice),),
+                samplers=tuple(map(SamplerStart, sequence.slots, sequence.choices)),
             )
         )
 
     def copy_pages(self, sequences: list[Sequence], copies: list[PageCopy]) -> None:
         """Before anything else runs; the pages of these sequences are named by the plan that copies."""
         if copies:
-            self.encoder.copy_pages(copies)
+            self._encoder.copy_pages(copies)
             for sequence in sequences:
-                sequence.last_plan = self.encoder.next_plan_no
+                sequence.last_plan = self._encoder.next_plan_no
 
     def stop(self, sequence: Sequence) -> None:
         """It needs nothing more; idempotent."""
-        if sequence.phase is Phase.RUNNING:
+        if sequence.state is State.RUNNING:
             self._leave(sequence)
-        elif sequence.phase is Phase.PARKED:
+        elif sequence.state is State.PARKED:
             self.parked.remove(sequence)
-        sequence.phase = Phase.DONE
+        sequence.state = State.DONE
+        if self._tiers is not None:
+            self._tiers.loads.forget(sequence)
+
+    def keep(self, sequence: Sequence) -> None:
+        """A prompt has been computed, and is not gone on with here: its pages stay until no transfer uses them."""
+        self._end_prompt(sequence, goes_on=False)
+        self._leave(sequence)
+        self.slots.give(sequence.slots)  # the next plan ends the sequence before it starts another in these
+        sequence.slots, sequence.state = (), State.DONE
+
+    def part(self, sequence: Sequence) -> tuple[SequencePages, tuple[int, ...]]:
+        """A prompt has been computed: its pages and slots are the caller's, for what goes on after it."""
+        assert sequence.last_plan <= self.pipeline.reported and not sequence.in_transfer
+        self._end_prompt(sequence, goes_on=True)
+        del self.running[sequence.seq_id], self._named[sequence.seq_id]
+        self._encoder.end(sequence.seq_id)
+        pages, slots = sequence.pages, sequence.slots
+        assert pages is not None
+        sequence.pages, sequence.slots, sequence.state = None, (), State.DONE
+        return pages, slots
+
+    def _end_prompt(self, sequence: Sequence, *, goes_on: bool) -> None:
+        assert sequence.is_prompt and sequence.pages is not None
+        sequence.pages.end_prefill(sequence.hashes, self.pipeline.clock, goes_on=goes_on)
+        sequence.pages.seal(sequence.computed, sequence.hashes)
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.seq_id]
-        self.encoder.end(sequence.seq_id)
+        self._encoder.end(sequence.seq_id)
         self._leaving.append(sequence)
 
     def give_way(self, reason: str, outputs: int = 0, to_arrival: int = -1) -> None:
@@ -158,22 +147,23 @@ class DecodeBatch:
         could = tuple(
             Running(s.seq_id, s.arrival, len(s.tokens))
             for s in self.running.values()
-            if len(s.tokens) - s.joined_tokens >= outputs and s.arrival > to_arrival
+            if not s.is_prompt and len(s.tokens) - s.joined_tokens >= outputs and s.arrival > to_arrival
         )
-        if self._leaving or not could:
+        coming = any(not s.is_prompt for s in self._leaving)  # how long a transfer uses a prompt's, nobody knows
+        if coming or not could:
             return
-        victim = self.running[PREEMPTION[self.facts.preemption](could).seq_id]
+        victim = self.running[PREEMPTION[self._facts.preemption](could).seq_id]
         self._leave(victim)
-        victim.phase = Phase.GIVING_WAY
-        self.tally.preemptions[reason] += 1
+        victim.state = State.GIVING_WAY
+        self._counters.preemptions[reason] += 1
 
     def settle(self, now_s: float) -> None:
-        """Free what sequences that left hold, once no plan and no rank names it."""
+        """Free what sequences that left hold, once no plan and no transfer names it."""
         if not self._leaving:
             return
         waiting = []
         for sequence in self._leaving:
-            if sequence.last_plan > self.pipeline.reported or sequence.bound:
+            if sequence.last_plan > self.pipeline.reported or sequence.in_transfer:
                 waiting.append(sequence)
                 continue
             assert sequence.pages is not None
@@ -181,98 +171,150 @@ class DecodeBatch:
             sequence.pages.seal(sequence.computed, sequence.hashes)
             sequence.pages.close(self.pipeline.clock)
             sequence.pages = None
-            self.slots.give((sequence.slot,))
-            if sequence.phase is Phase.GIVING_WAY:
-                sequence.phase = Phase.PARKED
+            if self._tiers is not None:
+                self._tiers.offload.left(sequence)
+            self.slots.give(sequence.slots)
+            sequence.slots = ()
+            if sequence.state is State.GIVING_WAY:
+                sequence.state = State.PARKED
                 sequence.parked_s = now_s
                 bisect.insort(self.parked, sequence, key=lambda each: each.arrival)
         self._leaving = waiting
 
     def resume(self, sequence: Sequence, now_s: float) -> bool:
         """One that is parked, or waits, joins if there are a slot and pages for all that it has, and some more."""
-        memory, tokens = self.memory, len(sequence.tokens)
-        if sequence.too_little_at == memory.releases:
+        memory, tokens = self._memory, len(sequence.tokens)
+        if sequence.too_little_at == memory.releases or not self._brought_back(sequence, now_s):
             return False
         slots = self.slots.take(1)
         if slots is None:
             return False
         memory.extend_hashes(sequence.hashes, sequence.root, sequence.tokens)
-        total = min(tokens + self.facts.spare_tokens, sequence.limit - 1)  # the last one's KV is never written
-        pages = memory.open(sequence.hashes, tokens, total, self.facts.chunk_tokens, self.pipeline.clock)
+        total = min(tokens + self._facts.spare_tokens, sequence.limit - 1)  # the last one's KV is never written
+        pages = memory.open(sequence.hashes, tokens, total, self._facts.chunk_tokens, self.pipeline.clock)
+        if self._tiers is not None:
+            self._tiers.begins(sequence, pages.computed if pages is not None else 0)
         if pages is None:
             self.slots.give(slots)
             sequence.too_little_at = memory.releases
             return False
-        self.tally.recomputed_tokens += tokens - 1 - pages.computed
-        if sequence.phase is Phase.PARKED:
+        self._counters.recomputed_tokens += tokens - 1 - pages.computed
+        if sequence.state is State.PARKED:
             self.parked.remove(sequence)
-            self.tally.observe("parked", now_s - sequence.parked_s)
+            self._counters.observe("parked", now_s - sequence.parked_s)
         sequence.recomputes = True
-        sequence.pages, sequence.slot, sequence.computed, sequence.last_plan = pages, slots[0], pages.computed, -1
+        sequence.pages, sequence.slots, sequence.computed, sequence.last_plan = pages, slots, pages.computed, -1
         self.join(sequence)
         return True
 
+    def _brought_back(self, sequence: Sequence, now_s: float) -> bool:
+        """What the host and storage have of it is cached again, or is not worth waiting for."""
+        if self._tiers is None:
+            return True
+        loads = self._tiers.loads
+        if not loads.asked(sequence):
+            self._memory.extend_hashes(sequence.hashes, sequence.root, sequence.tokens)
+            loads.ask(sequence, sequence.salt, sequence.root, sequence.hashes, len(sequence.tokens), now_s)
+        return loads.ready(sequence)
+
     # ---- steps
 
-    def plan(self, now_s: float) -> WorkerPlan | None:
+    def plan(self) -> WorkerPlan | None:
         """The next step, sent; None when there is nothing to do or two are in flight."""
         if not self.pipeline.has_room:
             return None
-        longest_run = self.facts.longest_run
-        candidates = tuple(
-            Candidate(s.seq_id, s.remaining, longest_run(s.position)) for s in self.running.values() if s.remaining
-        )
-        step = decode_only(candidates, self.facts.max_slots + self.facts.chunk_tokens)
         runs = []
         self.short = False
-        for run in step.runs:
+        for run in self._policy(self._candidates(), self._budget_tokens).runs:
             sequence = self.running[run.seq_id]
             assert sequence.pages is not None
             new_pages = sequence.pages.grow(sequence.position, sequence.position + run.num_tokens)
             if new_pages is None:
+                # Of a prompt, all pages were reserved; those of a window may be held for a copy, for a moment.
+                assert not sequence.is_prompt or (self._tiers is not None and self._tiers.held()), "reserved pages"
                 self.short = True  # it sits this step out
                 continue
+            if sequence.is_prompt:
+                self._shares.charge(sequence.tenant, run.num_tokens)
             sequence.position += run.num_tokens
             sequence.promised += run.sample
-            sequence.last_plan = self.encoder.next_plan_no
+            sequence.last_plan = self._encoder.next_plan_no
             runs.append(Run(run.seq_id, run.num_tokens, run.sample, new_pages))
         plan = None
-        if runs or self.encoder.has_housekeeping:
-            plan = self.encoder.encode(runs)
-            self.pipeline.sent(plan, now_s)
+        if runs or self._encoder.has_housekeeping:
+            plan = self._encoder.encode(runs)
+            self.pipeline.sent(plan)
         if self.short:
             self.give_way("memory")
         return plan
 
-    def named(self, seq_id: int) -> Sequence:
-        return self._named[seq_id]
+    def _candidates(self) -> tuple[Candidate, ...]:
+        """What could run: choices in the order in which they joined, then prompts, of the tenant least served first."""
+        choices, prompts = [], []
+        for sequence in self.running.values():
+            if remaining := sequence.remaining:
+                candidate = Candidate(sequence.seq_id, sequence.phase, remaining, self._longest_run(sequence.position))
+                if sequence.is_prompt:
+                    prompts.append((sequence.tenant, candidate))
+                else:
+                    choices.append(candidate)
+        turns = {tenant: turn for turn, tenant in enumerate(self._shares.order([tenant for tenant, _ in prompts]))}
+        prompts.sort(key=lambda each: turns[each[0]])
+        return (*choices, *(candidate for _, candidate in prompts))
 
-    def reported(self, plan: WorkerPlan) -> None:
-        """Every rank has computed this plan, and its tokens are known: what it made whole enters the prefix cache."""
-        page_tokens = self.facts.page_tokens
+    def _longest_run(self, position: int) -> int:
+        """Tokens that a run from `position` on may have at most."""
+        if not self._checkpoint_tokens:
+            return self._facts.chunk_tokens
+        return min(self._facts.chunk_tokens, self._checkpoint_tokens - position % self._checkpoint_tokens)
+
+    def sequence(self, seq_id: int) -> Sequence | None:
+        """That a plan in flight may name, or a transfer uses."""
+        return self._named.get(seq_id)
+
+    def report(self, result: StepResult) -> tuple[WorkerPlan, StepResult] | None:
+        """A rank has computed a plan. The plan and what it gave, once every rank has: what it made whole enters the prefix
+        cache.
+        """
+        complete = self.pipeline.report(result)
+        if complete is None:
+            return None
+        plan, result = complete
+        if self._tiers is not None:
+            self._tiers.loads.rates.computed(tuple(run.num_tokens for run in plan.runs), result.compute_s)
         for run in plan.runs:
             sequence = self._named[run.seq_id]
             sequence.computed += run.num_tokens
-            if sequence.computed // page_tokens > len(sequence.hashes):
-                self.memory.extend_hashes(sequence.hashes, sequence.root, sequence.tokens)
+            if sequence.computed // self._page_tokens > len(sequence.hashes):
+                self._memory.extend_hashes(sequence.hashes, sequence.root, sequence.tokens)
             assert sequence.pages is not None
             sequence.pages.advance(sequence.computed, sequence.hashes, self.pipeline.clock)
             if run.sample and sequence.recomputes:
                 sequence.recomputes = False
                 sequence.pages.end_prefill(sequence.hashes, self.pipeline.clock, goes_on=True)
+            if self._tiers is not None:
+                self._tiers.offload.advanced(sequence, run.num_tokens)
+        return complete
+
+    # ---- what others need to know of it
 
     def pages(self) -> list[SequencePages]:
         """Of every sequence that holds any."""
         return [s.pages for s in self._named.values() if s.pages is not None]
 
     def held_slots(self) -> int:
-        return len(self._named)
+        return sum(len(s.slots) for s in self._named.values())
+
+    def longest_parked_s(self, now_s: float) -> float:
+        """How long the sequence that gave way first has waited to go on."""
+        return max((now_s - sequence.parked_s for sequence in self.parked), default=0.0)
 
     def check_integrity(self) -> None:
         """What must hold between any two calls."""
         assert self.held_slots() <= self.slots.total - self.slots.free
-        assert all(s.phase is Phase.RUNNING for s in self.running.values())
-        assert all(s.phase is Phase.PARKED and s.pages is None for s in self.parked)
+        assert all(s.state is State.RUNNING for s in self.running.values())
+        assert all(s.state is State.PARKED and s.pages is None for s in self.parked)
         assert set(self.running) | {s.seq_id for s in self._leaving} == set(self._named)
-        for sequence in self.running.values():
-            assert sequence.computed <= sequence.position < sequence.promised <= max(sequence.limit, sequence.promised)
+        for s in self.running.values():
+            # A prompt that is all scheduled stays until its first tokens are here.
+            assert s.computed <= s.position < s.promised <= max(s.limit, s.promised)

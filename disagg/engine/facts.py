@@ -1,46 +1,26 @@
-"""What an engine must know of its model and its workers. Numbers only, gathered by the server before the engine starts."""
+"""What an engine must know of its model and its workers. Values only, gathered by the server before the engine starts."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
 from disagg.memory.layout import PoolLayout
-from disagg.messages.layout import LayerGroup
+from disagg.messages.layout import GroupKind, LayerGroup
+from disagg.offload.keys import Scope
 
 
-class EngineFacts(Struct, frozen=True):
-    """groups: of the whole model (all KV heads), not of one rank; layout: of a rank's pool of num_large large pages.
-
-    cache_root: what all page hashes begin with (weights and whatever else two caches must agree on). max_slots: sequences
-    sampled at once. spare_tokens: of each choice's outputs that a grant reserves pages for; lookahead_tokens: for how many
-    more all that has begun must be able to go on for something new to begin. preempt_after_s: how long one that gave way
-    waits before younger ones give way to it; preemption: a key of scheduler.policies.PREEMPTION.
-    """
-
-    incarnation: str
-    tp: int
-    groups: tuple[LayerGroup, ...]
-    layout: PoolLayout
-    num_large: int
-    prefix_cache: bool
-    cache_root: str
-    max_slots: int
-    chunk_tokens: int
-    max_model_len: int
+class ModelFacts(Struct, frozen=True):
+    groups: tuple[LayerGroup, ...]  # of the whole model (all KV heads), not of one rank
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    max_waiting: int
-    ungranted_share: float
-    spare_tokens: int
-    lookahead_tokens: int
-    preempt_after_s: float
-    preemption: str
-    gather_bytes: int
-    arena_bytes: int
-    segment_bytes: int
-    link_segments: int
-    link_idle_s: float
-    progress_s: float
+    max_model_len: int
+
+
+class MemoryFacts(Struct, frozen=True):
+    layout: PoolLayout  # of a rank's pool
+    num_large: int  # large pages of it
+    prefix_cache: bool
+    scope: Scope  # what two caches must agree on, without a tenant: all page hashes begin with it
 
     @property
     def page_tokens(self) -> int:
@@ -49,10 +29,42 @@ class EngineFacts(Struct, frozen=True):
     @property
     def checkpoint_tokens(self) -> int:
         """Where chunks end at the latest; 0 for a model without recurrent states."""
-        return self.layout.checkpoint_tokens if any(group.is_state for group in self.groups) else 0
+        states = any(group.kind is GroupKind.STATE for group in self.layout.groups)
+        return self.layout.checkpoint_tokens if states else 0
 
-    def longest_run(self, position: int) -> int:
-        """Tokens that a run from `position` on may have at most."""
-        if not self.checkpoint_tokens:
-            return self.chunk_tokens
-        return min(self.chunk_tokens, self.checkpoint_tokens - position % self.checkpoint_tokens)
+
+class SchedulingFacts(Struct, frozen=True):
+    max_slots: int  # choices sampled at once
+    max_prompts: int  # computed at once, whatever their choices
+    chunk_tokens: int  # of prompts, in one step
+    max_waiting: int  # legs that have not begun
+    ungranted_share: float  # of the pool, for KV that is computed and that no decode server has granted pages for
+    spare_tokens: int  # of each choice's outputs, for which a grant reserves pages
+    lookahead_tokens: int  # for so many more, all that has begun must be able to go on for something new to begin
+    preempt_after_s: float  # a sequence that gave way waits so long before younger ones give way to it
+    preemption: str  # a key of scheduler.policies.PREEMPTION
+
+
+class TransferFacts(Struct, frozen=True):
+    gather_bytes: int  # of one gather buffer: the most that one write takes
+    arena_bytes: int
+    segment_bytes: int
+    link_segments: int  # of the arena, for one link's ring
+    link_idle_s: float  # after which a ring that nobody uses is given back
+    progress_s: float  # a transfer that stands still for so long is given up
+
+
+class OffloadFacts(Struct, frozen=True):
+    host_large: int  # large pages of each rank's host pool
+    stride_tokens: int  # as it is configured
+    storage: bool  # there is one
+
+
+class EngineFacts(Struct, frozen=True):
+    incarnation: str
+    tp: int
+    model: ModelFacts
+    memory: MemoryFacts
+    scheduling: SchedulingFacts
+    transfer: TransferFacts
+    offload: OffloadFacts | None = None  # KV has no place but the pool

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from disagg.messages.lane import LaneRequest
 from disagg.messages.legs import KvEvents, PeerRef, ServerMessage
 from disagg.messages.link import LinkMessage
 from disagg.messages.plan import WorkerPlan
+from disagg.messages.tiers import TierCommand
+from disagg.messages.transfer import TransferCommand
+from disagg.offload.instructions import StoreCommand
 
 
 class ToRouter(Struct, frozen=True):
@@ -27,11 +29,11 @@ class ToLink(Struct, frozen=True):
     message: LinkMessage
 
 
-class ToLane(Struct, frozen=True):
-    """Tell the transfer thread of one rank, or of all."""
+class ToTransfer(Struct, frozen=True):
+    """Tell the transfer or offload thread of one rank, or of all."""
 
     rank: int | None
-    message: LaneRequest
+    message: TransferCommand | TierCommand
 
 
 class ToWorkers(Struct, frozen=True):
@@ -65,11 +67,17 @@ class PublishKv(Struct, frozen=True):
     events: KvEvents
 
 
-Instruction = ToRouter | ToLink | ToLane | ToWorkers | DialLink | DropLink | ForgetLink | PublishKv
+class ToStore(Struct, frozen=True):
+    """Have storage asked, or have something done there."""
+
+    command: StoreCommand
+
+
+Instruction = ToStore | ToRouter | ToLink | ToTransfer | ToWorkers | DialLink | DropLink | ForgetLink | PublishKv
 
 
 @dataclass(slots=True)
-class Tally:
+class Counters:
     """What an engine counts; the server exports it. Sums since the start of this incarnation; observations are drained."""
 
     steps: int = 0
@@ -77,7 +85,8 @@ class Tally:
     decode_tokens: int = 0
     discarded_tokens: int = 0
     recomputed_tokens: int = 0
-    hit_tokens: int = 0
+    hit_tokens: int = 0  # in the prefix cache, wherever they were before
+    brought_tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # of these, by tier: host, storage
     query_tokens: int = 0
     payload_bytes_sent: int = 0
     payload_bytes_received: int = 0
@@ -89,7 +98,7 @@ class Tally:
     max_steps_after_abort: int = 0
     legs: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by outcome
     transfer_failures: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
-    preemptions: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason: memory, grant
+    preemptions: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason: memory, age
     evictions: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # small pages, by layer group
     observations: list[tuple[str, float]] = field(default_factory=list)  # (histogram, seconds)
 

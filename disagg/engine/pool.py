@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from disagg.engine.facts import EngineFacts
-from disagg.engine.instructions import PublishKv, Tally
-from disagg.memory.hashing import chain_root
+from disagg.engine.instructions import Counters, PublishKv
 from disagg.memory.sequence import KvMemory, SequencePages
-from disagg.messages.legs import GroupMemory, KvEvents, LoadReport, MemoryReport, ServerState, StartLeg
+from disagg.messages.legs import GroupMemory, HostMemory, KvEvents, LoadReport, MemoryReport, ServerState, StartLeg
+
+Fits = Callable[[EngineFacts, KvMemory, int], bool]
+
+
+def prompt_fits(facts: EngineFacts, kv: KvMemory, num_tokens: int) -> bool:
+    """A prompt of so many tokens can be computed when nothing else holds pages."""
+    return kv.large_pages_to_prefill(num_tokens, facts.scheduling.chunk_tokens) <= facts.memory.num_large
+
+
+def answer_fits(facts: EngineFacts, kv: KvMemory, total_tokens: int, shared_tokens: int = 0) -> bool:
+    """One choice can grow to its end, and be computed again up to there, when nothing else holds pages."""
+    grown = kv.large_pages_to_decode(shared_tokens, total_tokens, 1)
+    return grown <= facts.memory.num_large and prompt_fits(facts, kv, total_tokens)
 
 
 class EnginePool:
@@ -17,32 +31,34 @@ class EnginePool:
     def __init__(
         self,
         facts: EngineFacts,
-        tally: Tally,
-        fits_alone: Callable[[KvMemory, int], bool],
+        counters: Counters,
+        fits_alone: Fits,
         common_late_tokens: int = 0,
     ) -> None:
-        """fits_alone: (memory, tokens) -> a sequence that comes to so many tokens fits when it is alone.
-        common_late_tokens: see KvMemory.
-        """
-        self._facts = facts
-        self._tally = tally
+        """fits_alone: a sequence that comes to so many tokens fits when it is alone. common_late_tokens: see KvMemory."""
+        self._memory = facts.memory
+        self._counters = counters
         self.kv = KvMemory(
-            facts.layout, facts.num_large, caching=facts.prefix_cache, common_late_tokens=common_late_tokens
+            facts.memory.layout,
+            facts.memory.num_large,
+            caching=facts.memory.prefix_cache,
+            common_late_tokens=common_late_tokens,
         )
-        self.longest_alone = _longest(facts.max_model_len, lambda tokens: fits_alone(self.kv, tokens))
+        self.longest_alone = _longest(facts.model.max_model_len, lambda tokens: fits_alone(facts, self.kv, tokens))
 
     def prefix(self, start: StartLeg) -> tuple[bytes, list[bytes]]:
         """The root of a leg's hash chain, and the hashes of its full pages."""
-        root = chain_root(self._facts.cache_root, start.cache_salt)
+        root = replace(self._memory.scope, salt=start.cache_salt).root
         hashes: list[bytes] = []
         self.kv.extend_hashes(hashes, root, start.token_ids)
         return root, hashes
 
     def taken(self, pages: SequencePages) -> None:
         """A request has got these."""
-        self._tally.observe("run_pages", pages.run_pages())
+        self._counters.observe("run_pages", pages.run_pages())
 
-    def report(self) -> MemoryReport:
+    def report(self, host: HostMemory | None = None) -> MemoryReport:
+        """host: what the engine has beside the pool, if it has."""
         stats = self.kv.allocator.stats()
         groups = tuple(
             GroupMemory(
@@ -53,21 +69,23 @@ class EnginePool:
                 evictable_pages=pages.evictable_pages,
                 used_pages=pages.used_pages,
             )
-            for group, pages in zip(self._facts.layout.groups, stats.groups, strict=True)
+            for group, pages in zip(self._memory.layout.groups, stats.groups, strict=True)
         )
         return MemoryReport(
-            sizing=self._facts.layout.sizing.value,
+            sizing=self._memory.layout.sizing.value,
             large_bytes=stats.large_bytes,
             large_free=stats.empty_large,
             large_evictable=stats.evictable_large,
             large_used=stats.used_large,
             fragmentation_bytes=stats.fragmentation_bytes,
             groups=groups,
+            host=host,
         )
 
-    def load(self, state: ServerState, running: int, waiting: int) -> LoadReport:
+    def load(self, state: ServerState, running: int, waiting: int, host: HostMemory | None = None) -> LoadReport:
+        """See `report`."""
         self._count()
-        memory = self.report()
+        memory = self.report(host)
         return LoadReport(
             state=state,
             running=running,
@@ -75,16 +93,16 @@ class EnginePool:
             pages_used=memory.large_used,
             pages_free=memory.large_free,
             pages_evictable=memory.large_evictable,
-            pages_total=self._facts.num_large,
+            pages_total=self._memory.num_large,
             memory=memory,
         )
 
     def _count(self) -> None:
-        """Bring the tally up to what the memory has counted."""
-        self._tally.hit_tokens = self.kv.hit_tokens
-        self._tally.query_tokens = self.kv.query_tokens
-        for group, evictions in zip(self._facts.layout.groups, self.kv.allocator.evictions, strict=True):
-            self._tally.evictions[group.name] = evictions
+        """Bring the counters up to what the memory has counted."""
+        self._counters.hit_tokens = self.kv.hit_tokens
+        self._counters.query_tokens = self.kv.query_tokens
+        for group, evictions in zip(self._memory.layout.groups, self.kv.allocator.evictions, strict=True):
+            self._counters.evictions[group.name] = evictions
 
     def take_events(self) -> list[PublishKv]:
         """At most one instruction: what has changed in the prefix cache since this was last asked."""
@@ -107,7 +125,7 @@ class EnginePool:
             },
             "groups": {
                 group.name: dict(zip(("empty", "evictable", "used"), allocator.small_counts(g), strict=True))
-                for g, group in enumerate(self._facts.layout.groups)
+                for g, group in enumerate(self._memory.layout.groups)
             },
             "prefix cache": {"pages": len(self.kv.cache), "hit tokens": self.kv.hit_tokens},
         }

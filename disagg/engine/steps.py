@@ -17,7 +17,6 @@ MAX_IN_FLIGHT = 2
 @dataclass(slots=True)
 class _InFlight:
     plan: WorkerPlan
-    sent_s: float
     reports: dict[int, StepResult] = field(default_factory=dict)
 
 
@@ -42,9 +41,9 @@ class PlanPipeline:
     def in_flight(self) -> tuple[WorkerPlan, ...]:
         return tuple(item.plan for item in self._in_flight.values())
 
-    def sent(self, plan: WorkerPlan, now_s: float) -> None:
+    def sent(self, plan: WorkerPlan) -> None:
         assert self.has_room
-        self._in_flight[plan.plan_no] = _InFlight(plan, now_s)
+        self._in_flight[plan.plan_no] = _InFlight(plan)
 
     def report(self, result: StepResult) -> tuple[WorkerPlan, StepResult] | None:
         """Take one rank's report. The plan and rank 0's result, once every rank has reported it."""
@@ -59,10 +58,6 @@ class PlanPipeline:
         del self._in_flight[result.plan_no]
         self.reported = result.plan_no
         return item.plan, item.reports[0]
-
-    def oldest_age_s(self, now_s: float) -> float:
-        """Seconds since the oldest unreported plan was sent; 0 if there is none."""
-        return max((now_s - item.sent_s for item in self._in_flight.values()), default=0.0)
 
 
 class Slots:

@@ -26,187 +26,17 @@ in one large page.
 
 from __future__ import annotations
 
-import bisect
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 
-from msgspec import Struct
-
+from disagg.memory.eviction import NEVER, EvictionQueue
 from disagg.memory.layout import PoolLayout
-
-# States of a small page; a byte each, so that they are searched, counted and set many at once.
-EMPTY, USED, KEPT, EVICTABLE = range(4)
+from disagg.memory.runs import runs_of
+from disagg.memory.small_pages import EMPTY, EVICTABLE, KEPT, USED, SmallPages
+from disagg.memory.stats import PoolStats
+from disagg.types.arithmetic import ceil_div
 
 NOBODY = -1  # owns the large pages whose owner has ended
-
-# When a page was last used, then minus the length of the prefix that ends with it: the smallest is the oldest, so of
-# pages that were last used in one step the longest prefix goes first. A large page is as young as its youngest page.
-Age = tuple[int, int]
-NEVER: Age = (-(1 << 62), 0)
-_PASSED = 1 << 61
-
-
-def passed(step: int) -> int:
-    """What to release a page with, for `last_access`, that was written and passed at `step`, and that nobody is known to need
-    again: older than all that was ever of use, the first passed the oldest. (Insertion at the LRU end: LIP, Qureshi
-    et al., ISCA 2007.) A page that was of use before keeps the step of that.
-    """
-    return step - _PASSED
-
-
-class EvictionQueue:
-    """Evictable pages in the order of their ages, then of their numbers.
-
-    last use    10 ─> {7: -64, 3: -128, 2: -128}     pages and ranks (the second part of an age); the first to be
-                12 ─> {4: -48}                       evicted are sorted, and go from the end: page 2 is next
-                14 ─> {5: -16, 9: -32}
-
-    ages: by page number; that of a page does not change while it is here.
-    """
-
-    def __init__(self, ages: Sequence[Age]) -> None:
-        self._ages = ages
-        self._ranks: dict[int, dict[int, int]] = {}  # by last use, then by page
-        self._last_uses: list[int] = []  # the keys of the above, in rising order
-        self._sorted: int | None = None  # the last use whose pages are in order
-
-    def add(self, pages: Iterable[int]) -> None:
-        """These can be evicted from now on."""
-        ages, by_last_use = self._ages, self._ranks
-        for page in pages:
-            last_use, rank = ages[page]
-            if last_use not in by_last_use:
-                by_last_use[last_use] = {}
-                bisect.insort(self._last_uses, last_use)
-            elif last_use == self._sorted:
-                self._sorted = None
-            by_last_use[last_use][page] = rank
-
-    def remove(self, pages: Sequence[int]) -> None:
-        """These cannot be evicted any more."""
-        ages, by_last_use = self._ages, self._ranks
-        if pages:
-            last_use = ages[pages[0]][0]
-            if len(pages) == len(by_last_use[last_use]) and by_last_use[last_use].keys() == set(pages):
-                self._drop(last_use)  # quick, and usual: a sequence let go of them together
-                return
-        for page in pages:
-            last_use = ages[page][0]
-            ranks = by_last_use[last_use]
-            del ranks[page]
-            if not ranks:
-                self._drop(last_use)
-
-    def pop(self, count: int) -> list[int]:
-        """Removes the `count` oldest pages, or as many as there are, and returns them, the oldest first."""
-        popped: list[int] = []
-        while len(popped) < count and self._last_uses:
-            last_use = self._last_uses[0]
-            ranks = self._ranks[last_use]
-            if self._sorted != last_use:
-                in_order = sorted(zip(ranks.values(), ranks, strict=True), reverse=True)
-                ranks = self._ranks[last_use] = {page: rank for rank, page in in_order}
-                self._sorted = last_use
-            while ranks and len(popped) < count:
-                popped.append(ranks.popitem()[0])
-            if not ranks:
-                self._drop(last_use)
-        return popped
-
-    def _drop(self, last_use: int) -> None:
-        del self._ranks[last_use]
-        del self._last_uses[bisect.bisect_left(self._last_uses, last_use)]
-        if self._sorted == last_use:
-            self._sorted = None
-
-    def pages(self) -> set[int]:
-        """All of them, found to be where their ages say."""
-        assert self._last_uses == sorted(self._ranks) and all(self._ranks.values())
-        found = {page: (last_use, rank) for last_use, ranks in self._ranks.items() for page, rank in ranks.items()}
-        assert all(self._ages[page] == age for page, age in found.items()), "a page's age changed while it was in line"
-        return set(found)
-
-
-class GroupStats(Struct, frozen=True):
-    """One layer group's share of the pool. The bytes add up to large_pages * the size of a large page.
-
-    empty_bytes: of empty small pages in large pages that no other group can use meanwhile; padding_bytes: behind every
-    small page. Both are lost. evictions: small pages whose content was given up, since the start.
-    """
-
-    name: str
-    large_pages: int
-    empty_pages: int
-    evictable_pages: int
-    used_pages: int
-    empty_bytes: int
-    evictable_bytes: int
-    used_bytes: int
-    padding_bytes: int
-    evictions: int
-
-
-class PoolStats(Struct, frozen=True):
-    """A pool at one moment. Large pages are empty, evictable or used."""
-
-    large_bytes: int
-    empty_large: int
-    evictable_large: int
-    used_large: int
-    groups: tuple[GroupStats, ...]
-
-    @property
-    def fragmentation_bytes(self) -> int:
-        """Bytes of assigned large pages in which no content can be."""
-        return sum(group.empty_bytes + group.padding_bytes for group in self.groups)
-
-
-class _SmallPages:
-    """The small pages of one group, by number through the whole pool; those outside the group's large pages are EMPTY.
-
-    ages: of used pages too, if they were released before; NEVER of EMPTY ones. oldest: the evictable pages, unless each
-    is a large page by itself and evicted as such. spacious: the group's large pages that have an empty small page, by
-    owner.
-    """
-
-    def __init__(self, per_large: int, num_large: int) -> None:
-        count = per_large * num_large
-        self.per_large = per_large
-        self.states = bytearray(count)
-        self.holders = [0] * count
-        self.ages = [NEVER] * count
-        self.oldest = EvictionQueue(self.ages)
-        self.spacious: dict[int, dict[int, None]] = {}
-        self.num_large = 0
-        self.num_idle_large = 0  # of these, the ones without used pages, which are the evictable ones
-        self.num_used = 0
-        self.num_evictable = 0
-        self.evictions = 0
-
-    @property
-    def num_empty(self) -> int:
-        return self.num_large * self.per_large - self.num_used - self.num_evictable
-
-    def line_up(self, pages: Sequence[int]) -> None:
-        """These have become evictable, at the ages that they have now."""
-        self.num_evictable += len(pages)
-        if self.per_large > 1:
-            self.oldest.add(pages)
-
-    def leave_line(self, pages: Sequence[int]) -> None:
-        """These are not evictable any more. Their ages have not changed since."""
-        self.num_evictable -= len(pages)
-        if self.per_large > 1:
-            self.oldest.remove(pages)
-
-    def span(self, large: int) -> tuple[int, int]:
-        """Numbers of the first small page of a large page, and of the first behind it."""
-        return large * self.per_large, (large + 1) * self.per_large
-
-    def count(self, large: int, state: int) -> int:
-        """How many small pages of a large page are in this state."""
-        return self.states.count(state, large * self.per_large, (large + 1) * self.per_large)
 
 
 class PageAllocator:
@@ -221,7 +51,7 @@ class PageAllocator:
         self.layout = layout
         self.num_large = num_large
         self._on_evict = on_evict
-        self._small = [_SmallPages(per_large, num_large) for per_large in layout.per_large]
+        self._small = [SmallPages(per_large, num_large) for per_large in layout.per_large]
         # By large page. Group, owner and number of used small pages mean something only while it is not empty.
         self._is_empty = bytearray(b"\1" * num_large)
         self._group = [0] * num_large
@@ -237,9 +67,7 @@ class PageAllocator:
 
     def allocate(self, g: int, count: int, owner: int) -> list[int] | None:
         """`count` small pages of group g, with one holder each. None, and nothing has changed, if there are fewer."""
-        if not self._can_take([(g, count)], owner):
-            return None
-        return self._take(g, count, owner)
+        return self._take(g, count, owner) if self._can_take([(g, count)], owner) else None
 
     def allocate_all(self, needs: Sequence[int], owner: int) -> list[list[int]] | None:
         """`needs[g]` small pages of every group g: what `allocate` gives if asked for one group after the other.
@@ -267,7 +95,7 @@ class PageAllocator:
         with empty small pages: step 1 of its group would use it, unless step 3 of a group before has evicted it.
         """
         empty_large, evictable_large = self._num_empty_large, self.evictable_large
-        if sum([-(-count // self._small[g].per_large) for g, count in wanted]) <= empty_large:
+        if sum([ceil_div(count, self._small[g].per_large) for g, count in wanted]) <= empty_large:
             return True  # enough, and usual
         kept_back: set[int] = set()  # evictable large pages of which step 1 takes a page
         evicted: set[int] = set()
@@ -284,10 +112,9 @@ class PageAllocator:
                     kept_back.add(large)
                     taken_back += 1
             evictable_large -= taken_back
-            rest = count - own
-            if rest <= 0:
+            if (rest := count - own) <= 0:
                 continue
-            num_large = -(-rest // small.per_large)
+            num_large = ceil_div(rest, small.per_large)
             from_empty = min(num_large, empty_large)
             from_evictable = min(num_large - from_empty, evictable_large)
             empty_large -= from_empty
@@ -319,13 +146,13 @@ class PageAllocator:
         while len(pages) < count and owner in small.spacious:
             pages += self._fill(g, next(iter(small.spacious[owner])), count - len(pages))
         if len(pages) < count and self._num_empty_large:
-            for first, stop in self._empty_runs(-(-(count - len(pages)) // small.per_large)):
+            for first, stop in self._empty_runs(ceil_div(count - len(pages), small.per_large)):
                 pages += self._assign(g, first, stop, owner, count - len(pages))
         if len(pages) < count:
             whole, part = divmod(count - len(pages), small.per_large)
             evicted = self._evict_large(whole + (part > 0))
             # Adjacent ones together, but the last remains the last, because it is not filled.
-            for first, stop in _runs(sorted(evicted[:whole])) + _runs(evicted[whole:]):
+            for first, stop in runs_of(sorted(evicted[:whole])) + runs_of(evicted[whole:]):
                 pages += self._assign(g, first, stop, owner, count - len(pages))
         while len(pages) < count and small.spacious:
             other = NOBODY if NOBODY in small.spacious else next(iter(small.spacious))
@@ -383,7 +210,7 @@ class PageAllocator:
         small.num_used += taken
         return range(start, start + taken)
 
-    def _assign_one(self, small: _SmallPages, g: int, large: int, owner: int, count: int) -> range:
+    def _assign_one(self, small: SmallPages, g: int, large: int, owner: int, count: int) -> range:
         """As `_assign`, of one large page: what a decode step does all the time."""
         start = large * small.per_large
         self._is_empty[large] = 0
@@ -422,7 +249,7 @@ class PageAllocator:
     def _evict_large(self, count: int) -> list[int]:
         """Empties the oldest evictable large pages, `count` of them or as many as there are."""
         evicted = self._oldest_large.pop(count)
-        for first, stop in _runs(sorted(evicted), self._group):
+        for first, stop in runs_of(sorted(evicted), self._group):
             g = self._group[first]
             small = self._small[g]
             start, end = first * small.per_large, stop * small.per_large
@@ -544,7 +371,7 @@ class PageAllocator:
 
     # ---- large pages as their small ones change
 
-    def _become_idle(self, small: _SmallPages, larges: Sequence[int]) -> None:
+    def _become_idle(self, small: SmallPages, larges: Sequence[int]) -> None:
         """Large pages of which no small page is used any more; those that are not empty can be evicted now."""
         ages, per_large = small.ages, small.per_large
         in_line = [large for large in larges if not self._is_empty[large]]
@@ -553,12 +380,12 @@ class PageAllocator:
             self._large_ages[large] = age
         self._oldest_large.add(in_line)
 
-    def _leave_idle(self, small: _SmallPages, larges: Sequence[int]) -> None:
+    def _leave_idle(self, small: SmallPages, larges: Sequence[int]) -> None:
         """Large pages that were evictable, and of which small pages are used now."""
         small.num_idle_large -= len(larges)
         self._oldest_large.remove(larges)
 
-    def _have_emptied(self, small: _SmallPages, larges: Iterable[int]) -> None:
+    def _have_emptied(self, small: SmallPages, larges: Iterable[int]) -> None:
         """Large pages of which small pages have become empty: their owners may use those; if all are, the pool may."""
         gone = []
         for large in larges:
@@ -568,10 +395,10 @@ class PageAllocator:
             if self._owner[large] not in self._live_owners:
                 self._owner[large] = NOBODY
             small.spacious.setdefault(self._owner[large], {})[large] = None
-        for first, stop in _runs(sorted(gone)):
+        for first, stop in runs_of(sorted(gone)):
             self._unassign(small, first, stop)
 
-    def _unassign(self, small: _SmallPages, first: int, stop: int) -> None:
+    def _unassign(self, small: SmallPages, first: int, stop: int) -> None:
         """Large pages [first, stop), idle until now and without content, go back to the pool."""
         if small.spacious:
             for large in range(first, stop):
@@ -583,7 +410,7 @@ class PageAllocator:
         small.num_large -= count
         small.num_idle_large -= count
 
-    def _leave_spacious(self, small: _SmallPages, large: int) -> None:
+    def _leave_spacious(self, small: SmallPages, large: int) -> None:
         owner = self._owner[large]
         spacious = small.spacious.get(owner)
         if spacious is not None and large in spacious:
@@ -620,9 +447,6 @@ class PageAllocator:
         """Bytes of assigned large pages in which no content can be: empty small pages, and padding."""
         return self.stats().fragmentation_bytes
 
-    def holders(self, g: int, page: int) -> int:
-        return self._small[g].holders[page]
-
     def all_holders(self) -> dict[tuple[int, int], int]:
         """(group, page) of every used page, and how many hold it."""
         return {
@@ -633,29 +457,12 @@ class PageAllocator:
         }
 
     def stats(self) -> PoolStats:
-        groups = []
-        for g, (group, small) in enumerate(zip(self.layout.groups, self._small, strict=True)):
-            empty, evictable, used = self.small_counts(g)
-            groups.append(
-                GroupStats(
-                    name=group.name,
-                    large_pages=small.num_large,
-                    empty_pages=empty,
-                    evictable_pages=evictable,
-                    used_pages=used,
-                    empty_bytes=empty * group.page_bytes,
-                    evictable_bytes=evictable * group.page_bytes,
-                    used_bytes=used * group.page_bytes,
-                    padding_bytes=small.num_large * small.per_large * self.layout.padding_bytes(g),
-                    evictions=small.evictions,
-                )
-            )
         return PoolStats(
             large_bytes=self.layout.large_bytes,
             empty_large=self.free_large,
             evictable_large=self.evictable_large,
             used_large=self.used_large,
-            groups=tuple(groups),
+            groups=tuple(small.stats(self.layout, g) for g, small in enumerate(self._small)),
         )
 
     def check_integrity(self) -> None:
@@ -664,7 +471,8 @@ class PageAllocator:
         assert self._is_empty.find(1, 0, self._lowest_empty) < 0, "an empty large page would not be found"
         for g, small in enumerate(self._small):
             in_use = (large for large in range(self.num_large) if not self._is_empty[large])
-            self._check_group(g, small, [large for large in in_use if self._group[large] == g])
+            small.check_integrity()
+            self._check_group(small, [large for large in in_use if self._group[large] == g])
         idle = {large for large in range(self.num_large) if not self._is_empty[large] and not self._num_used[large]}
         assert len(idle) == self.evictable_large
         assert self._oldest_large.pages() == idle
@@ -673,11 +481,7 @@ class PageAllocator:
             start, end = small.span(large)
             assert self._large_ages[large] == max(small.ages[start:end]), f"large page {large}"
 
-    def _check_group(self, g: int, small: _SmallPages, assigned: list[int]) -> None:
-        for page, (state, holders, age) in enumerate(zip(small.states, small.holders, small.ages, strict=True)):
-            assert (holders > 0) == (state in (USED, KEPT)), f"page {page}, {holders} holders, state {state}"
-            assert state != EMPTY or age == NEVER, f"page {page} of group {g} is empty and has an age"
-            assert state != EVICTABLE or age != NEVER, f"page {page} of group {g} is evictable and has no age"
+    def _check_group(self, small: SmallPages, assigned: list[int]) -> None:
         counts = [0, 0, 0, 0]
         spacious = set()
         for large in assigned:
@@ -692,28 +496,5 @@ class PageAllocator:
         assert small.num_idle_large == sum(self._num_used[large] == 0 for large in assigned)
         assert small.num_used == counts[USED] + counts[KEPT]
         assert small.num_evictable == counts[EVICTABLE]
-        assert len(small.states) - small.states.count(EMPTY) == small.num_used + small.num_evictable
         assert spacious == {(owner, large) for owner, found in small.spacious.items() for large in found}
         assert all(small.spacious.values())
-        evictable = (page for page, state in enumerate(small.states) if state == EVICTABLE and small.per_large > 1)
-        assert small.oldest.pages() == set(evictable)
-
-
-def _runs(numbers: Sequence[int], kinds: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """Runs [first, stop) of rising numbers, each of one kind, if kinds (by number) are given."""
-    runs: list[tuple[int, int]] = []
-    first = stop = -1
-    for number in numbers:
-        if number != stop or (kinds is not None and kinds[number] != kinds[first]):
-            if first >= 0:
-                runs.append((first, stop))
-            first = number
-        stop = number + 1
-    if first >= 0:
-        runs.append((first, stop))
-    return runs
-
-
-def adjacent_runs(pages: Sequence[int]) -> int:
-    """How many runs of adjacent pages a page table is: what one copy, or one read, can span."""
-    return sum(after != before + 1 for before, after in pairwise(pages)) + bool(pages)

@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from disagg.memory.groups import GroupSpec
 from disagg.messages.layout import GroupKind
+from disagg.types.arithmetic import ceil_div, round_up
 
 
 class PageSizing(enum.StrEnum):
@@ -55,7 +56,7 @@ class PoolLayout(Struct, frozen=True):
     def pages_for(self, g: int, num_tokens: int) -> int:
         """How many pages of an attention group hold this many tokens."""
         assert self.groups[g].kind is not GroupKind.STATE, "a state's page holds any number of tokens"
-        return -(-num_tokens // self.page_tokens)
+        return ceil_div(num_tokens, self.page_tokens)
 
     def padding_bytes(self, g: int) -> int:
         """Bytes lost behind each small page of a group."""
@@ -92,7 +93,7 @@ def plan_layout(
             )
     if sizing is PageSizing.MAX:
         align_bytes = math.lcm(*(group.align_bytes for group in groups))
-        large_bytes = -(-max(group.page_bytes for group in groups) // align_bytes) * align_bytes
+        large_bytes = round_up(max(group.page_bytes for group in groups), align_bytes)
     per_large = tuple(_most_per_large(group, large_bytes) for group in groups)
     return PoolLayout(
         page_tokens=page_tokens,

@@ -21,8 +21,10 @@ def size_pool(
 ) -> PoolSize:
     """set_bytes: what the configuration says, or 0. total_bytes: of the device, or 0 where it is not measured (CPU);
     peak_bytes: the most that was in use during the largest step; staging_bytes: what the transfer will take. Raises
-    ValueError if not one large page fits.
+    ValueError if not one large page fits, or more was set than there is.
     """
+    if total_bytes and set_bytes > total_bytes:
+        raise ValueError(f"{_mib(set_bytes)} for KV, as configured, are more than the device has, {_mib(total_bytes)}")
     if set_bytes:
         pool_bytes, why = set_bytes, "as configured"
     elif not total_bytes:

@@ -1,12 +1,13 @@
 """A numbered, acknowledged, repeating message channel over any stream that may break, drop, repeat or delay. No I/O.
 
-Used for Peer.Link and for router streams. One object per end and per link generation; it outlives reconnects. Go-back-N:
+What `streams/state` numbers frames with. One object per end and per link generation; it outlives reconnects. Go-back-N:
 the receiver takes only the next frame, so what it hands on is exactly once and in order; the sender repeats everything
 unacknowledged when an acknowledgement is overdue, or at once after a reconnect.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Generic, TypeVar
 
@@ -14,7 +15,7 @@ from msgspec import Struct
 
 T = TypeVar("T")
 
-FRAME_MESSAGES = 1024  # that are put into one frame; more make several
+FRAME_MESSAGES = 256  # that are put into one frame; more make several, so that reading one holds no loop for long
 MAX_FRAME_MESSAGES = 8192  # that are read from one
 
 
@@ -49,9 +50,9 @@ class ReliableChannel(Generic[T]):
         return len(self._unacked)
 
     @property
-    def unacked_messages(self) -> int:
-        """How many messages are in them, all of which are kept."""
-        return sum(len(messages) for _, messages in self._unacked)
+    def overdue_s(self) -> float:
+        """When `overdue` will have something to repeat, if nothing is acknowledged until then; inf: nothing is kept."""
+        return self._last_activity_s + self._retransmit_s if self._unacked else math.inf
 
     @property
     def ack_owed(self) -> bool:
@@ -89,7 +90,7 @@ class ReliableChannel(Generic[T]):
 
     def overdue(self, now_s: float) -> tuple[Frame[T], ...]:
         """Everything unacknowledged, when nothing has been acknowledged for `retransmit_s`; else nothing."""
-        if not self._unacked or now_s - self._last_activity_s < self._retransmit_s:
+        if now_s < self.overdue_s:
             return ()
         return self.repeat(now_s)
 

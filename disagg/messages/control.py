@@ -20,7 +20,7 @@ class Computation(Struct, frozen=True):
     prefill_attention: str = "auto"
     decode_attention: str = "auto"
     graphs: bool = True
-    fusions: tuple[str, ...] = ("norm", "residual", "gate_up", "qkv")
+    fusions: tuple[str, ...] = ("norm", "residual", "gate_up", "qkv", "few_rows")
 
 
 class Load(Struct, frozen=True, tag="load"):
@@ -76,6 +76,35 @@ class OpenTransfer(Struct, frozen=True, tag="open_transfer"):
     def staging_bytes(self) -> int:
         """Memory of the device that this takes."""
         return self.arena_bytes + self.gather_bytes * self.gather_buffers
+
+
+class OpenOffload(Struct, frozen=True, tag="open_offload"):
+    """Make the host pool, and open storage if there is one (`url`). After OpenTransfer.
+
+    num_large: large pages of the host pool, as long and cut in the same way as the pool's (MakePool). copy: how pages cross,
+    "auto" is what is faster here. groups: of the whole model, as they are kept. The rest: offload/keys.Scope, and settings.
+    """
+
+    num_large: int
+    large_bytes: int
+    strides: tuple[int, ...]
+    copy: Literal["auto", "kernel", "memcpy"]
+    url: str
+    options: dict[str, bool | int | float | str]
+    compression: Literal["none", "zstd"]
+    weights: str
+    dtype: str
+    page_tokens: int
+    checkpoint_tokens: int
+    groups: tuple[LayerGroup, ...]
+
+
+class OffloadOpen(Struct, frozen=True, tag="offload_open"):
+    """host_bytes: of this rank's host pool. copy: how pages cross, and why."""
+
+    rank: int
+    host_bytes: int
+    copy: str
 
 
 class Dump(Struct, frozen=True, tag="dump"):
@@ -138,8 +167,8 @@ class ControlFailed(Struct, frozen=True, tag="control_failed"):
     config: bool
 
 
-ControlRequest = Load | Profile | MakePool | OpenTransfer | Dump | Shutdown
-ControlReply = Loaded | Profiled | PoolMade | TransferOpen | Dumped | ControlFailed
+ControlRequest = Load | Profile | MakePool | OpenTransfer | OpenOffload | Dump | Shutdown
+ControlReply = Loaded | Profiled | PoolMade | TransferOpen | OffloadOpen | Dumped | ControlFailed
 
 encode_request = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(ControlRequest).decode

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from disagg.messages.heads import heads_per_rank
+from disagg.types.arithmetic import round_up
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
@@ -128,7 +129,7 @@ def state_offsets(parts: tuple[StatePart, ...]) -> tuple[int, ...]:
     """Where each part begins within a layer's state, and at last where the state ends; all aligned."""
     offsets = [0]
     for part in parts:
-        offsets.append(-(-(offsets[-1] + part.nbytes) // STATE_ALIGN_BYTES) * STATE_ALIGN_BYTES)
+        offsets.append(round_up(offsets[-1] + part.nbytes, STATE_ALIGN_BYTES))
     return tuple(offsets)
 
 

@@ -135,10 +135,27 @@ class GroupMemory(Struct, frozen=True):
     used_pages: int
 
 
+class StorageState(enum.StrEnum):
+    """Of storage for KV, as one server sees it."""
+
+    OFF = "off"  # there is none
+    OK = "ok"
+    DEGRADED = "degraded"  # it fails, and is left alone for now
+
+
+class HostMemory(Struct, frozen=True):
+    """A rank's host pool, in large pages. pages_used: that hold KV, needed now or not. bytes: of all pages together."""
+
+    pages_used: int
+    pages_total: int
+    bytes: int
+
+
 class MemoryReport(Struct, frozen=True):
     """A rank's pool at one moment. Large pages: free + evictable + used is all of them. sizing: "lcm" or "max".
 
     fragmentation_bytes: of taken large pages, where no content can be: empty small pages, and padding between them.
+    host: None without offload.
     """
 
     sizing: str
@@ -148,6 +165,7 @@ class MemoryReport(Struct, frozen=True):
     large_used: int
     fragmentation_bytes: int
     groups: tuple[GroupMemory, ...]
+    host: HostMemory | None = None
 
 
 class LoadReport(Struct, frozen=True):
@@ -164,6 +182,7 @@ class LoadReport(Struct, frozen=True):
     pages_evictable: int
     pages_total: int
     memory: MemoryReport | None = None
+    store: StorageState = StorageState.OFF
 
 
 class ServerHello(Struct, frozen=True):

@@ -184,6 +184,7 @@ class Revoke(Struct, frozen=True):
 
     key: LegKey
     reason: str
+    aborted: bool = False  # the request is not wanted any more: nothing is wrong with D or the link
 
 
 class Withdraw(Struct, frozen=True):
@@ -191,6 +192,7 @@ class Withdraw(Struct, frozen=True):
 
     key: LegKey
     reason: str
+    aborted: bool = False  # as in Revoke
 
 
 class Drained(Struct, frozen=True):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from disagg.types.arithmetic import round_up
+
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
     """A host tensor on the device, without waiting: a copy from pageable memory would drain the stream first."""
@@ -23,7 +25,7 @@ def upload_together(values: Sequence[Tensor], device: torch.device) -> list[Tens
     starts, end = [], 0
     for value in values:
         starts.append(end)
-        end += -(-value.numel() // step) * step
+        end += round_up(value.numel(), step)
     packed = torch.empty(end, dtype=values[0].dtype, pin_memory=True)
     for start, value in zip(starts, values, strict=True):
         packed[start : start + value.numel()] = value.reshape(-1)

@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: all that a forward launches, in one launch. One graph per batch size of a few.
 
     batch of n rows ──> the smallest captured size that holds it: rows n, n + 1, ... are of no sequence
-        host: one copy of all its integers ──> the tensors that every graph reads ──> replay ──> logits [n, vocab]
+        host: one copy of all its integers ──> the tensors that every graph reads ──> replay ──> logits [n, vocab], and
+                                                                                                 each row's first argmax
 
 A row of no sequence has length 0 and no slot (page -1): it writes nothing, and what it computes is dropped. What depends on
 lengths is decided on the device (attention/triton_decode), so a graph serves any lengths.
@@ -17,8 +18,9 @@ import time
 import torch
 from torch import Tensor
 
+from disagg.models.argmax.first import first_argmax_into
 from disagg.models.batch import AttentionTables, DecodeRun, ForwardBatch, PageTable
-from disagg.models.device import upload_together
+from disagg.models.device import upload, upload_together
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
 
@@ -48,7 +50,8 @@ class DecodeGraphs:
         self._pool = pool
         self._sizes = sizes_up_to(max_rows)
         self._inputs = _Inputs(model, pool, self._sizes[-1], tokens_before)
-        self._logits = torch.empty((self._sizes[-1], model.vocab_size), dtype=torch.float32, device=model.device)
+        self._logits = torch.empty(0)  # [largest size, vocab], in the dtype that the model turns out to give
+        self._first = torch.empty(self._sizes[-1], dtype=torch.int64, device=model.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     @staticmethod
@@ -75,7 +78,12 @@ class DecodeGraphs:
         logger.info("decode steps of %s rows are captured, in %.1f s", ", ".join(map(str, self._sizes)), seconds)
 
     def _run(self, batch: ForwardBatch) -> None:
-        self._model.forward(batch, self._pool, logits_out=self._logits[: batch.num_rows])
+        if not self._logits.numel():
+            logits = self._model.forward(batch, self._pool)
+            self._logits = logits.new_empty((self._sizes[-1], self._model.vocab_size))
+        logits = self._logits[: batch.num_rows]
+        self._model.forward(batch, self._pool, logits_out=logits)
+        first_argmax_into(logits, self._first[: batch.num_rows])
 
     def captured(self, batch: ForwardBatch) -> bool:
         return not batch.prefills and batch.num_rows <= max(self._graphs, default=0)
@@ -85,14 +93,18 @@ class DecodeGraphs:
         return self._graphs[min(size for size in self._graphs if size >= rows)]
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """As PagedModel.forward. batch: on the host. What it returns lasts until the next call."""
+    def forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """(logits as PagedModel.forward gives them, the place of each row's first maximum, int64). batch: on the host.
+
+        What it returns lasts until the next call.
+        """
         assert self.captured(batch) and batch.decodes is not None, "not a batch that was captured"
         self._inputs.fill(batch)
         self.graph_of(batch.num_rows).replay()
         if batch.logits_rows.shape[0] == batch.num_rows:
-            return self._logits[: batch.num_rows]
-        return self._logits.index_select(0, batch.logits_rows.to(self._logits.device))
+            return self._logits[: batch.num_rows], self._first[: batch.num_rows]
+        rows = upload(batch.logits_rows, self._logits.device)
+        return self._logits.index_select(0, rows), self._first.index_select(0, rows)
 
 
 class _Inputs:

@@ -19,7 +19,8 @@ from disagg.models.attention.calls import PagedAttention, active
 from disagg.models.attention.choice import choose
 from disagg.models.batch import ForwardBatch
 from disagg.models.gemv import add_gemv_copies
-from disagg.models.loader import LayerPlaces, LoadedModel, load
+from disagg.models.layers import LayerPlaces
+from disagg.models.loader import LoadedModel, load
 from disagg.models.pool import TORCH_DTYPES, Pool
 from disagg.models.ranks import Ranks
 from disagg.models.states import PagedStates, active_states
@@ -138,8 +139,8 @@ class PagedModel:
         """Writes the batch's K and V, and the states after its runs, into the pool.
 
         written: called with the index of each layer that has K and V of its own, in rising order, when (on a GPU: when
-        what has been launched by then is over) they are in the pool. Returns logits, float32 [R, vocab], of
-        `batch.logits_rows`: in `logits_out`, if that is given. Every rank runs the same batch, but for these rows.
+        what has been launched by then is over) they are in the pool. Returns logits, [R, vocab] in the model's
+        dtype, of `batch.logits_rows`: in `logits_out`, if that is given. Every rank runs the same batch, but for these rows.
         """
         assert pool.groups == self.groups, f"a pool of {pool.groups} for a model of {self.groups}"
         batch.check()
@@ -155,7 +156,7 @@ class PagedModel:
         attention.assert_every_layer_ran_once()
         states.assert_every_layer_ran_once()
         logits: torch.Tensor = output.logits[0]
-        return logits.float() if logits_out is None else logits_out.copy_(logits)
+        return logits if logits_out is None else logits_out.copy_(logits)
 
 
 def asks_of(places: LayerPlaces, device: torch.device) -> dict[int, tuple[Ask, ...]]:

@@ -43,25 +43,25 @@ class AttentionPages:
     def __init__(self, group: LayerGroup, storage: torch.Tensor, stride: int, page_tokens: int) -> None:
         """storage: the pool's, uint8 [bytes], aligned to the group's dtype. stride: bytes from one page to the next."""
         layers, heads, dim = len(group.layers), group.kv_heads, group.head_dim
-        unit_bytes = group.align_bytes(page_tokens)
+        head_page_bytes = group.align_bytes(page_tokens)
         assert group.planes == 2, f"attention pages hold K and V, not {group.planes} planes"
-        assert stride % unit_bytes == 0, f"a stride of {stride} bytes is no multiple of a unit's {unit_bytes}"
+        assert stride % head_page_bytes == 0, f"a stride of {stride} bytes is no multiple of {head_page_bytes}"
         self.group = group
         self.page_tokens = page_tokens
         self.bytes = _page_bytes(storage, stride, group.page_bytes(page_tokens))
         self.kv = self.bytes.view(TORCH_DTYPES[group.dtype]).view(-1, layers, 2, heads, page_tokens, dim)
-        # A page holds layers * 2 * heads units of [page_tokens, head_dim]. Unit (page, slot, K or V, head) is row
-        # page * units_per_page + (slot * 2 + which) * heads + head of this view. The views below start at a slot's
-        # first unit, so that one index, computed once per forward for slot 0, serves every layer.
-        self._units_per_page = stride // unit_bytes
+        # What a page holds of one layer and head, K or V, is a head page, [page_tokens, head_dim]. Head page (page, slot, K
+        # or V, head) is row page * head_pages_per_page + (slot * 2 + which) * heads + head of this view. The views below
+        # start at a slot's first head page, so that one index, computed once per forward for slot 0, serves every layer.
+        self._head_pages_per_page = stride // head_page_bytes
         elements = storage.view(TORCH_DTYPES[group.dtype])
-        units = elements.view(-1, page_tokens * dim)
+        head_pages = elements.view(-1, page_tokens * dim)
         rows = elements.view(-1, dim)
         self.elements = elements
         """The whole pool as this group's elements, 1-D, for kernels that find their way by `page_stride` and `slot_offset`."""
         self.page_stride = stride // group.dtype_bytes
         """Elements from one page to the next."""
-        self._slot_units = [units[slot * 2 * heads :] for slot in range(layers)]
+        self._slot_head_pages = [head_pages[slot * 2 * heads :] for slot in range(layers)]
         self._slot_rows = [rows[slot * 2 * heads * page_tokens :] for slot in range(layers)]
 
     @property
@@ -77,7 +77,7 @@ class AttentionPages:
         return self.bytes.device
 
     def slot_offset(self, layer_slot: int) -> int:
-        """Elements from a page's beginning to K of the layer's first head; its other units follow: heads, then V's."""
+        """Elements from a page's beginning to K of the layer's first head; its other head pages follow, then V's."""
         return layer_slot * 2 * self.group.kv_heads * self.page_tokens * self.group.head_dim
 
     def keys(self, layer_slot: int) -> torch.Tensor:
@@ -88,14 +88,14 @@ class AttentionPages:
         """[num_pages, kv_heads, page_tokens, head_dim], strided."""
         return self.kv[:, layer_slot, 1]
 
-    def unit_index(self, pages: torch.Tensor) -> torch.Tensor:
-        """Where the pages' units of layer slot 0 are: [2 * kv_heads * n], K before V, heads outside pages.
+    def head_page_index(self, pages: torch.Tensor) -> torch.Tensor:
+        """Where the head pages of layer slot 0 are: [2 * kv_heads * n], K before V, heads outside pages.
 
         pages: [n] int64, any order, repeats allowed.
         """
         heads = self.group.kv_heads
-        head_units = torch.arange(2 * heads, device=pages.device).unsqueeze(1)
-        return (pages * self._units_per_page + head_units).view(-1)
+        heads_of_slot = torch.arange(2 * heads, device=pages.device).unsqueeze(1)
+        return (pages * self._head_pages_per_page + heads_of_slot).view(-1)
 
     def row_index(self, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Where the tokens' K and V rows of layer slot 0 are: [2 * kv_heads * n], K before V, heads outside tokens.
@@ -103,12 +103,12 @@ class AttentionPages:
         pages, offsets: [n] int64.
         """
         heads = self.group.kv_heads
-        head_units = torch.arange(2 * heads, device=pages.device).unsqueeze(1)
-        return ((pages * self._units_per_page + head_units) * self.page_tokens + offsets).view(-1)
+        heads_of_slot = torch.arange(2 * heads, device=pages.device).unsqueeze(1)
+        return ((pages * self._head_pages_per_page + heads_of_slot) * self.page_tokens + offsets).view(-1)
 
-    def gather(self, layer_slot: int, unit_index: torch.Tensor, out: torch.Tensor) -> None:
-        """Copies units; unit_index: from `unit_index`; out: [len(unit_index), page_tokens * head_dim]."""
-        torch.index_select(self._slot_units[layer_slot], 0, unit_index, out=out)
+    def gather(self, layer_slot: int, head_page_index: torch.Tensor, out: torch.Tensor) -> None:
+        """Copies head pages; head_page_index: from `head_page_index`; out: [its length, page_tokens * head_dim]."""
+        torch.index_select(self._slot_head_pages[layer_slot], 0, head_page_index, out=out)
 
     def write(self, layer_slot: int, row_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores new tokens; row_index: from `row_index`; keys, values: [kv_heads, n, head_dim]."""

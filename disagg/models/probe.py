@@ -79,4 +79,9 @@ class AttentionProbe:
 
 
 def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+    """By their storage, not its address, which tensors without bytes do not have."""
+    return _place(one) == _place(other)
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())

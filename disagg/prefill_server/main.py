@@ -7,14 +7,14 @@ from collections.abc import Callable
 import uvloop
 
 from disagg.config.tree import Config
-from disagg.server.server import Server
-from disagg.types.ids import Role
+from disagg.prefill_server.role import PREFILL
+from disagg.server.lifecycle import Server
 
 
 def run(config: Config, heartbeat: Callable[[], None]) -> int:
-    """Serve until SIGTERM has been drained. The exit status: 3 for a configuration that cannot work."""
+    """Serve until SIGTERM has been drained. Returns the exit status; see types/status."""
 
     async def serve() -> int:
-        return await Server(config, Role.PREFILL, heartbeat).run()
+        return await Server(config, PREFILL, heartbeat).run()
 
     return uvloop.run(serve())

@@ -37,8 +37,10 @@ class Beside:
         if self._closed:
             raise Unavailable("the router is shutting down")
         threads = self._long if size > LONG_BYTES else self._short
-        self._give_back.after(size)
-        return await asyncio.get_running_loop().run_in_executor(threads, partial(work, *args, **kwargs))
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, partial(work, *args, **kwargs))
+        finally:
+            self._give_back.after(size)
 
     def close(self) -> None:
         """Begins nothing more; what is under way ends by itself."""

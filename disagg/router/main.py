@@ -17,9 +17,10 @@ from disagg.convert.inspect import ModelFacts, inspect_model
 from disagg.router.grpc_service import InferenceService
 from disagg.router.metrics import GrpcMetrics
 from disagg.router.service import Router
+from disagg.telemetry.listening import why_not_listen
 from disagg.text.model_files import ModelFiles
 from disagg.text.tokenizer import Tokenizer
-from disagg.types.errors import ConfigError, InvalidRequest
+from disagg.types.errors import DisaggError, InvalidRequest
 from disagg.wire.guard import Guard
 from disagg.wire.services import INFERENCE, Health, client_options, enable_reflection, inference_handler, make_server
 
@@ -69,7 +70,10 @@ class RunningRouter:
 async def run_router(
     config: Config, model_dir: Path, *, registry: CollectorRegistry, files: ModelFiles | None = None
 ) -> RunningRouter:
-    """Loads the tokenizer, dials the servers and listens. Raises ConfigError. files: of model_dir, if they were read."""
+    """Loads the tokenizer, dials the servers and listens. files: of model_dir, if they were read.
+
+    Raises ConfigError, or DisaggError for what may pass.
+    """
     if files is None:
         files = await asyncio.to_thread(ModelFiles.read, model_dir)
     facts = inspect_model(model_dir)
@@ -91,9 +95,10 @@ async def run_router(
     address = f"{host}:{config.router.grpc_port}"
     try:
         port = server.add_insecure_port(address)
-    except RuntimeError as error:
-        setting = f"router.grpc_port = {config.router.grpc_port}"
-        raise ConfigError(f"{setting}: cannot listen on {address}; 0 takes a free one") from error
+    except RuntimeError as error:  # gRPC does not say why
+        at, free = config.router, "0 takes a free one"
+        why = why_not_listen(at.host, at.grpc_port, "router.grpc_port", free)
+        raise why or DisaggError(f"router.grpc_port = {at.grpc_port}: cannot listen on {address}; {free}") from error
     await router.start()
     await server.start()
     return RunningRouter(router, server, port, health)

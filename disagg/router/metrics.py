@@ -14,6 +14,10 @@ class RouterMetrics:
     """One router's counters, gauges and histograms."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._time(registry)
+        self._count(registry)
+
+    def _time(self, registry: CollectorRegistry) -> None:
         self.ttft_s = Histogram(
             "disagg_router_ttft_seconds",
             "From a request's arrival to its first token",
@@ -49,6 +53,8 @@ class RouterMetrics:
             buckets=_WHOLE_BUCKETS_S,
             registry=registry,
         )
+
+    def _count(self, registry: CollectorRegistry) -> None:
         self.prompt_tokens = Counter(
             "disagg_router_prompt_tokens", "Prompt tokens of accepted requests", registry=registry
         )

@@ -18,6 +18,9 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     params.max_tokens 0 means "as many as fit". seed None: the router draws one. deadline_s None: the configured one.
     tenant: who asks, as far as a face can tell (router/tenants): those that wait take turns.
     client_request_id: what the client calls it (logs only); the router's own id is `Started.request_id`.
+    prompt_name: what the client calls the prompt, for errors: `prompt[3]` of a call with several.
+    call: which call it is part of, of those with several prompts; empty: it is a call by itself.
+    too_large: why the face could not hold the answer, if it could not: said once everything else is in order.
     add_special_tokens: whether the tokenizer adds BOS and the like to a text prompt (a rendered chat has them already).
     """
 
@@ -30,6 +33,37 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     tenant: str = ""
     client_request_id: str = ""
     add_special_tokens: bool = True
+    prompt_name: str = "prompt"
+    call: str = ""
+    too_large: str = ""
+
+    @property
+    def the_prompt(self) -> str:
+        return subject_of(self.prompt_name)
+
+
+def subject_of(prompt_name: str) -> str:
+    """The prompt as the subject of a sentence."""
+    return "the prompt" if prompt_name == "prompt" else prompt_name
+
+
+class Asked(Struct, frozen=True, kw_only=True):
+    """A request that was accepted. params.max_tokens 0: as many as the first pair can hold, and the model allows.
+
+    deadline_s: on the clock of the events' now_s; limit_s: how long after its arrival that is. prompt_name, call: as in
+    GenerateRequest. serial: which request of this router it is, from 0.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    deadline_s: float
+    limit_s: float
+    prompt_name: str = "prompt"
+    cache_salt: str = ""
+    tenant: str = ""
+    call: str = ""
+    serial: int = 0
 
 
 class Started(Struct, frozen=True):

@@ -1,11 +1,11 @@
-"""One long-lived stream to each configured server: dialling, the reliable channel, heartbeats, the lease, and the verdict.
+"""One long-lived stream to each configured server: dialling, hellos, the lease, and the verdict.
 
     dial ──hello, attached──> connected ──broken──> dial again, at once if it held for 1 s, else after 0.1 .. 1 s
       │                                                 │
       └── refused twice within 0.5 s, or nothing heard for the lease, or another incarnation ──> lost
 
 *Lost* means that whatever that incarnation held of ours is gone, so its requests are replayed. Until then a broken stream
-proves nothing: the channel is resumed and repeats what was not acknowledged. Knows nothing of requests.
+proves nothing: the stream is resumed (`streams`) and repeats what was not acknowledged. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
+
+from msgspec import Struct
 
 from disagg.config.tree import ServerRef
-from disagg.messages.channel import FRAME_MESSAGES, Frame, ReliableChannel
+from disagg.messages.channel import Frame
 from disagg.messages.legs import LoadReport, RouterMessage, ServerHello, ServerMessage, StartLeg
 from disagg.router.view import CachedPages, ServerView
+from disagg.streams.state import Queue, Verdict
+from disagg.streams.stream import ResumableStream
 from disagg.text.model_files import differing
 from disagg.types.errors import ProtocolError, Unavailable
 from disagg.types.ids import Role, ServerName
@@ -33,9 +36,11 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 1.0
 REFUSED_TWICE_WITHIN_S = 0.5
-TICK_S = 0.1  # how soon frames are acknowledged and overdue ones are noticed
+TICK_S = 0.1  # how soon it is noticed that a lease is over
 MAX_FRAME_TOKENS = 256 << 10  # of the legs in one frame: 1.3 MiB at most; a gRPC message may have 64
+MAX_KEPT_TOKENS = 64 << 20  # of legs that a server has not acknowledged, 0.5 GiB; it acknowledges within a second
 FRESH_HEARTBEATS = 3.0
+_Stream = ResumableStream[RouterMessage, ServerMessage]
 NO_FILES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -76,24 +81,22 @@ class StreamOwner(Protocol):
     def server_lost(self, name: str, incarnation: str, crashed: bool, reason: str) -> None: ...
 
 
+class Caller(Struct, frozen=True, kw_only=True):
+    """Who dials: the same for all streams of one router. files: digests of what it makes tokens and text with, by name."""
+
+    model: str
+    name: str
+    incarnation: str
+    heartbeat_s: float
+    lease_s: float
+    files: Mapping[str, str] = NO_FILES
+    clock: Callable[[], float] = time.monotonic
+
+
 class ServerStream:
     """The stream to one configured server."""
 
-    def __init__(
-        self,
-        ref: ServerRef,
-        *,
-        model: str,
-        router_name: str,
-        router_incarnation: str,
-        heartbeat_s: float,
-        lease_s: float,
-        dial: Dialer,
-        owner: StreamOwner,
-        clock: Callable[[], float],
-        files: Mapping[str, str] = NO_FILES,
-    ) -> None:
-        """files: digests of what this router makes tokens and text with, by name."""
+    def __init__(self, ref: ServerRef, caller: Caller, *, dial: Dialer, owner: StreamOwner) -> None:
         self.name = ServerName(ref.name)
         self.role = Role(ref.role)
         self.address = ref.address
@@ -107,24 +110,16 @@ class ServerStream:
         self.differing: tuple[str, ...] = ()
         self.changed = ""  # that its weights are not those of before, also when its process is another
         self._loaded = ("", "")  # incarnation and weights of the last workers that said them
-        self._files = files
-        self._model = model
-        self._router_name = router_name
-        self._router_incarnation = router_incarnation
-        self._heartbeat_s = heartbeat_s
-        self._lease_s = lease_s
-        self._tick_s = min(TICK_S, heartbeat_s / 2)
+        self._caller = caller
+        self._heartbeat_s = caller.heartbeat_s
+        self._lease_s = caller.lease_s
+        self._tick_s = min(TICK_S, caller.heartbeat_s / 2)
         self._dial = dial
         self._owner = owner
-        self._clock = clock
-        self._heard_s = clock()
-        self._wrote_s = clock()
-        self._attached_s = clock()
+        self._clock = caller.clock
+        self._attached_s = caller.clock()
         self._refused_s: float | None = None
-        self._outbox: list[RouterMessage] = []
-        self._repeats: deque[Frame[RouterMessage]] = deque()
-        self._wake = asyncio.Event()
-        self._begin_channel()
+        self._stream_id, self._stream = secrets.token_hex(8), self._new_stream()
         self._attach: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -148,15 +143,15 @@ class ServerStream:
     async def flush(self, timeout_s: float) -> None:
         """Waits until what was sent has arrived, if it can."""
         until_s = self._clock() + timeout_s
-        while self.connected and (self._outbox or self._channel.unacked) and self._clock() < until_s:
+        while self.connected and not self._stream.state.idle and self._clock() < until_s:
             await asyncio.sleep(0.01)
 
     def send(self, message: RouterMessage) -> None:
         """Will arrive, unless the server is lost first. What is sent to a lost server is dropped."""
         if self.lost or self.hello is None:
             return
-        self._outbox.append(message)
-        self._wake.set()
+        self._stream.put(message)
+        self._stream.flush()
 
     def view(self, outstanding_prompt_tokens: int, outstanding_choices: int) -> ServerView:
         return ServerView(
@@ -167,7 +162,7 @@ class ServerStream:
             load=self.load,
             connected=self.connected,
             lost=self.lost,
-            fresh=self._clock() - self._heard_s < FRESH_HEARTBEATS * self._heartbeat_s,
+            fresh=self._clock() - self._stream.state.heard_s < FRESH_HEARTBEATS * self._heartbeat_s,
             outstanding_prompt_tokens=outstanding_prompt_tokens,
             outstanding_choices=outstanding_choices,
             cached=self.cached,
@@ -226,10 +221,10 @@ class ServerStream:
     async def _attached(self) -> None:
         """One stream, from dialling to its end."""
         greeting = RouterHello(
-            router_name=self._router_name,
-            router_incarnation=self._router_incarnation,
+            router_name=self._caller.name,
+            router_incarnation=self._caller.incarnation,
             stream_id=self._stream_id,
-            last_received=self._channel.received,
+            last_received=self._stream.state.received,
             expected_server_incarnation=self.hello.incarnation if self.hello is not None and not self.lost else "",
             server_name=self.name,
         )
@@ -239,25 +234,21 @@ class ServerStream:
         assert attached is not None
         try:
             self._check(hello)
-            now_s = self._heard_s = self._clock()
             if greeting.stream_id != self._stream_id:
                 raise Unavailable("given up while it was dialled")
             # First the loss, if there is one: the requests that it hits must not be sent more on the new channel.
             if not attached.resumed:
                 self._forgotten(hello)
-                self._begin_channel(self._stream_id)
-            else:
-                self._channel.take(Frame(number=0, ack=attached.last_received, messages=()), now_s)
-                self._repeats.extend(self._channel.repeat(now_s))
+                self._begin(self._stream_id)
+            stream = self._stream
+            served = stream.connect(attached.last_received)
             self._greeted(hello)
-            channel = self._channel
-            self._take(channel, first)
-            self.connected, self.error, self._attached_s = True, "", now_s
+            self._take(stream, first)
+            self.connected, self.error, self._attached_s = True, "", self._clock()
             self.name_taken = False
-            self._wake.set()
             self._owner.server_changed(self.name)
-            writer = asyncio.create_task(self._write(connection, channel), name=f"write {self.name}")
-            reader = asyncio.create_task(self._read(connection, channel), name=f"read {self.name}")
+            writer = asyncio.create_task(self._write(connection, stream, served), name=f"write {self.name}")
+            reader = asyncio.create_task(self._read(connection, stream, served), name=f"read {self.name}")
             try:
                 done, _ = await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -266,6 +257,7 @@ class ServerStream:
                 writer.cancel()
                 reader.cancel()
                 await asyncio.gather(writer, reader, return_exceptions=True)
+                stream.disconnect(served)
         finally:
             await connection.close()
 
@@ -275,37 +267,19 @@ class ServerStream:
                 f"{self.address} should be {self.role.value} server {self.name}, "
                 f"but says that it is {hello.role.value} server {hello.name}"
             )
-        if hello.model and hello.model != self._model:
-            raise ProtocolError(f"{self.name} serves model {hello.model!r}, this router {self._model!r}")
+        if hello.model and hello.model != self._caller.model:
+            raise ProtocolError(f"{self.name} serves model {hello.model!r}, this router {self._caller.model!r}")
 
-    async def _write(self, connection: Connection, channel: ReliableChannel[Any]) -> None:
-        """Ends when the channel does: a late frame of it must not be taken for one of the next."""
-        while channel is self._channel:
-            self._wake.clear()
-            now_s = self._clock()
-            if not self._repeats:
-                self._repeats.extend(channel.overdue(now_s))
-            while self._repeats:
-                await connection.write(self._repeats.popleft())
-                self._wrote_s = self._clock()
-            if self._outbox and channel is self._channel:
-                count = frame_length(self._outbox)
-                messages, self._outbox = tuple(self._outbox[:count]), self._outbox[count:]
-                await connection.write(channel.push(messages, now_s))
-                self._wrote_s = self._clock()
-            if channel.ack_owed or self._clock() - self._wrote_s >= self._heartbeat_s:
-                await connection.write(channel.ack_frame())
-                self._wrote_s = self._clock()
-            if not self._outbox:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._tick_s)
+    async def _write(self, connection: Connection, stream: _Stream, served: int) -> None:
+        """Ends when the stream does: a late frame of it must not be taken for one of the next."""
+        async for frame in stream.frames(served):
+            await connection.write(frame)
 
-    async def _read(self, connection: Connection, channel: ReliableChannel[Any]) -> None:
+    async def _read(self, connection: Connection, stream: _Stream, served: int) -> None:
         async for heard in connection.heard():
-            if channel is not self._channel:
+            if not stream.state.serves(served):
                 return
-            self._heard_s = self._clock()
-            self._take(channel, heard)
+            self._take(stream, heard)
             if heard.hello is not None:
                 self._check(heard.hello)
                 self._greeted(heard.hello)
@@ -316,8 +290,8 @@ class ServerStream:
             if heard.kv is not None:
                 self.cached.apply(heard.kv.events, reset=heard.kv.reset)
 
-    def _take(self, channel: ReliableChannel[Any], heard: ServerSays) -> None:
-        for message in channel.take(heard.frame, self._heard_s):
+    def _take(self, stream: _Stream, heard: ServerSays) -> None:
+        for message in stream.hear(heard.frame):
             self._owner.server_said(self.name, message)
 
     # ---- verdicts
@@ -325,11 +299,15 @@ class ServerStream:
     async def _watch_lease(self) -> None:
         while True:
             await asyncio.sleep(self._tick_s)
-            if self.hello is None or self.lost or self._clock() - self._heard_s < self._lease_s:
+            verdict = self._stream.state.verdict(self._lease_s, self._clock())
+            if self.hello is None or self.lost or verdict is None:
                 continue
             if self._attach is not None:
                 self._attach.cancel()
-            self._lose(f"nothing was heard for {self._lease_s:g} s", crashed=False)
+            if verdict is Verdict.SILENT:
+                self._lose(f"nothing was heard for {self._lease_s:g} s", crashed=False)
+            else:
+                self._lose("it leaves more legs unacknowledged than are kept for it", crashed=False)
 
     def _greeted(self, hello: ServerHello) -> None:
         before, self.hello, self.load = self.hello, hello, hello.load
@@ -347,7 +325,7 @@ class ServerStream:
 
     def _compare_files(self, hello: ServerHello) -> None:
         """A router never loads its files again, so that no request is of two tokenizers: it says what has to be done."""
-        before, self.differing = self.differing, differing(self._files, hello.files)
+        before, self.differing = self.differing, differing(self._caller.files, hello.files)
         if self.differing and self.differing != before:
             logger.error(
                 "server %s (incarnation %s) is not used: its %s is not what this router has loaded; restart whichever of the "
@@ -382,7 +360,7 @@ class ServerStream:
             return
         self.lost, self.connected = True, False
         self.cached.clear()
-        self._begin_channel()
+        self._begin(secrets.token_hex(8))
         self._report(self.hello.incarnation, crashed, reason)
         self._owner.server_changed(self.name)
 
@@ -390,21 +368,21 @@ class ServerStream:
         logger.warning("server %s (incarnation %s) is lost: %s", self.name, incarnation, reason)
         self._owner.server_lost(self.name, incarnation, crashed, reason)
 
-    def _begin_channel(self, stream_id: str | None = None) -> None:
-        self._stream_id = stream_id if stream_id is not None else secrets.token_hex(8)
-        self._channel: ReliableChannel[Any] = ReliableChannel()  # one type each way
-        self._outbox = []
-        self._repeats.clear()
+    def _begin(self, stream_id: str) -> None:
+        """A stream of which the server knows nothing; what was sent on the one before is given up."""
+        heard_s = self._stream.state.heard_s
+        self._stream.end()
+        self._stream_id, self._stream = stream_id, self._new_stream()
+        self._stream.state.heard_s = heard_s
+
+    def _new_stream(self) -> _Stream:
+        outbox = Queue(num_tokens, MAX_FRAME_TOKENS)
+        return ResumableStream(outbox, heartbeat_s=self._heartbeat_s, max_kept=MAX_KEPT_TOKENS, clock=self._clock)
 
 
-def frame_length(messages: Sequence[RouterMessage]) -> int:
-    """How many of the first messages go into one frame: what a server's loop reads in some 10 ms, and at least one."""
-    tokens = 0
-    for at, message in enumerate(messages):
-        tokens += len(message.token_ids) if isinstance(message, StartLeg) else 0
-        if at == FRAME_MESSAGES or (at and tokens > MAX_FRAME_TOKENS):
-            return at
-    return len(messages)
+def num_tokens(message: RouterMessage) -> int:
+    """What bounds a frame: what a server's loop reads in some 10 ms."""
+    return len(message.token_ids) if isinstance(message, StartLeg) else 0
 
 
 def _log_death(task: asyncio.Task[None]) -> None:

@@ -23,10 +23,13 @@ from disagg.types.ids import Role, ServerName
 _READY = frozenset({ServerState.READY, ServerState.NO_PEER})
 
 
+MAX_CACHED_PAGES = 1 << 20  # of one server; they take 100 bytes each
+
+
 class CachedPages:
     """What one incarnation of a server has in its prefix cache, as far as it has said so: pages by layer group and hash.
 
-    A hint: it lags behind by about a tenth of a second, and more when much changes.
+    A hint: it lags behind by about a tenth of a second, and more when much changes; of more than MAX_CACHED_PAGES it knows some.
     """
 
     def __init__(self) -> None:
@@ -38,7 +41,8 @@ class CachedPages:
             self._groups.clear()
         for group, key in events.removed:
             self._groups.get(group, set()).discard(key)
-        for group, key in events.stored:
+        room = MAX_CACHED_PAGES - sum(map(len, self._groups.values()))
+        for group, key in events.stored[: max(0, room)]:
             self._groups.setdefault(group, set()).add(key)
 
     def clear(self) -> None:
@@ -152,6 +156,13 @@ class ClusterView(Struct, frozen=True):
         return any(p.usable and any(p.fits(d) for d in decodes) for p in self.of_role(Role.PREFILL))
 
 
+class Work(enum.Enum):
+    """What a server does for a request: a stage of its way."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 class Pair(Struct, frozen=True):
     """Where one attempt runs. max_total_tokens: the longest prompt plus output that the decode server can hold. weights:
     of both servers, as ServerView.weights."""
@@ -173,6 +184,8 @@ class NoPairReason(enum.Enum):
     )
     OTHER_WEIGHTS = "every server has other weights now than those that the answer was begun with"
     NO_PLACE = "the router is at its limit of requests in flight"
+    NO_SHARE = "the client has its share of the router's requests in flight"
+    COMPUTING = "other prompts of the same call or client are being computed"
     TOO_LARGE = "no pair can hold a request of this length"
 
 

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
+
+from disagg.types.bounded import forget_oldest
 
 MAX_REMEMBERED = 4096  # tenants that wait for nothing and have been served beyond the virtual time
 
@@ -100,11 +102,18 @@ class FairQueue(Generic[Item]):
         """In the order in which they would be served if nothing came. Of what waits, only items that have been given may be
         taken or removed meanwhile.
         """
+        return self.of_those(lambda tenant: True)
+
+    def of_those(self, may_go: Callable[[str], bool]) -> Iterator[Item]:
+        """The same, but of a tenant only as long as it may go, which is asked before each of its items."""
         heap = [(waiting.tag, waiting.items[0][0], tenant) for tenant, waiting in self._tenants.items()]
         heapq.heapify(heap)
         rests: dict[str, deque[tuple[int, float, Item]]] = {}
         while heap:
             tag, _, tenant = heap[0]
+            if not may_go(tenant):
+                heapq.heappop(heap)
+                continue
             rest = rests.get(tenant)
             if rest is None:
                 rest = rests[tenant] = deque(self._tenants[tenant].items)
@@ -146,8 +155,7 @@ class FairQueue(Generic[Item]):
             self._served.clear()
         elif waiting.tag > self._now:
             self._served[tenant] = waiting.tag
-            if len(self._served) > MAX_REMEMBERED:
-                self._served.popitem(last=False)
+            forget_oldest(self._served, MAX_REMEMBERED)
 
 
 class Shares:

@@ -5,20 +5,24 @@ Knows sequences, tokens and the budget; nothing of pages (admission has seen to 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 
 from msgspec import Struct
 
 
-class Candidate(Struct, frozen=True):
-    """A sequence that could run. remaining: tokens that are known and not yet computed; the last one's logits are wanted.
+class Phase(enum.Enum):
+    PREFILL = "prefill"  # tokens that are all known: a prompt, or what a preemption took
+    DECODE = "decode"  # the token that was sampled last
 
-    most: tokens that one run may have at most: of models with states, runs stop at checkpoints. By default any number.
-    """
+
+class Candidate(Struct, frozen=True):
+    """A sequence that could run."""
 
     seq_id: int
-    remaining: int
-    most: int = 1 << 31
+    phase: Phase
+    remaining: int  # tokens that are known and not yet computed; the last one's logits are wanted
+    most: int = 1 << 31  # tokens that one run may have: of models with states, runs stop at checkpoints
 
     def fit(self, budget_tokens: int) -> int:
         """Tokens of it that the budget allows."""
@@ -55,8 +59,8 @@ def decode_only(candidates: tuple[Candidate, ...], budget_tokens: int) -> StepPl
     """Every decoding sequence, one token each, up to the budget, in order of arrival. What is left of the budget goes to
     those that compute again what a preemption took from them, so that they never stall the others (Sarathi-Serve).
     """
-    decodes = [StepRun(c.seq_id, 1, sample=True) for c in candidates if c.remaining == 1][:budget_tokens]
-    recomputed = tuple(c for c in candidates if c.remaining > 1)
+    decodes = [StepRun(c.seq_id, 1, sample=True) for c in candidates if c.phase is Phase.DECODE][:budget_tokens]
+    recomputed = tuple(c for c in candidates if c.phase is Phase.PREFILL)
     return StepPlan((*decodes, *_chunks(recomputed, budget_tokens - len(decodes))))
 
 

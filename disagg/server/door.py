@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import grpc
 
+from disagg.types.bounded import forget_oldest
+
 HELLO_S = 10.0  # from the opening of a stream to its first message
 MAX_WAITING = 64  # streams that have not said hello; the next one ends the oldest: a healthy one says it at once
 MAX_STREAMS = 1024  # in all; each costs a task or two and what gRPC keeps of it
@@ -88,7 +90,6 @@ class Rivals:
         """Notes a refusal. True if it is the first one, which is worth a line in the log."""
         if process in self._since_s:
             return False
-        if len(self._since_s) >= MAX_RIVALS:
-            del self._since_s[next(iter(self._since_s))]
         self._since_s[process] = now_s
+        forget_oldest(self._since_s, MAX_RIVALS)
         return True

@@ -1,13 +1,13 @@
-"""Carries an engine's tally into Prometheus, across incarnations. Knows names of metrics; decides nothing."""
+"""Carries an engine's counters into Prometheus, across incarnations. Knows names of metrics; decides nothing."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from disagg.engine.decode import DecodeEngine
-from disagg.engine.instructions import Tally
-from disagg.engine.prefill import PrefillEngine
-from disagg.messages.legs import LoadReport
+from disagg.engine.engine import Engine
+from disagg.engine.instructions import Counters
+from disagg.messages.legs import LoadReport, StorageState
+from disagg.server.offloading import Offloading
 from disagg.telemetry.metrics import EngineMetrics
 
 OBSERVED = {
@@ -22,7 +22,7 @@ OBSERVED = {
 
 
 class Exporter:
-    """`export` often; `retire` a tally when its engine ends, so that counters never go back."""
+    """`export` often; `retire` counters when their engine ends, so that metrics never go back."""
 
     def __init__(self, metrics: EngineMetrics, registry: CollectorRegistry) -> None:
         self.metrics = metrics
@@ -33,7 +33,7 @@ class Exporter:
 
     def export(
         self,
-        engine: PrefillEngine | DecodeEngine | None,
+        engine: Engine | None,
         load: LoadReport,
         token_frames: int,
         router_expiries: int,
@@ -46,52 +46,71 @@ class Exporter:
         metrics.set_memory(load.memory)
         free, leased, quarantined = engine.arena_bytes() if engine is not None else (0, 0, 0)
         metrics.set_arena(free_bytes=free, leased_bytes=leased, quarantined_bytes=quarantined)
-        parked, parked_s = engine.parked(now_s) if isinstance(engine, DecodeEngine) else (0, 0.0)
+        parked, parked_s = engine.parked(now_s) if engine is not None else (0, 0.0)
         metrics.parked.set(parked)
         metrics.parked_longest_seconds.set(parked_s)
         self._up(metrics.router_messages, "router_messages", token_frames)
         self._up(metrics.lease_expiries.labels("router"), "router_expiries", router_expiries)
         self._up(metrics.lease_expiries.labels("link"), "link_expiries", link_expiries)
         if engine is not None:
-            self._tally(engine.tally)
+            self._count(engine.counters)
 
-    def retire(self, tally: Tally) -> None:
-        """Count what is left of it; the next tally begins at zero."""
-        self._tally(tally)
-        for name in [name for name in self._seen if name.startswith("tally ")]:
+    def export_tiers(self, offloading: Offloading) -> None:
+        """Its sums go on over incarnations by themselves."""
+        metrics, sums = self.metrics, offloading.sums
+        metrics.store_up.set(offloading.state is not StorageState.DEGRADED)
+        self._up(metrics.store_published_pages, "store pages", sums.published_pages)
+        self._up(metrics.store_duplicate_pages, "store duplicates", sums.duplicate_pages)
+        self._up(metrics.store_failures, "store failures", offloading.failures)
+        for cause, count in sums.misses.items():
+            self._up(metrics.store_misses.labels(cause.value), f"store miss {cause}", count)
+        for way, seconds in sums.seconds.items():
+            self._up(metrics.tier_bytes.labels(*way), f"tier bytes {way}", sums.nbytes[way])
+            self._up(metrics.tier_seconds.labels(*way), f"tier seconds {way}", seconds)
+
+    def retire(self, counters: Counters) -> None:
+        """Export what is left of them; the next ones begin at zero."""
+        self._count(counters)
+        for name in [name for name in self._seen if name.startswith("engine ")]:
             del self._seen[name]
 
-    def _tally(self, tally: Tally) -> None:
+    def _count(self, counters: Counters) -> None:
         metrics = self.metrics
         for counter, name, value in (
-            (metrics.engine_steps, "steps", tally.steps),
-            (metrics.prefill_tokens, "prefill", tally.prefill_tokens),
-            (metrics.decode_tokens, "decode", tally.decode_tokens),
-            (metrics.discarded_tokens, "discarded", tally.discarded_tokens),
-            (metrics.transfer_bytes.labels("sent"), "sent", tally.payload_bytes_sent),
-            (metrics.transfer_bytes.labels("received"), "received", tally.payload_bytes_received),
-            (metrics.transfer_pieces.labels("sent"), "pieces sent", tally.pieces_sent),
-            (metrics.transfer_pieces.labels("received"), "pieces landed", tally.pieces_landed),
-            (metrics.checksum_failures, "checksum", tally.checksum_failures),
-            (metrics.lost_notifications, "lost notifications", tally.lost_notifications),
-            (metrics.aborts, "aborts", tally.aborts),
-            (metrics.prefix_query_tokens, "query tokens", tally.query_tokens),
-            (metrics.prefix_hit_tokens.labels("gpu"), "hit tokens", tally.hit_tokens),
-            (metrics.recomputed_tokens, "recomputed", tally.recomputed_tokens),
+            (metrics.engine_steps, "steps", counters.steps),
+            (metrics.prefill_tokens, "prefill", counters.prefill_tokens),
+            (metrics.decode_tokens, "decode", counters.decode_tokens),
+            (metrics.discarded_tokens, "discarded", counters.discarded_tokens),
+            (metrics.transfer_bytes.labels("sent"), "sent", counters.payload_bytes_sent),
+            (metrics.transfer_bytes.labels("received"), "received", counters.payload_bytes_received),
+            (metrics.transfer_pieces.labels("sent"), "pieces sent", counters.pieces_sent),
+            (metrics.transfer_pieces.labels("received"), "pieces landed", counters.pieces_landed),
+            (metrics.checksum_failures, "checksum", counters.checksum_failures),
+            (metrics.lost_notifications, "lost notifications", counters.lost_notifications),
+            (metrics.aborts, "aborts", counters.aborts),
+            (metrics.prefix_query_tokens, "query tokens", counters.query_tokens),
+            (
+                metrics.prefix_hit_tokens.labels("gpu"),
+                "hit tokens",
+                counters.hit_tokens - sum(counters.brought_tokens.values()),
+            ),
+            (metrics.recomputed_tokens, "recomputed", counters.recomputed_tokens),
         ):
-            self._up(counter, f"tally {name}", value)
-        for outcome, count in tally.legs.items():
-            self._up(metrics.legs.labels(outcome), f"tally leg {outcome}", count)
-        for reason, count in tally.transfer_failures.items():
-            self._up(metrics.transfer_failures.labels(reason), f"tally failure {reason}", count)
-        for group, count in tally.evictions.items():
-            self._up(metrics.kv_evictions.labels(group), f"tally evictions {group}", count)
-        for reason, count in tally.preemptions.items():
-            self._up(metrics.preemptions.labels(reason), f"tally preemption {reason}", count)
-        self._steps_after_abort.set(tally.max_steps_after_abort)
-        for name, observed in tally.observations:
+            self._up(counter, f"engine {name}", value)
+        for tier, count in counters.brought_tokens.items():
+            self._up(metrics.prefix_hit_tokens.labels(tier), f"engine hit tokens {tier}", count)
+        for outcome, count in counters.legs.items():
+            self._up(metrics.legs.labels(outcome), f"engine leg {outcome}", count)
+        for reason, count in counters.transfer_failures.items():
+            self._up(metrics.transfer_failures.labels(reason), f"engine failure {reason}", count)
+        for group, count in counters.evictions.items():
+            self._up(metrics.kv_evictions.labels(group), f"engine evictions {group}", count)
+        for reason, count in counters.preemptions.items():
+            self._up(metrics.preemptions.labels(reason), f"engine preemption {reason}", count)
+        self._steps_after_abort.set(counters.max_steps_after_abort)
+        for name, observed in counters.observations:
             getattr(metrics, OBSERVED[name]).observe(observed)
-        tally.observations.clear()
+        counters.observations.clear()
 
     def _up(self, counter: Counter, name: str, value: float) -> None:
         """Raise a counter to a sum that only grows."""

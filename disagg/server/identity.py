@@ -1,62 +1,101 @@
-"""Which model a worker group has, by what its ranks say that they loaded. Pure.
+"""Who a server is: what it says of itself to routers and to peers, whatever state it is in.
 
-Ranks that have loaded different models never start together, and a group that comes up with another model than the one
-before says so: its server's KV, prefix cache and fingerprint are then of that other model.
+Changes when a worker group comes up (`bringup`) or is lost (`lifecycle`). Knows names and states; nothing of sockets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import secrets
+from collections.abc import Callable
 
-from msgspec import Struct
-from msgspec.structs import replace
+from disagg.messages.legs import LoadReport, ServerHello, ServerState, StartLeg
+from disagg.messages.link import LinkHello
+from disagg.server.bringup import Incarnation
+from disagg.server.model_identity import ModelIdentity
+from disagg.server.pids import host_id
+from disagg.types.ids import Role
 
-from disagg.messages.control import Loaded
-from disagg.text.model_files import LIMITS
-
-SHOWN_DIGITS = 12
-
-
-class ModelIdentity(Struct, frozen=True):
-    """weights_hash: see models/identity. files: digests of the small files beside the weights, by name."""
-
-    weights_hash: str
-    files: Mapping[str, str]
+NOTE_CHARS = 1000  # of what routers are told for the operator
 
 
-def disagreement(loaded: Sequence[Loaded]) -> str:
-    """Why these ranks cannot be one group; empty if they can."""
-    first = loaded[0]
-    for other in loaded[1:]:
-        if other.weights_hash != first.weights_hash or other.files != first.files:
-            return (
-                f"ranks {first.rank} and {other.rank} have loaded different models: "
-                f"{difference(identity_of(first), identity_of(other))}; the files must have been replaced meanwhile"
-            )
-        if replace(other, rank=first.rank, load_s=first.load_s) != first:
-            return f"ranks {first.rank} and {other.rank} have loaded one model and say different things of it"
-    return ""
+class Identity:
+    """load: what the server has to do at the moment."""
 
+    def __init__(self, name: str, role: Role, tp: int, model: str, load: Callable[[], LoadReport]) -> None:
+        self.name = name
+        self.state = ServerState.LOADING
+        self.link_address = ""
+        self.max_model_len = 0
+        self.worker_pids: tuple[int, ...] = ()
+        self.model: ModelIdentity | None = None  # of the last group that came up
+        self.incarnation: Incarnation | None = None  # while a group is up
+        self.role = role
+        self._tp = tp
+        self._served_model = model
+        self._load = load
+        self._server_id = secrets.token_hex(8)
+        self._fingerprint = ""
+        self._note = ""
 
-def identity_of(loaded: Loaded) -> ModelIdentity:
-    return ModelIdentity(loaded.weights_hash, loaded.files)
+    @property
+    def note(self) -> str:
+        """What the operator should know of this server."""
+        return self._note
 
+    @note.setter
+    def note(self, note: str) -> None:
+        self._note = note[:NOTE_CHARS]
 
-def difference(before: ModelIdentity, after: ModelIdentity) -> str:
-    """What is not the same, for a person; empty if all is."""
-    parts = []
-    if before.weights_hash != after.weights_hash:
-        parts.append(f"weights {before.weights_hash[:SHOWN_DIGITS]} and {after.weights_hash[:SHOWN_DIGITS]}")
-    files = [name for name in LIMITS if before.files.get(name) != after.files.get(name)]
-    return ", ".join(parts + files)
+    def up(self, incarnation: Incarnation) -> None:
+        """A worker group has come up."""
+        self.incarnation = incarnation
+        self.max_model_len = incarnation.facts.model.max_model_len
+        self._fingerprint = incarnation.fingerprint
 
+    def why_not(self, start: StartLeg) -> str:
+        """Why a leg cannot begin here now, in whole words after this server's name; empty if it can.
 
-def changed(path: str, before: ModelIdentity | None, after: ModelIdentity) -> str:
-    """What the operator must know when a group has come up; empty if its model is that of the group before."""
-    what = "" if before is None else difference(before, after)
-    if not what:
-        return ""
-    return (
-        f"the model in {path} is not the one that was there before ({what}): from here on this server serves the new one, "
-        "and is paired only with servers that do; restart those that have the old one, and routers"
-    )
+        A router that has not heard of our new workers yet, whose model may be another, means the old ones.
+        """
+        if self.incarnation is None or self.state is not ServerState.READY:
+            return f"is {self.state.value}"
+        return "" if start.incarnation in ("", self.incarnation.facts.incarnation) else "has other workers now"
+
+    def hello(self) -> ServerHello:
+        """To a router."""
+        up = self.incarnation
+        model = self.model if up is not None else None
+        return ServerHello(
+            name=self.name,
+            role=self.role,
+            tp=self._tp,
+            pid=os.getpid(),
+            worker_pids=self.worker_pids,
+            incarnation=up.facts.incarnation if up is not None else "",
+            fingerprint=self._fingerprint,
+            model=self._served_model,
+            max_model_len=self.max_model_len,
+            max_tokens_in_pool=up.engine.max_tokens_in_pool if up is not None else 0,
+            link_address=self.link_address,
+            load=self._load(),
+            weights_hash=model.weights_hash if model is not None else "",
+            files=dict(model.files) if model is not None else {},
+            note=self.note,
+        )
+
+    def greeting(self, generation: str) -> LinkHello | None:
+        """To a peer; None while there is nobody whom it could reach."""
+        up = self.incarnation
+        if up is None:
+            return None
+        return LinkHello(
+            name=self.name,
+            generation=generation,
+            incarnation=up.facts.incarnation,
+            fingerprint=self._fingerprint,
+            tp=self._tp,
+            host_id=host_id(),
+            ranks=up.ranks,
+            server_id=self._server_id,
+        )

@@ -3,7 +3,7 @@
 A link is one generation between two incarnations. It is up from the first greeting until it is lost: nothing heard for
 `lease_s`, too much that the peer has not acknowledged, the peer refuses to resume it, or its workers are known to have
 exited. Two servers of one name are told apart by the id of their processes: what is proven of one is not said of the
-other. Knows streams, greetings and frames; nothing of what link messages mean.
+other. Knows connections and greetings; `streams` numbers, acknowledges and repeats. Nothing of what link messages mean.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import grpc
 
-from disagg.messages.channel import FRAME_MESSAGES, Frame, ReliableChannel
+from disagg.messages.channel import Frame
 from disagg.messages.legs import PeerRef
 from disagg.messages.link import LinkHello, LinkMessage
 from disagg.server.door import Door, Rivals
 from disagg.server.pids import ProcessWatch, host_id
+from disagg.streams.state import Queue, Verdict
+from disagg.streams.stream import ResumableStream
+from disagg.types.bounded import forget_oldest
 from disagg.types.errors import ProtocolError
 from disagg.wire import pb
 from disagg.wire.peer import LinkGreeting, link_frame_from_proto, link_frame_to_proto, link_greeting_to_proto
@@ -32,7 +36,6 @@ from disagg.wire.status import details_of
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-ACK_DELAY_S = 0.1
 REDIAL_S = 0.1
 GREETING_TIMEOUT_S = 5.0
 MAX_ENDED = 4096  # generations of lost links that are remembered
@@ -48,17 +51,17 @@ class Link:
         self.number = number
         self.peer = peer
         self.address = address
-        self.channel: ReliableChannel[Any] = ReliableChannel()
-        self.heard_s = time.monotonic()
-        self.pending: list[LinkMessage] = []
-        self.wake = asyncio.Event()
-        self.stream = 0  # number of the stream that serves this link now; older ones end
-        self.served = False  # that stream is not known to be broken
+        self.stream: ResumableStream[LinkMessage, LinkMessage] = ResumableStream(
+            Queue(), heartbeat_s=HEARTBEAT_S, max_kept=MAX_UNACKED_MESSAGES
+        )
         self.rivals = Rivals()
         self.fault = ""  # what the peer said and must not
-        self.up = True
         on_this_host = bool(peer.host_id) and peer.host_id == host_id()
         self.watches = [ProcessWatch(rank.pid, rank.pid_started) for rank in peer.ranks] if on_this_host else []
+
+    @property
+    def up(self) -> bool:
+        return not self.stream.state.ended
 
     @property
     def gone(self) -> bool:
@@ -121,12 +124,11 @@ class Links(PeerServicer):
         """Queue a message; `flush` lets all that is queued go as one frame."""
         known = self._by_number.get(number)
         if known is not None:
-            known[1].pending.append(message)
+            known[1].stream.put(message)
 
     def flush(self) -> None:
         for _, link in self._by_number.values():
-            if link.pending:
-                link.wake.set()
+            link.stream.flush()
 
     def dial(self, peer: PeerRef) -> None:
         """Make a link to this incarnation of this server, unless there is one or it is being made."""
@@ -152,13 +154,14 @@ class Links(PeerServicer):
         """Lose links that are silent for too long or leave too much unacknowledged; learn which lost peers have exited."""
         now = time.monotonic()
         for generation, link in list(self._links.items()):
+            name, verdict = link.peer.name, link.stream.state.verdict(self._lease_s, now)
             if link.gone:
-                self._lose(generation, link, f"the workers of {link.peer.name} have exited")
-            elif now - link.heard_s > self._lease_s:
+                self._lose(generation, link, f"the workers of {name} have exited")
+            elif verdict is Verdict.SILENT:
                 self.lease_expiries += 1
-                self._lose(generation, link, f"nothing was heard from {link.peer.name} for {self._lease_s:g} s")
-            elif link.channel.unacked_messages + len(link.pending) > MAX_UNACKED_MESSAGES:
-                self._lose(generation, link, f"{link.peer.name} leaves {MAX_UNACKED_MESSAGES} messages unacknowledged")
+                self._lose(generation, link, f"nothing was heard from {name} for {self._lease_s:g} s")
+            elif verdict is Verdict.OVERFULL:
+                self._lose(generation, link, f"{name} leaves {MAX_UNACKED_MESSAGES} messages unacknowledged")
         for number, link in list(self._lost.items()):
             if link.gone:
                 self._gone(number)
@@ -181,8 +184,8 @@ class Links(PeerServicer):
                 "peer's process": link.peer.server_id,
                 "incarnation": link.peer.incarnation,
                 "generation": generation,
-                "heard s ago": round(now - link.heard_s, 2),
-                "unacked frames": link.channel.unacked,
+                "heard s ago": round(now - link.stream.state.heard_s, 2),
+                "unacked frames": link.stream.state.unacked,
             }
             for generation, link in self._links.items()
         }
@@ -214,12 +217,9 @@ class Links(PeerServicer):
             return
         del self._by_number[link.number]
         self._ended[generation] = None
-        if len(self._ended) > MAX_ENDED:
-            del self._ended[next(iter(self._ended))]
+        forget_oldest(self._ended, MAX_ENDED)
         self._dials.pop((link.peer.name, link.peer.incarnation), None)  # a leg may need another link at once
-        link.up = False
-        link.stream = -1
-        link.wake.set()
+        link.stream.end()
         gone = link.gone
         level = logging.INFO if self.stopping else logging.WARNING
         logger.log(level, "link %d to %s is lost: %s", link.number, link.peer.name, reason)
@@ -229,56 +229,17 @@ class Links(PeerServicer):
             self._lost[link.number] = link
         self._on_down(link.number, gone, reason)
 
-    async def _speak(self, link: Link, stream: int, ended: asyncio.Task[None]) -> AsyncIterator[Frame[LinkMessage]]:
-        """Frames for one stream: first what the other side lacks, then messages as they come, and heartbeats."""
-        channel = link.channel
-        for frame in channel.repeat(time.monotonic()):
-            yield frame
-        next_beat_s = 0.0
-        while link.stream == stream and not ended.done():
-            now = time.monotonic()
-            if link.pending:
-                messages = tuple(link.pending[:FRAME_MESSAGES])
-                del link.pending[:FRAME_MESSAGES]
-                yield channel.push(messages, now)
-                continue
-            if now >= next_beat_s or (channel.ack_owed and now >= next_beat_s - HEARTBEAT_S + ACK_DELAY_S):
-                next_beat_s = now + HEARTBEAT_S
-                yield channel.ack_frame()
-                for frame in channel.overdue(now):
-                    yield frame
-            timeout = max(0.0, next_beat_s - time.monotonic())
-            if channel.ack_owed:
-                timeout = min(timeout, ACK_DELAY_S)
-            try:
-                async with asyncio.timeout(timeout):
-                    await link.wake.wait()
-                link.wake.clear()
-            except TimeoutError:
-                pass
-
-    async def _listen(self, generation: str, link: Link, stream: int, frames: AsyncIterator[pb.peer.LinkFrame]) -> None:
-        """Hands messages on until the stream ends. What the peer may not say loses the link."""
+    async def _listen(
+        self, generation: str, link: Link, connection: int, incoming: AsyncIterator[pb.peer.LinkFrame]
+    ) -> None:
+        """Hands messages on until the connection ends. What the peer may not say loses the link."""
         try:
-            async for message in frames:
-                if link.stream != stream:
-                    return
-                frame = link_frame_from_proto(message)
-                if isinstance(frame, LinkGreeting):
-                    raise ProtocolError("a second greeting on one stream")
-                link.heard_s = time.monotonic()
-                for each in link.channel.take(frame, link.heard_s):
-                    if link.up:
-                        self._on_message(link.number, each)
+            await link.stream.listen(connection, incoming, _frame_of, partial(self._on_message, link.number))
         except ProtocolError as error:
             link.fault = str(error)
             self._lose(generation, link, f"{link.peer.name} broke the protocol: {error}")
         except grpc.aio.AioRpcError as error:
             logger.info("the stream of link %d broke: %s", link.number, error.code())
-        finally:
-            if link.stream == stream:
-                link.served = False
-            link.wake.set()
 
     def _mismatch(self, ours: LinkHello, theirs: LinkHello) -> str:
         if ours.fingerprint != theirs.fingerprint:
@@ -304,22 +265,20 @@ class Links(PeerServicer):
             if isinstance(answer, _Refusal):
                 await context.abort(answer.code, details_of(answer.reason))
                 return
-            ours, link = answer
-            stream = link.stream
-            yield link_greeting_to_proto(LinkGreeting(ours, link.channel.received))
-            listener = asyncio.create_task(self._listen(generation, link, stream, requests))
+            ours, link, connection = answer
+            yield link_greeting_to_proto(LinkGreeting(ours, link.stream.state.received))
+            listener = asyncio.create_task(self._listen(generation, link, connection, requests))
             try:
-                async for frame in self._speak(link, stream, listener):
+                async for frame in link.stream.frames(connection):
                     yield link_frame_to_proto(frame)
             finally:
                 listener.cancel()
-                if link.stream == stream:
-                    link.served = False
+                link.stream.disconnect(connection)
             if link.fault:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details_of(link.fault))
 
-    def _answer(self, greeting: LinkGreeting, where: str) -> tuple[LinkHello, Link] | _Refusal:
-        """Our own greeting and the link, resumed or new; or why there is none."""
+    def _answer(self, greeting: LinkGreeting, where: str) -> tuple[LinkHello, Link, int] | _Refusal:
+        """Our own greeting, the link, resumed or new, and the number of its new connection; or why there is none."""
         theirs, code = greeting.hello, grpc.StatusCode
         ours = self._greeting(theirs.generation)
         if ours is None:
@@ -345,12 +304,7 @@ class Links(PeerServicer):
             theirs.server_id,
         ):
             return _Refusal(code.INVALID_ARGUMENT, f"link {theirs.generation} is of another server, {link.peer.name}")
-        link.stream += 1
-        link.served = True
-        link.heard_s = time.monotonic()
-        link.channel.take(Frame(number=0, ack=greeting.last_received, messages=()), link.heard_s)
-        link.wake.set()
-        return ours, link
+        return ours, link, link.stream.connect(greeting.last_received)
 
     def _held(self, theirs: LinkHello, where: str) -> str:
         """Why a server of this name may not link here; empty if it may, and then what it had before is lost.
@@ -362,7 +316,8 @@ class Links(PeerServicer):
         for generation, other in list(self._links.items()):
             if other.peer.name != theirs.name:
                 continue
-            if other.peer.server_id == process or other.rivals.may_take_over(process, other.served, other.heard_s):
+            state = other.stream.state
+            if other.peer.server_id == process or other.rivals.may_take_over(process, state.served, state.heard_s):
                 self._lose(generation, other, f"{theirs.name} has dialled anew")
                 continue
             held = (
@@ -406,7 +361,7 @@ class Links(PeerServicer):
         channel = open_channel(peer.address)
         try:
             call = PeerStub(channel).link()
-            received = link.channel.received if link is not None else 0
+            received = link.stream.state.received if link is not None else 0
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 await call.write(link_greeting_to_proto(LinkGreeting(ours, received, peer.incarnation)))
                 first = await call.read()
@@ -423,17 +378,14 @@ class Links(PeerServicer):
             link = link or self._establish(generation, theirs, peer.address)
             if not link.up:
                 return _Failure("the link was given up at once", final=True, linked=True)
-            link.stream += 1
-            link.served = True
-            stream = link.stream
-            link.heard_s = time.monotonic()
-            link.channel.take(Frame(number=0, ack=greeting.last_received, messages=()), link.heard_s)
-            listener = asyncio.create_task(self._listen(generation, link, stream, _reads(call)))
+            connection = link.stream.connect(greeting.last_received)
+            listener = asyncio.create_task(self._listen(generation, link, connection, _reads(call)))
             try:
-                async for frame in self._speak(link, stream, listener):
+                async for frame in link.stream.frames(connection):
                     await call.write(link_frame_to_proto(frame))
             finally:
                 listener.cancel()
+                link.stream.disconnect(connection)
                 call.cancel()
             return _Failure("the stream ended", final=False, linked=True)
         except TimeoutError:
@@ -475,6 +427,13 @@ _FINAL_CODES = (
 
 def _reason(code: grpc.StatusCode, details: str) -> tuple[str, bool]:
     return f"{code.name.lower().replace('_', ' ')}: {details}", code in _FINAL_CODES
+
+
+def _frame_of(message: pb.peer.LinkFrame) -> Frame[LinkMessage]:
+    frame = link_frame_from_proto(message)
+    if isinstance(frame, LinkGreeting):
+        raise ProtocolError("a second greeting on one stream")
+    return frame
 
 
 async def _status_of(call: Any) -> tuple[str, bool]:

@@ -1,13 +1,14 @@
 """The worker processes of one server: starts them, talks to them over ZeroMQ, and ends them all when one ends.
 
 One object is one incarnation. Ranks share fate: a rank that exits, goes silent, or takes too long over a step ends the
-group; the server then starts another. Knows processes and sockets; nothing of what plans and lane messages mean.
+group; the server then starts another. Knows processes and sockets; nothing of what plans and commands mean.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -34,7 +35,6 @@ from disagg.messages.control import (
     decode_reply,
     encode_request,
 )
-from disagg.messages.lane import Beat, LaneFrame, LaneReport, LaneRequest, decode_report, encode_lane
 from disagg.messages.plan import (
     Hello,
     Ready,
@@ -44,8 +44,11 @@ from disagg.messages.plan import (
     decode_from_worker,
     encode_to_worker,
 )
+from disagg.messages.tiers import TierCommand, TierEvent
+from disagg.messages.transfer import Beat, CommandFrame, TransferCommand, TransferEvent, decode_events, encode_commands
 from disagg.telemetry.held_dirs import HeldDir, remove_abandoned
 from disagg.types.errors import ConfigError, DisaggError
+from disagg.types.plain import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,9 @@ HELLO_EVERY_S = 0.05
 STOP_WAIT_S = 5.0
 SOCKETS_PREFIX = "disagg-"
 MAX_SOCKET_PATH_BYTES = 107  # of Linux
+_NO_COMMAND = frozenset(
+    {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR, errno.E2BIG}
+)
 
 
 class GroupLost(DisaggError):
@@ -86,7 +92,7 @@ def make_sockets_dir() -> HeldDir:
 
 
 class WorkerGroup:
-    """`start`, `call` for loading, `open_lanes` and `barrier`, then `publish` and `send` while `wait_lost` waits."""
+    """`start`, `call` for loading, the opening of transfers and `barrier`, then `publish` and `send` while `wait_lost` waits."""
 
     def __init__(
         self,
@@ -95,7 +101,7 @@ class WorkerGroup:
         log: LogConfig,
         tp: int,
         on_result: Callable[[StepResult], None],
-        on_report: Callable[[int, LaneReport], None],
+        on_event: Callable[[int, TransferEvent | TierEvent], None],
     ) -> None:
         self.incarnation = secrets.token_hex(8)
         self._name = server_name
@@ -103,7 +109,7 @@ class WorkerGroup:
         self._log = log
         self._tp = tp
         self._on_result = on_result
-        self._on_report = on_report
+        self._on_event = on_event
         self._processes: list[subprocess.Popen[bytes]] = []
         self._held = make_sockets_dir()
         self._directory = str(self._held.path)
@@ -112,13 +118,15 @@ class WorkerGroup:
             self._plans = self._bind(zmq.PUB, "plans")
             self._results = self._bind(zmq.PULL, "results")
             self._control = self._bind(zmq.ROUTER, "control")
-            self._lane = self._bind(zmq.ROUTER, "lane")
+            self._transfers = self._bind(zmq.ROUTER, "transfer")
         except zmq.ZMQError as error:
             self._close()
             raise GroupLost(f"the workers' sockets cannot be made in {self._directory}: {error.strerror}") from error
-        self._lane_numbers = [0] * tp
+        self._command_numbers = [0] * tp
         self._report_numbers = [0] * tp
         self._ready: set[int] = set()
+        self._silent_exit = ""  # how a rank ended by itself before any of them had said a word
+        self._heard = False
         self._last_beat_s: list[float | None] = [None] * tp
         self._replies: asyncio.Queue[ControlReply] = asyncio.Queue()  # to all but Dump
         self._dumps: asyncio.Queue[ControlReply] = asyncio.Queue()
@@ -137,37 +145,53 @@ class WorkerGroup:
         return socket
 
     @property
+    def silent_exit(self) -> str:
+        """How the group ended, if it was by a rank that exited before any had said a word; else empty."""
+        return self._silent_exit
+
+    @property
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self._processes)
 
     def start(self) -> None:
         """Start every rank. Call it from the main thread: a worker dies with the thread that started it.
 
-        Raises OSError if one cannot be started; `kill` ends the others.
+        Raises ConfigError for a command that no system could run, OSError if one cannot be started now; `kill` ends the
+        others.
         """
-        command = self._config.command or (sys.executable, "-m", "disagg.worker")
         loop = asyncio.get_running_loop()
         for rank in range(self._tp):
-            process = subprocess.Popen(
-                [
-                    *command,
-                    *("--rank", str(rank)),
-                    *("--sockets", self._directory),
-                    *("--incarnation", self.incarnation),
-                    *("--parent", str(os.getpid())),
-                    *("--name", self._name),
-                    *("--log-level", self._log.level),
-                    *("--log-format", self._log.format),
-                    *("--log-lines-per-s", str(self._log.lines_per_s)),
-                ],
-                stdin=subprocess.DEVNULL,
-            )
+            process = self._start_rank(rank)
             self._processes.append(process)
             fd = os.pidfd_open(process.pid)
             self._pidfds.append(fd)
             loop.add_reader(fd, self._exited, rank)
-        for coroutine in (self._read_results(), self._read_control(), self._read_lane(), self._watch()):
+        for coroutine in (self._read_results(), self._read_control(), self._read_events(), self._watch()):
             self._spawn(coroutine)
+
+    def _start_rank(self, rank: int) -> subprocess.Popen[bytes]:
+        command = self._config.command or (sys.executable, "-m", "disagg.worker")
+        argv = [
+            *command,
+            *("--rank", str(rank)),
+            *("--sockets", self._directory),
+            *("--incarnation", self.incarnation),
+            *("--parent", str(os.getpid())),
+            *("--name", self._name),
+            *("--log-level", self._log.level),
+            *("--log-format", self._log.format),
+            *("--log-lines-per-s", str(self._log.lines_per_s)),
+        ]
+        try:
+            return subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_COMMAND:
+                raise
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(
+                f"worker.command = {one_line(str(list(command)))}: it cannot be run: {why}; it must be a program and its "
+                "first arguments, or empty"
+            ) from error
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)
@@ -181,8 +205,12 @@ class WorkerGroup:
 
     def _exited(self, rank: int) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfds[rank])
-        status = self._processes[rank].wait()
+        self._exited_with(rank, self._processes[rank].wait())
+
+    def _exited_with(self, rank: int, status: int) -> None:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        if status >= 0 and not self._heard and not self._lost.done():
+            self._silent_exit = f"rank {rank} {how}"
         self._lose(f"rank {rank} {how}")
 
     def _lose(self, reason: str) -> None:
@@ -267,11 +295,11 @@ class WorkerGroup:
     def publish(self, plan: WorkerPlan) -> None:
         self._send(self._plans, [encode_to_worker(plan)])
 
-    def send(self, rank: int, messages: Sequence[LaneRequest]) -> None:
-        """Put messages on one rank's lane, in order."""
-        frame = LaneFrame(self._lane_numbers[rank], tuple(messages))
-        self._lane_numbers[rank] += 1
-        self._send(self._lane, [str(rank).encode(), encode_lane(frame)])
+    def send(self, rank: int, messages: Sequence[TransferCommand | TierCommand]) -> None:
+        """Send commands to one rank's transfer thread, in order."""
+        frame = CommandFrame(self._command_numbers[rank], tuple(messages))
+        self._command_numbers[rank] += 1
+        self._send(self._transfers, [str(rank).encode(), encode_commands(frame)])
 
     def _send(self, socket: zmq.asyncio.Socket, parts: list[bytes]) -> None:
         """Without a high-water mark a send never waits, so it is done at once and in order."""
@@ -296,14 +324,16 @@ class WorkerGroup:
         while True:
             _, payload = await self._control.recv_multipart()
             reply = decode_reply(payload)
+            self._heard = True
             (self._dumps if isinstance(reply, Dumped) else self._replies).put_nowait(reply)
 
-    async def _read_lane(self) -> None:
+    async def _read_events(self) -> None:
         while True:
-            _, payload = await self._lane.recv_multipart()
-            frame = decode_report(payload)
+            _, payload = await self._transfers.recv_multipart()
+            frame = decode_events(payload)
+            self._heard = True
             if frame.number != self._report_numbers[frame.rank]:
-                self._lose(f"a lane report of rank {frame.rank} was lost")
+                self._lose(f"a transfer event of rank {frame.rank} was lost")
                 return
             self._report_numbers[frame.rank] += 1
             for message in frame.messages:
@@ -311,7 +341,7 @@ class WorkerGroup:
                     self._last_beat_s[frame.rank] = time.monotonic()
                     if message.busy_s > self._config.step_deadline_s:
                         self._lose(f"rank {frame.rank} has computed one step for {message.busy_s:.0f} s")
-                self._on_report(frame.rank, message)
+                self._on_event(frame.rank, message)
 
     async def _watch(self) -> None:
         """Silence ends the group. Before its first beat a rank is starting, which `call` bounds, as it does what it asks for."""

@@ -12,6 +12,7 @@ from msgspec import Struct
 from disagg.staging.checksum import checksum
 from disagg.staging.pieces import TRAILER_BYTES
 from disagg.staging.rows import PagedRows
+from disagg.types.arithmetic import ceil_div
 
 _INTEGERS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
@@ -106,7 +107,7 @@ def _spans(rows: PagedRows) -> list[tuple[_Span, int | torch.Tensor]]:
     """The piece as at most three spans: the end of a page, whole pages, the beginning of a page. With their page ids."""
     size, table = rows.shape.page_tokens, rows.page_ids
     start, stop = rows.piece.token_start, rows.piece.token_stop
-    first_whole, last_whole = -(-start // size), stop // size
+    first_whole, last_whole = ceil_div(start, size), stop // size
 
     def page(position: int) -> int:
         return int(table[position - rows.first_page])

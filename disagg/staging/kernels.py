@@ -52,9 +52,10 @@ import triton.language as tl
 from msgspec import Struct
 from triton.compiler import CompiledKernel
 
-from disagg.staging.checksum import GOLDEN, MIX_1, MIX_2, key_seed
+from disagg.staging.nh import GOLDEN, MIX_1, MIX_2, key_seed
 from disagg.staging.pieces import WORD_BYTES
 from disagg.staging.rows import PagedRows
+from disagg.types.arithmetic import ceil_div
 
 SUMS = 2  # int64 numbers that launches on one stream share (`_settle`): zero before the first, and after every one
 VERDICT_OK = 1
@@ -506,11 +507,11 @@ def plan_launch(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verd
         run_words = shape.page_tokens * shape.row_bytes // WORD_BYTES
         run_block = run_block_words(run_words)
         page_block = _TILE_WORDS // run_block
-        run_tiles = -(-run_words // run_block)
+        run_tiles = ceil_div(run_words, run_block)
         pages = rows.stop - rows.first
-        strip_tiles = -(-pages // page_block) * run_tiles
-        program_tiles = max(_PROGRAM_TILES, -(-strip_tiles // min(_MOST_PROGRAMS // strips, _MOST_GRID_ROWS)))
-        parts = -(-strip_tiles // program_tiles)
+        strip_tiles = ceil_div(pages, page_block) * run_tiles
+        program_tiles = max(_PROGRAM_TILES, ceil_div(strip_tiles, min(_MOST_PROGRAMS // strips, _MOST_GRID_ROWS)))
+        parts = ceil_div(strip_tiles, program_tiles)
         numbers |= {
             "heads": heads,
             "strip_lanes": piece.tokens * row_lanes,
@@ -541,7 +542,7 @@ def plan_launch(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verd
         "first_token": piece.token_start % shape.page_tokens,
     }
     constants |= {"UNIT_BYTES": unit_bytes, "BLOCK": _WORD_BLOCK}
-    programs = min(-(-payload // (WORD_BYTES * _WORD_BLOCK)), _WORD_PROGRAMS)
+    programs = min(ceil_div(payload, WORD_BYTES * _WORD_BLOCK), _WORD_PROGRAMS)
     return Launch(_move_words, (programs, 1, 1), _UNITS[unit_bytes], tensors, numbers, constants)
 
 

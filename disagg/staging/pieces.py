@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from disagg.messages.layout import LayerGroup
 from disagg.messages.pieces import Piece
+from disagg.types.arithmetic import ceil_div, round_up
 
 TRAILER_BYTES = 8
 WORD_BYTES = 8
@@ -30,7 +31,7 @@ def group_payload_bytes(piece: Piece, heads: int, group: LayerGroup) -> int:
 
 def framed_bytes(payload: int) -> int:
     """Bytes in the ring of `payload` bytes of rows: padded to words, and the trailer."""
-    return -(-payload // WORD_BYTES) * WORD_BYTES + TRAILER_BYTES
+    return round_up(payload, WORD_BYTES) + TRAILER_BYTES
 
 
 def group_piece_bytes(piece: Piece, heads: int, group: LayerGroup) -> int:
@@ -79,11 +80,11 @@ def most_group_pieces(positions: int, heads: int, group: LayerGroup, max_bytes: 
     row_bytes, page_tokens = group.planes * heads * group.head_dim * group.dtype_bytes, group.rows_per_page(page_tokens)
     most, layers = _most_rows(max_bytes, row_bytes), len(group.layers)
     if most >= positions:
-        return -(-layers // (most // positions))
+        return ceil_div(layers, most // positions)
     if most >= page_tokens:
-        return layers * -(-positions // (most // page_tokens * page_tokens))
+        return layers * ceil_div(positions, most // page_tokens * page_tokens)
     pages, rest = divmod(positions, page_tokens)
-    return layers * (pages * -(-page_tokens // most) + -(-rest // most))
+    return layers * (pages * ceil_div(page_tokens, most) + ceil_div(rest, most))
 
 
 def _most_rows(max_bytes: int, row_bytes: int) -> int:

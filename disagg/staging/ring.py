@@ -23,6 +23,8 @@ from collections import deque
 
 from msgspec import Struct
 
+from disagg.types.arithmetic import round_up
+
 ALIGNMENT_BYTES = 16  # entries start where a kernel may load 128 bits at once
 
 
@@ -129,7 +131,7 @@ class RingWriterView:
 
 def align(nbytes: int) -> int:
     """Where the next entry may begin, after so many bytes."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return round_up(nbytes, ALIGNMENT_BYTES)
 
 
 def _check_sizes(capacity_bytes: int, segment_bytes: int) -> None:

@@ -16,6 +16,7 @@ from msgspec import Struct
 from disagg.messages.layout import LayerGroup
 from disagg.messages.pieces import HeadSlice, Piece
 from disagg.staging.pieces import WORD_BYTES, framed_bytes
+from disagg.types.arithmetic import ceil_div
 
 
 class PageShape(Struct, frozen=True):
@@ -83,7 +84,7 @@ class PagedRows(Struct, frozen=True, eq=False):
     @property
     def stop(self) -> int:
         """Position behind the last page that holds a row of the piece."""
-        return -(-self.piece.token_stop // self.shape.page_tokens)
+        return ceil_div(self.piece.token_stop, self.shape.page_tokens)
 
     @property
     def payload_bytes(self) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ from disagg.messages.pieces import HeadSlice, Piece
 from disagg.staging.kernels import SUMS, VERDICT_OK, Launcher, plan_launch
 from disagg.staging.mover import PLANNED_ALIGN, Move
 from disagg.staging.rows import PagedRows, PageShape
+from disagg.types.arithmetic import round_up
+from disagg.types.bounded import forget_oldest
 
 UNDECIDED = 0
 TABLE_IDS = 1 << 16  # of page tables that lie side by side
@@ -115,7 +118,7 @@ class _PageTables:
         self._free = [_Block(TABLE_IDS, queue, device) for _ in range(FIRST_BLOCKS)]
         self._block = self._free.pop()
         self._held: dict[weakref.ref[torch.Tensor], _Block] = {}
-        self._recent: dict[tuple[int, ...], torch.Tensor] = {}  # oldest first
+        self._recent: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()  # oldest first
 
     def find(self, page_ids: tuple[int, ...]) -> torch.Tensor | None:
         """[n] int64 on the device, if such a table was made lately."""
@@ -123,13 +126,12 @@ class _PageTables:
 
     def make(self, page_ids: tuple[int, ...]) -> torch.Tensor:
         """[n] int64 on the device, in place before what is asked of the queue from now on."""
-        if len(self._recent) == RECENT_TABLES:
-            del self._recent[next(iter(self._recent))]
+        forget_oldest(self._recent, RECENT_TABLES - 1)
         if self._block.left() < len(page_ids):
             self._next_block(len(page_ids))
         block = self._block
         where = slice(block.used, block.used + len(page_ids))
-        block.used = -(-where.stop // LINE_IDS) * LINE_IDS
+        block.used = round_up(where.stop, LINE_IDS)
         block.numbers[where] = page_ids
         table = block.there[where].copy_(block.here[where], non_blocking=True)
         block.live += 1

@@ -20,6 +20,8 @@ RUN_PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 LARGE_PAGE_STATES = ("free", "evictable", "used")
 PAGE_STATES = ("empty", "evictable", "used")
 NO_MEMORY = MemoryReport("", 0, 0, 0, 0, 0, ())
+HOST_STATES = ("used", "empty")
+TIER_WAYS = (("host", "out"), ("host", "in"), ("storage", "out"), ("storage", "in"))
 ARENA_STATES = ("free", "leased", "quarantined")
 
 
@@ -35,8 +37,55 @@ class EngineMetrics:
     """What one prefill or decode server counts. Labels are written after the name."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests(registry)
+        self._steps(registry)
+        self._memory(registry)
+        self._transfer(registry)
+        self._tiers(registry)
+        self._streams(registry)
+
+    def _requests(self, registry: CollectorRegistry) -> None:
+        """Legs and sequences, and how long they wait."""
         self.requests_running = Gauge("disagg_requests_running", "Sequences that are in the batch", registry=registry)
         self.requests_waiting = Gauge("disagg_requests_waiting", "Legs that are queued", registry=registry)
+        self.legs = Counter("disagg_legs", "Legs ended, by outcome", ["outcome"], registry=registry)
+        self.aborts = Counter("disagg_aborts", "Legs aborted at the router's request", registry=registry)
+        self.preemptions = Counter(
+            "disagg_preemptions",
+            "Running sequences that gave way: for want of pages (memory), or to an older one that had waited (age)",
+            ["reason"],
+            registry=registry,
+        )
+        self.recomputed_tokens = Counter(
+            "disagg_recomputed_tokens", "Tokens computed again after a preemption", registry=registry
+        )
+        self.parked = Gauge("disagg_parked", "Sequences that gave way and have not gone on", registry=registry)
+        self.parked_seconds = Histogram(
+            "disagg_parked_seconds",
+            "From when a sequence gave way to when it went on",
+            buckets=WAIT_SECONDS,
+            registry=registry,
+        )
+        self.parked_longest_seconds = Gauge(
+            "disagg_parked_longest_seconds", "How long the one parked longest has now been parked", registry=registry
+        )
+        self.ttft_seconds = Histogram(
+            "disagg_prefill_ttft_seconds",
+            "From a leg's arrival at the prefill server to its first token",
+            buckets=WAIT_SECONDS,
+            registry=registry,
+        )
+        self.queue_seconds = Histogram(
+            "disagg_queue_seconds", "From a leg's arrival to its first step", buckets=WAIT_SECONDS, registry=registry
+        )
+        self.grant_wait_seconds = Histogram(
+            "disagg_grant_wait_seconds", "From the announcement to the grant", buckets=WAIT_SECONDS, registry=registry
+        )
+        for reason in ("memory", "age"):
+            self.preemptions.labels(reason)
+
+    def _steps(self, registry: CollectorRegistry) -> None:
+        """What is computed, and by which model."""
         self.prefill_tokens = Counter("disagg_prefill_tokens", "Prompt tokens computed", registry=registry)
         self.decode_tokens = Counter("disagg_decode_tokens", "Tokens decoded and sent", registry=registry)
         self.discarded_tokens = Counter(
@@ -51,15 +100,9 @@ class EngineMetrics:
         self.model_changes = Counter(
             "disagg_model_changes", "Times that workers came up with another model than those before", registry=registry
         )
-        self.transfer_turn_s = Gauge(
-            "disagg_transfer_longest_turn_seconds",
-            "Longest time for which a worker's transfer thread looked at nothing new, in the last one to two minutes",
-            ["rank"],
-            registry=registry,
-        )
-        self.router_messages = Counter(
-            "disagg_router_messages", "Frames with tokens sent to routers", registry=registry
-        )
+
+    def _memory(self, registry: CollectorRegistry) -> None:
+        """The KV pool and its prefix cache."""
         self.kv_large_pages = Gauge(
             "disagg_kv_large_pages",
             "Large pages of each rank's KV pool by state (free, evictable, used)",
@@ -96,15 +139,12 @@ class EngineMetrics:
         self.prefix_hit_tokens = Counter(
             "disagg_prefix_hit_tokens", "Tokens that were in the prefix cache, by tier", ["tier"], registry=registry
         )
-        self.preemptions = Counter(
-            "disagg_preemptions",
-            "Running sequences that gave their pages to another (memory) or to a waiting grant (grant)",
-            ["reason"],
-            registry=registry,
-        )
-        self.recomputed_tokens = Counter(
-            "disagg_recomputed_tokens", "Tokens computed again after a preemption", registry=registry
-        )
+        for state in LARGE_PAGE_STATES:
+            self.kv_large_pages.labels(state)
+        self.prefix_hit_tokens.labels("gpu")
+
+    def _transfer(self, registry: CollectorRegistry) -> None:
+        """KV on its way, and the arena that it goes through."""
         self.arena_bytes = Gauge(
             "disagg_arena_bytes", "Bytes of the staging arena by state", ["state"], registry=registry
         )
@@ -129,6 +169,12 @@ class EngineMetrics:
         self.transfer_failures = Counter(
             "disagg_transfer_failures", "Transfers given up, by reason", ["reason"], registry=registry
         )
+        self.transfer_turn_s = Gauge(
+            "disagg_transfer_longest_turn_seconds",
+            "Longest time for which a worker's transfer thread looked at nothing new, in the last one to two minutes",
+            ["rank"],
+            registry=registry,
+        )
         self.checksum_failures = Counter(
             "disagg_checksum_failures",
             "Rank slices of pieces that landed, did not match their checksum, and were not copied",
@@ -139,18 +185,69 @@ class EngineMetrics:
             "Rank slices of pieces that prefill had written, of which nothing was heard, and that were asked for again",
             registry=registry,
         )
-        self.grant_wait_seconds = Histogram(
-            "disagg_grant_wait_seconds", "From the announcement to the grant", buckets=WAIT_SECONDS, registry=registry
-        )
-        self.parked_seconds = Histogram(
-            "disagg_parked_seconds",
-            "From when a sequence gave way to when it went on",
-            buckets=WAIT_SECONDS,
+        for state in ARENA_STATES:
+            self.arena_bytes.labels(state)
+        for direction in ("sent", "received"):
+            self.transfer_bytes.labels(direction)
+            self.transfer_pieces.labels(direction)
+
+    def _tiers(self, registry: CollectorRegistry) -> None:
+        """KV beside the GPU."""
+        self.host_pages = Gauge(
+            "disagg_host_pages",
+            "Large pages of each rank's host pool by state (used, empty)",
+            ["state"],
             registry=registry,
         )
-        self.parked = Gauge("disagg_parked", "Sequences that gave way and have not gone on", registry=registry)
-        self.parked_longest_seconds = Gauge(
-            "disagg_parked_longest_seconds", "How long the one parked longest has now been parked", registry=registry
+        self.store_up = Gauge(
+            "disagg_store_up",
+            "0 while storage fails and is left alone; else, and where there is none, 1",
+            registry=registry,
+        )
+        self.store_misses = Counter(
+            "disagg_store_misses",
+            "What was looked for in storage and could not be had, by cause; what is simply not there is not counted",
+            ["cause"],
+            registry=registry,
+        )
+        self.store_published_pages = Counter(
+            "disagg_store_published_pages",
+            "Pages that this server has stored; one covers all heads, and counts once per layer group",
+            registry=registry,
+        )
+        self.store_duplicate_pages = Counter(
+            "disagg_store_duplicate_pages",
+            "Pages that it wrote and that others had stored just before, so that theirs were kept",
+            registry=registry,
+        )
+        self.store_failures = Counter(
+            "disagg_store_failures",
+            "Calls of the store that failed in the server, and writes and reads that failed in its workers",
+            registry=registry,
+        )
+        self.tier_bytes = Counter(
+            "disagg_tier_bytes",
+            "KV bytes moved by all ranks, by tier (host, storage) and direction (out: away from the GPU; in)",
+            ["tier", "direction"],
+            registry=registry,
+        )
+        self.tier_seconds = Counter(
+            "disagg_tier_seconds",
+            "What moving disagg_tier_bytes took, summed over ranks",
+            ["tier", "direction"],
+            registry=registry,
+        )
+        for state in HOST_STATES:
+            self.host_pages.labels(state)
+        for way in TIER_WAYS:
+            self.tier_bytes.labels(*way)
+            self.tier_seconds.labels(*way)
+        self.store_up.set(1)
+
+    def _streams(self, registry: CollectorRegistry) -> None:
+        """Streams to routers, and links."""
+        self.router_messages = Counter(
+            "disagg_router_messages", "Frames with tokens sent to routers", registry=registry
         )
         self.lease_expiries = Counter(
             "disagg_lease_expiries",
@@ -158,27 +255,6 @@ class EngineMetrics:
             ["kind"],
             registry=registry,
         )
-        self.aborts = Counter("disagg_aborts", "Legs aborted at the router's request", registry=registry)
-        self.legs = Counter("disagg_legs", "Legs ended, by outcome", ["outcome"], registry=registry)
-        self.ttft_seconds = Histogram(
-            "disagg_prefill_ttft_seconds",
-            "From a leg's arrival at the prefill server to its first token",
-            buckets=WAIT_SECONDS,
-            registry=registry,
-        )
-        self.queue_seconds = Histogram(
-            "disagg_queue_seconds", "From a leg's arrival to its first step", buckets=WAIT_SECONDS, registry=registry
-        )
-        for state in LARGE_PAGE_STATES:
-            self.kv_large_pages.labels(state)
-        for reason in ("memory", "age"):
-            self.preemptions.labels(reason)
-        self.prefix_hit_tokens.labels("gpu")
-        for state in ARENA_STATES:
-            self.arena_bytes.labels(state)
-        for direction in ("sent", "received"):
-            self.transfer_bytes.labels(direction)
-            self.transfer_pieces.labels(direction)
 
     def set_memory(self, memory: MemoryReport | None) -> None:
         """The pool, all at once, so that what a scrape sees adds up. None: there is no pool now."""
@@ -195,6 +271,9 @@ class EngineMetrics:
                 self.kv_pages.labels(group.name, state).set(count)
                 self.kv_bytes.labels(group.name, state).set(count * group.page_bytes)
         self.kv_fragmentation_bytes.set(memory.fragmentation_bytes)
+        used, total = (memory.host.pages_used, memory.host.pages_total) if memory.host is not None else (0, 0)
+        for state, count in zip(HOST_STATES, (used, total - used), strict=True):
+            self.host_pages.labels(state).set(count)
 
     def set_arena(self, *, free_bytes: int, leased_bytes: int, quarantined_bytes: int) -> None:
         """Arena bytes by state, all at once."""

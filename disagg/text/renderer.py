@@ -1,11 +1,11 @@
 """Renders chats for a router, in a process that the router can kill (`render_process`). Owns that process.
 
-    render() ──┐                  one task takes them in order               socket
-    render() ──┼── waiting: {number: chat} ──────> _serve ── Ask ──> render_process, at most 256 MiB
+    render() ──┐                  one task, tenants in turns                 socket
+    render() ──┼── waiting: chats of tenants ────> _serve ── Ask ──> render_process, at most 256 MiB
     render() ──┘                                     └─ nothing after deadline_s: kill -9, and a new one
 
-One chat is rendered at a time. A process that has crashed, been killed, or taken its memory costs the chat that it was
-rendering, no other.
+One chat is rendered at a time, so a tenant waits for one of each other's before its own. A process that has crashed, been killed,
+or taken its memory costs the chat that it was rendering, no other.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Self
 import msgspec
 from msgspec import Raw, Struct
 
+from disagg.scheduler.fairness import FairQueue
 from disagg.text.chat import RENDER_S, TemplateSource
 from disagg.text.render_messages import HEADER, Ask, Reply, frame, most_reply_bytes, unpacked
 from disagg.text.render_process import SPARE_BYTES
@@ -53,7 +54,7 @@ class Renderer:
         self._bounds = bounds
         self._child: _Child | None = None
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, _Chat] = {}
+        self._waiting: FairQueue[_Chat] = FairQueue()
         self._wake = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
         self._warned_s = -WARN_EVERY_S
@@ -75,19 +76,20 @@ class Renderer:
         """Of the process that renders, while there is one."""
         return None if self._child is None else self._child.process.pid
 
-    async def render(self, messages: bytes, max_chars: int, *, add_generation_prompt: bool = True) -> str:
-        """messages: as `render_messages.packed` writes them. The text has at most max_chars.
+    async def render(
+        self, messages: bytes, max_chars: int, tenant: str = "", *, add_generation_prompt: bool = True
+    ) -> str:
+        """messages: as `render_messages.packed` writes them. The text has at most max_chars. tenant: who asks.
 
         Raises InvalidRequest, with the template's own words where it refuses the messages; Overloaded, DeadlineExceeded
         or Unavailable where it does not come to that.
         """
         if self._serving is None or self._serving.done():
             raise Unavailable("the router is shutting down")
-        if len(self._waiting) >= self._bounds.max_waiting:
-            raise Overloaded(f"{len(self._waiting)} chats wait to be rendered, which is the most", RETRY_AFTER_S)
-        number = next(self._numbers)
+        self._make_room(tenant)
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = _Chat(Ask(Raw(messages), add_generation_prompt, max_chars), done)
+        chat = _Chat(Ask(Raw(messages), add_generation_prompt, max_chars), done)
+        self._waiting.append(tenant, chat, 1.0)  # whatever its size: how long it takes, nobody knows
         self._wake.set()
         try:
             async with asyncio.timeout(self._bounds.wait_s):
@@ -95,15 +97,30 @@ class Renderer:
         except TimeoutError:
             raise DeadlineExceeded(f"the chat waited {self._bounds.wait_s:g} s to be rendered") from None
         finally:
-            self._waiting.pop(number, None)
-            del done, messages  # an error has this frame, and `done` the error: a circle that would keep the messages
+            self._waiting.discard(chat)
+            del (
+                done,
+                chat,
+                messages,
+            )  # an error has this frame, and `done` the error: a circle that would keep the messages
+
+    def _make_room(self, tenant: str) -> None:
+        """For one more; where there is none, the youngest of whoever has most goes. Raises Overloaded."""
+        if len(self._waiting) < self._bounds.max_waiting:
+            return
+        full = Overloaded(f"{len(self._waiting)} chats wait to be rendered, which is the most", RETRY_AFTER_S)
+        displaced = self._waiting.displaced_by(tenant)
+        if displaced is None:
+            raise full
+        self._waiting.remove(displaced)
+        displaced.fail(full)
 
     async def close(self) -> None:
         """Ends the process, and whatever waits for it with Unavailable. Idempotent."""
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
-        for chat in self._waiting.values():
+        for chat in self._waiting:
             chat.fail(Unavailable("the router is shutting down"))
         await self._drop()
 
@@ -113,10 +130,10 @@ class Renderer:
             if not self._waiting:
                 self._wake.clear()
                 continue
-            number = next(iter(self._waiting))
-            chat = self._waiting.pop(number)
+            chat = next(iter(self._waiting))
+            self._waiting.take(chat)
             try:
-                text = await self._rendered(number, chat.ask)
+                text = await self._rendered(next(self._numbers), chat.ask)
             except asyncio.CancelledError:
                 chat.fail(Unavailable("the router is shutting down"))
                 raise

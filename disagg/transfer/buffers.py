@@ -32,10 +32,6 @@ class GatherBuffers:
         self._held: dict[int, _Held] = {}  # by buffer, in the order in which they were taken
         self._gave_back_s: dict[Hashable, float] = {}  # by peer
 
-    @property
-    def any_free(self) -> bool:
-        return bool(self._free)
-
     def held(self, peer: Hashable) -> int:
         """How many buffers a peer holds."""
         return sum(each.peer == peer for each in self._held.values())

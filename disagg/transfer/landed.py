@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from disagg.messages.layout import LayerGroup
 from disagg.messages.pieces import Piece, RankSlice
 from disagg.staging.pieces import Coverage
+from disagg.types.arithmetic import ceil_div
 
 
 class Arrival(enum.Enum):
@@ -79,7 +80,7 @@ class LandedRows:
             group = groups[piece.group]
             if group.is_state:
                 continue
-            for page in range(piece.token_start // page_tokens, -(-piece.token_stop // page_tokens)):
+            for page in range(piece.token_start // page_tokens, ceil_div(piece.token_stop, page_tokens)):
                 whole = Piece(piece.group, 0, len(group.layers), page * page_tokens, (page + 1) * page_tokens)
                 if not self._coverage(rows).complete([whole]):
                     spoiled.setdefault(piece.group, set()).add(page)

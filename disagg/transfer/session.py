@@ -1,16 +1,4 @@
-"""One leg's transfer, as two state machines without I/O: events in, decisions out.
-
-    prefill side (SendSession)                       decode side (ReceiveSession)
-
-    WAITING  ── grant ──────────> SENDING            WAITING ── announce ──> QUEUED ── bind ──> BINDING
-      │  complete                  │ │ every piece      │                      │                  │ every rank bound
-      │                            │ │ written          │                      │                  v
-      │                            │ v                  │                      │             RECEIVING
-      │           revoke, abort    │ SENT               │                      │                  │ covers the plan,
-      │                            │ │ complete         │       abandon        │                  v tokens here
-      v                            v v                  └──────────┬───────────┴───────────> COMPLETE
-    DROPPING ── dropped ──> CLOSED <─┘                             v                              │ unbound
-                                                                 LEAVING ── quiet ──> CLOSED <────┘
+"""One leg's transfer, as two state machines without I/O: events in, decisions out. `transfer/states` draws them.
 
 A transfer is complete when its rectangles cover the plan of every layer group on every rank; there is no counter to
 trust. What is planned, per group, is what decode wants of it:
@@ -25,7 +13,6 @@ rightly say is a ProtocolError. Knows pieces and entries; nothing of links, ring
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -35,6 +22,8 @@ from disagg.messages.layout import LayerGroup
 from disagg.messages.link import Entry, FirstToken
 from disagg.messages.pieces import Piece
 from disagg.staging.pieces import Coverage
+from disagg.transfer.states import RECEIVE_NEXT, SEND_NEXT, ReceiveEvent, ReceiveState, SendEvent, SendState
+from disagg.types.arithmetic import ceil_div
 from disagg.types.errors import ProtocolError
 
 Cut = Callable[[Piece], tuple[Piece, ...]]  # a rectangle into pieces that fit a ring entry
@@ -57,47 +46,6 @@ def _num_cells(pieces: Iterable[Piece]) -> int:
 
 def _is_gift(group: LayerGroup, piece: Piece) -> bool:
     return group.is_state and piece.token_start >= CHECKPOINT
-
-
-class SendState(enum.Enum):
-    WAITING = "waiting"  # announced, not granted
-    SENDING = "sending"
-    SENT = "sent"  # every piece has been written; the decode side has yet to say that all landed
-    DROPPING = "dropping"  # given up; writes may be under way
-    CLOSED = "closed"  # nothing is under way, nothing will be
-
-
-class SendEvent(enum.Enum):
-    GRANT = "grant"
-    ALL_SENT = "all sent"
-    WANT = "want pieces"
-    COMPLETE = "complete"
-    GIVE_UP = "give up"
-    DROPPED = "dropped"
-
-
-SEND_NEXT: dict[tuple[SendState, SendEvent], SendState] = {
-    (SendState.WAITING, SendEvent.GRANT): SendState.SENDING,
-    (SendState.WAITING, SendEvent.COMPLETE): SendState.DROPPING,  # the first token ended it
-    (SendState.WAITING, SendEvent.GIVE_UP): SendState.DROPPING,
-    (SendState.SENDING, SendEvent.ALL_SENT): SendState.SENT,
-    (SendState.SENDING, SendEvent.WANT): SendState.SENDING,
-    (SendState.SENDING, SendEvent.COMPLETE): SendState.DROPPING,
-    (SendState.SENDING, SendEvent.GIVE_UP): SendState.DROPPING,
-    (SendState.SENT, SendEvent.WANT): SendState.SENDING,
-    (SendState.SENT, SendEvent.COMPLETE): SendState.CLOSED,
-    (SendState.SENT, SendEvent.GIVE_UP): SendState.DROPPING,
-    (SendState.DROPPING, SendEvent.DROPPED): SendState.CLOSED,
-    (SendState.DROPPING, SendEvent.GRANT): SendState.DROPPING,  # it crossed our withdrawal
-    (SendState.DROPPING, SendEvent.WANT): SendState.DROPPING,
-    (SendState.DROPPING, SendEvent.COMPLETE): SendState.DROPPING,
-    (SendState.DROPPING, SendEvent.GIVE_UP): SendState.DROPPING,
-    (SendState.CLOSED, SendEvent.GRANT): SendState.CLOSED,
-    (SendState.CLOSED, SendEvent.WANT): SendState.CLOSED,
-    (SendState.CLOSED, SendEvent.COMPLETE): SendState.CLOSED,
-    (SendState.CLOSED, SendEvent.GIVE_UP): SendState.CLOSED,
-    (SendState.CLOSED, SendEvent.DROPPED): SendState.CLOSED,
-}
 
 
 class Offer(Struct, frozen=True):
@@ -138,6 +86,7 @@ class SendSession:
     _last_plan: int = -1  # of the last chunk
     _checkpoint: bool = False  # position CHECKPOINT of the state groups is final, or will be
     _wants: int = 0  # how often pieces were wanted again
+    too_many: bool = False  # pieces: something was not offered, so the transfer cannot end well
 
     def __post_init__(self) -> None:
         assert len(self.first_held) == len(self.groups)
@@ -250,17 +199,21 @@ class SendSession:
     def _offer(self, rectangles: list[tuple[Piece, int]], cut: Cut) -> Offer | None:
         """What of these is wanted, cut into pieces and numbered."""
         first = self._next_piece_no
-        pieces: list[Piece] = []
+        pieces: list[tuple[Piece, int]] = []
         for whole, after_plan in rectangles:
             start = max(whole.token_start, self.wants[whole.group])
-            if start >= whole.token_stop:
-                continue
-            for piece in cut(Piece(whole.group, whole.layer_start, whole.layer_stop, start, whole.token_stop)):
-                self._offered[first + len(pieces)] = (piece, after_plan)
-                self._unassigned[first + len(pieces)] = self.num_slices[piece.group]
-                pieces.append(piece)
+            if start < whole.token_stop:
+                wanted = Piece(whole.group, whole.layer_start, whole.layer_stop, start, whole.token_stop)
+                pieces += [(piece, after_plan) for piece in cut(wanted)]
+        if first + len(pieces) > MAX_PIECES:
+            self.too_many = True
+        if self.too_many or not pieces:
+            return None
+        for number, (piece, after_plan) in enumerate(pieces, start=first):
+            self._offered[number] = (piece, after_plan)
+            self._unassigned[number] = self.num_slices[piece.group]
         self._next_piece_no += len(pieces)
-        return Offer(first, tuple(pieces)) if pieces else None
+        return Offer(first, tuple(piece for piece, _ in pieces))
 
     def assign(self, entries: Iterable[Entry]) -> tuple[Write, ...]:
         """The decode side said where. The writes to do; none once the leg has been given up."""
@@ -287,7 +240,7 @@ class SendSession:
 
     def finish_if_sent(self) -> bool:
         """True, once, when everything wanted has been offered, assigned and written. Decode may leave gifts lying."""
-        if self.state is not SendState.SENDING or self._scheduled < self.num_tokens or self._writing:
+        if self.state is not SendState.SENDING or self._scheduled < self.num_tokens or self._writing or self.too_many:
             return False
         unassigned = (self._offered[piece_no][0] for piece_no in self._unassigned)
         if any(not _is_gift(self.groups[piece.group], piece) for piece in unassigned):
@@ -313,47 +266,6 @@ class SendSession:
         """The workers say that nothing is under way."""
         self._writing.clear()
         self._go(SendEvent.DROPPED)
-
-
-class ReceiveState(enum.Enum):
-    WAITING = "waiting"  # the router's leg is here; prefill has not announced it
-    QUEUED = "queued"  # announced; waits for pages, slots and a ring
-    BINDING = "binding"  # pages are allocated; not every rank has acknowledged
-    RECEIVING = "receiving"  # granted
-    COMPLETE = "complete"  # everything is here; ranks are being unbound, and the sequence may run
-    LEAVING = "leaving"  # given up; ranks are being unbound, and prefill may still write into the ring
-    CLOSED = "closed"
-
-
-class ReceiveEvent(enum.Enum):
-    ANNOUNCE = "announce"
-    BIND = "bind"
-    ALL_BOUND = "all bound"
-    ALL_HERE = "all here"
-    ABANDON = "abandon"
-    QUIET = "quiet"
-
-
-RECEIVE_NEXT: dict[tuple[ReceiveState, ReceiveEvent], ReceiveState] = {
-    (ReceiveState.WAITING, ReceiveEvent.ANNOUNCE): ReceiveState.QUEUED,
-    (ReceiveState.WAITING, ReceiveEvent.ALL_HERE): ReceiveState.COMPLETE,  # the first token ended it
-    (ReceiveState.WAITING, ReceiveEvent.ABANDON): ReceiveState.LEAVING,
-    (ReceiveState.QUEUED, ReceiveEvent.ANNOUNCE): ReceiveState.QUEUED,
-    (ReceiveState.QUEUED, ReceiveEvent.BIND): ReceiveState.BINDING,
-    (ReceiveState.QUEUED, ReceiveEvent.ALL_HERE): ReceiveState.COMPLETE,
-    (ReceiveState.QUEUED, ReceiveEvent.ABANDON): ReceiveState.LEAVING,
-    (ReceiveState.BINDING, ReceiveEvent.ALL_BOUND): ReceiveState.RECEIVING,
-    (ReceiveState.BINDING, ReceiveEvent.ALL_HERE): ReceiveState.COMPLETE,
-    (ReceiveState.BINDING, ReceiveEvent.ABANDON): ReceiveState.LEAVING,
-    (ReceiveState.RECEIVING, ReceiveEvent.ALL_HERE): ReceiveState.COMPLETE,
-    (ReceiveState.RECEIVING, ReceiveEvent.ABANDON): ReceiveState.LEAVING,
-    (ReceiveState.COMPLETE, ReceiveEvent.ABANDON): ReceiveState.COMPLETE,
-    (ReceiveState.COMPLETE, ReceiveEvent.QUIET): ReceiveState.CLOSED,
-    (ReceiveState.LEAVING, ReceiveEvent.ABANDON): ReceiveState.LEAVING,
-    (ReceiveState.LEAVING, ReceiveEvent.QUIET): ReceiveState.CLOSED,
-    (ReceiveState.CLOSED, ReceiveEvent.ABANDON): ReceiveState.CLOSED,
-    (ReceiveState.CLOSED, ReceiveEvent.QUIET): ReceiveState.CLOSED,
-}
 
 
 @dataclass(slots=True)
@@ -505,7 +417,7 @@ class ReceiveSession:
         ranges = []
         position = first  # every hole so far ends here or before
         for hole_start, hole_stop in (*holes, (stop, stop)):
-            first_page, stop_page = -(-position // rows), hole_start // rows
+            first_page, stop_page = ceil_div(position, rows), hole_start // rows
             if first_page < stop_page:
                 ranges.append((first_page, stop_page))
             position = max(position, hole_stop)

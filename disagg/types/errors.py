@@ -11,6 +11,7 @@
     │   └── NoCompatiblePeer       servers are there, but no prefill and decode server fit together
     ├── DeadlineExceeded       the request ran out of time (DEADLINE_EXCEEDED / 504)
     ├── Cancelled              the client went away or aborted it (CANCELLED / 499)
+    ├── Interrupted            whoever ran the command pressed Ctrl-C
     ├── RequestFailed          the request was tried and cannot be finished, e.g. a poison request (INTERNAL / 500)
     └── ProtocolError          a peer or worker said something that it must not; the link or group ends
 
@@ -70,6 +71,10 @@ class DeadlineExceeded(DisaggError):
 
 class Cancelled(DisaggError):
     """The client cancelled or disconnected."""
+
+
+class Interrupted(DisaggError):
+    """Ctrl-C: the command was ended by the person who began it, and has tidied up."""
 
 
 class RequestFailed(DisaggError):

@@ -11,12 +11,7 @@ from typing import NewType
 
 from msgspec import Struct
 
-RequestId = NewType("RequestId", str)
 ServerName = NewType("ServerName", str)
-Incarnation = NewType("Incarnation", str)  # random hex, new for every worker group
-SeqId = NewType("SeqId", int)  # one engine's number for one sequence; never reused within an incarnation
-PageId = NewType("PageId", int)  # index of a small page in one layer group's view of the pool
-TokenId = int
 
 
 class Role(enum.StrEnum):

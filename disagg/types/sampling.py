@@ -8,6 +8,7 @@ output; log-probabilities are the model's own, before temperature and penalties;
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -77,16 +78,25 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKENS, "ids")
         at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS, "entries")
         check_ids("stop_token_ids", self.stop_token_ids, vocab_size)
-        check_ids("logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
-        for _, bias in self.logit_bias:
-            _within("logit_bias", bias, -100.0, 100.0)
+        biased = [token_id for token_id, _ in self.logit_bias]
+        check_ids("logit_bias", biased, vocab_size)
+        check_once("logit_bias", biased)
+        for token_id, bias in self.logit_bias:
+            _within("logit_bias", bias, -100.0, 100.0, f" of token {token_id}")
 
 
-def _within(name: str, value: float, low: float, high: float) -> None:
+def _within(name: str, value: float, low: float, high: float, of: str = "") -> None:
     if math.isfinite(value) and low <= value <= high:
         return
     allowed = f"between {low} and {high}"
-    raise InvalidRequest(f"{name} is {value}; it must be {allowed}", name)
+    raise InvalidRequest(f"{name}{of} is {value}; it must be {allowed}", name)
+
+
+def check_once(name: str, token_ids: Sequence[int]) -> None:
+    """Raises InvalidRequest for an id that is named twice: whoever reads the list would take one or the other."""
+    if len(set(token_ids)) < len(token_ids):
+        twice = next(token_id for token_id, count in Counter(token_ids).items() if count > 1)
+        raise InvalidRequest(f"{name} names token {twice} more than once", name)
 
 
 def at_most(name: str, count: int, most: int, what: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from disagg.types.errors import ConfigError
+from disagg.types.plain import quoted
 
 MAX_DEPTH: Final = 64
 CONFIG_BYTES: Final = 4 << 20  # config.json and its like; the largest known have some hundred KB
@@ -22,7 +23,9 @@ CONFIG_BYTES: Final = 4 << 20  # config.json and its like; the largest known hav
 def read_small(path: Path, most_bytes: int) -> bytes:
     """The whole file. FileNotFoundError is left to the caller; all else that is wrong raises ConfigError."""
     try:
-        # A pipe under this name must not hold us, so the file is opened without waiting for a writer.
+        if not stat.S_ISREG(os.stat(path).st_mode):  # to open a device may do anything
+            raise ConfigError(f"{path} is no regular file")
+        # What is a pipe by now must not hold us, so the file is opened without waiting for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
@@ -37,6 +40,14 @@ def read_small(path: Path, most_bytes: int) -> bytes:
     if len(content) > found.st_size:
         raise ConfigError(f"{path} grew while it was read")
     return content
+
+
+def home_expanded(path: str | Path, setting: str) -> Path:
+    """With the home directory in place of `~` and `~user`. Raises ConfigError naming the setting if there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{setting} = {quoted(str(path))}: there is no such home directory") from error
 
 
 def json_object(content: bytes, path: Path) -> dict[str, Any]:
@@ -58,5 +69,16 @@ def json_object(content: bytes, path: Path) -> dict[str, Any]:
             if isinstance(inner, dict | list)
         ]
         if not level:
+            _check_text(content, value, path)
             return value
     raise ConfigError(f"{path} is nested more than {MAX_DEPTH} deep")
+
+
+def _check_text(content: bytes, value: dict[str, Any], path: Path) -> None:
+    """An escape may name half of a surrogate pair, and what it stands in is no text: nothing can be done with it."""
+    if b"\\ud" not in content.lower():
+        return
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{path} has half of a surrogate pair in a text: {error.reason}") from error

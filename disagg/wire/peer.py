@@ -301,14 +301,15 @@ def _read_drained(message: pb.peer.Drained) -> Drained:
 def _fill_key_reason(out: Any, message: Revoke | Withdraw) -> None:
     fill_key(out.key, message.key)
     out.reason = message.reason
+    out.aborted = message.aborted
 
 
 def _read_revoke(message: pb.peer.Revoke) -> Revoke:
-    return Revoke(key=read_key(message), reason=message.reason)
+    return Revoke(key=read_key(message), reason=message.reason, aborted=message.aborted)
 
 
 def _read_withdraw(message: pb.peer.Withdraw) -> Withdraw:
-    return Withdraw(key=read_key(message), reason=message.reason)
+    return Withdraw(key=read_key(message), reason=message.reason, aborted=message.aborted)
 
 
 # ---- messages about a ring

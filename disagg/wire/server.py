@@ -11,6 +11,7 @@ from disagg.messages.channel import Frame
 from disagg.messages.legs import (
     AbortLeg,
     GroupMemory,
+    HostMemory,
     KvEvents,
     LegEnd,
     LegTokens,
@@ -23,6 +24,7 @@ from disagg.messages.legs import (
     ServerMessage,
     ServerState,
     StartLeg,
+    StorageState,
 )
 from disagg.types.ids import Role
 from disagg.types.sampling import MAX_CACHE_SALT_CHARS, MAX_CHOICES
@@ -73,6 +75,12 @@ STATE_TO_PROTO = {
     ServerState.NO_PEER: pb.server.SERVER_STATE_NO_PEER,
     ServerState.DRAINING: pb.server.SERVER_STATE_DRAINING,
 }
+STORAGE_TO_PROTO = {
+    StorageState.OFF: pb.server.STORAGE_STATE_OFF,
+    StorageState.OK: pb.server.STORAGE_STATE_OK,
+    StorageState.DEGRADED: pb.server.STORAGE_STATE_DEGRADED,
+}
+STORAGE_FROM_PROTO = {int(v): k for k, v in STORAGE_TO_PROTO.items()}
 STATE_FROM_PROTO = {int(v): k for k, v in STATE_TO_PROTO.items()}
 
 
@@ -126,6 +134,8 @@ class ServerSays(Struct, frozen=True):
 
 # ---- router -> server
 
+MAX_GROUPS = 4096  # layer groups of a model; some have three
+MAX_PAGE_HASH_BYTES = 64  # of a page's name in a cache; ours have 32
 MAX_TENANT_CHARS = 256  # of a leg; engines keep one per tenant that waits
 
 
@@ -274,6 +284,7 @@ def _fill_load(out: pb.server.LoadReport, load: LoadReport) -> None:
     out.pages_free = load.pages_free
     out.pages_evictable = load.pages_evictable
     out.pages_total = load.pages_total
+    out.store = STORAGE_TO_PROTO[load.store]
     if load.memory is not None:
         _fill_memory(out.memory, load.memory)
 
@@ -288,6 +299,7 @@ def _read_load(message: pb.server.LoadReport) -> LoadReport:
         pages_evictable=message.pages_evictable,
         pages_total=message.pages_total,
         memory=_read_memory(message.memory) if message.HasField("memory") else None,
+        store=read_enum(message, "store", STORAGE_FROM_PROTO) if message.store else StorageState.OFF,
     )
 
 
@@ -299,6 +311,11 @@ def _fill_memory(out: pb.server.MemoryReport, memory: MemoryReport) -> None:
     out.large_evictable = memory.large_evictable
     out.large_used = memory.large_used
     out.fragmentation_bytes = memory.fragmentation_bytes
+    if memory.host is not None:
+        host = memory.host
+        out.host.CopyFrom(
+            pb.server.HostMemory(pages_used=host.pages_used, pages_total=host.pages_total, bytes=host.bytes)
+        )
     for group in memory.groups:
         out.groups.add(
             name=group.name,
@@ -329,7 +346,12 @@ def _read_memory(message: pb.server.MemoryReport) -> MemoryReport:
             )
             for group in message.groups
         ),
+        host=_read_host(message.host) if message.HasField("host") else None,
     )
+
+
+def _read_host(message: pb.server.HostMemory) -> HostMemory:
+    return HostMemory(pages_used=message.pages_used, pages_total=message.pages_total, bytes=message.bytes)
 
 
 def _fill_kv(out: pb.server.KvUpdate, kv: KvUpdate) -> None:
@@ -346,6 +368,10 @@ def _read_kv(message: pb.server.KvUpdate) -> KvUpdate:
         keys, groups = getattr(message, column), getattr(message, f"{column}_groups")
         if len(keys) != len(groups):
             refuse(message, f"{column}_groups", f"has {len(groups)} entries for {len(keys)} of {column}")
+        if groups and max(groups) >= MAX_GROUPS:
+            refuse(message, f"{column}_groups", f"has a layer group {max(groups)}; at most {MAX_GROUPS} may be")
+        if keys and max(map(len, keys)) > MAX_PAGE_HASH_BYTES:
+            refuse(message, column, f"has a name of {max(map(len, keys))} bytes; at most {MAX_PAGE_HASH_BYTES} may be")
         columns[column] = tuple(zip(groups, keys, strict=True))
     return KvUpdate(KvEvents(**columns), message.reset)
 

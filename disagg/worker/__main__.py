@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
 from disagg.telemetry.logs import LINES_PER_S, configure_logging
@@ -20,6 +21,7 @@ def main() -> int:
     parser.add_argument("--log-format", default="json")
     parser.add_argument("--log-lines-per-s", type=float, default=LINES_PER_S)
     args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which drains
     die_with_parent(args.parent)
     configure_logging(f"{args.name}/rank{args.rank}", args.log_level, args.log_format, args.log_lines_per_s)
     from disagg.worker.process import WorkerProcess

@@ -1,4 +1,4 @@
-"""Turns the runs of a plan into the tensors of one forward. Knows the mirror's page tables; nothing of models.
+"""Turns the runs of a plan into the tensors of one forward. Knows the page tables of known sequences; nothing of models.
 
 Of a table, only pages that the run can reach become part of the batch: entries out of a window are stale, and their pages
 may be another sequence's by now.
@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from disagg.messages.layout import LayerGroup
-from disagg.messages.mirror import RunView
+from disagg.messages.sequence_diff import RunView
 from disagg.models.batch import AttentionTables, DecodeRun, ForwardBatch, PageTable, PrefillRun, StateTables
+from disagg.types.arithmetic import ceil_div
 
 UNKNOWN = -1  # in place of a token that is sampled, but not on the host yet
 NOT_CARRIED = -1
@@ -106,13 +107,14 @@ class _Builder:
         page_tokens = self._page_tokens
         firsts = [_first_page(run.start, window, page_tokens) for run in runs]
         rows = [
-            run.sequence.tables[group][first : -(-(run.start + run.num_tokens) // page_tokens)]
+            run.sequence.tables[group][first : ceil_div(run.start + run.num_tokens, page_tokens)]
             for run, first in zip(runs, firsts, strict=True)
         ]
         width = max(map(len, rows))
         # The last page is surely a live one: it takes the run's own token.
-        pages = [row + row[-1:] * (width - len(row)) for row in rows]
-        return PageTable(_longs(pages), _longs(firsts), tuple(firsts))
+        pages = bytearray().join([row if len(row) == width else row + row[-1:] * (width - len(row)) for row in rows])
+        table = torch.frombuffer(pages, dtype=torch.int64).view(len(rows), width)
+        return PageTable(table, _longs(firsts), tuple(firsts))
 
     def _state_tables(self, group: int) -> StateTables:
         runs = self.prefills + self.decodes
@@ -120,7 +122,7 @@ class _Builder:
         return StateTables(_longs(reads), _longs([run.sequence.tables[group][-1] for run in runs]))
 
 
-def _longs(values: list[int] | list[list[int]]) -> torch.Tensor:
+def _longs(values: list[int]) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=np.int64))  # torch takes ten times as long to read lists
 
 

@@ -1,6 +1,6 @@
 """Computes plans: turns them into tensors, runs the model, samples, and says which tokens came out.
 
-Of several ranks all compute every plan, and one samples for all. Knows the mirror of the engine's sequences, the pool and
+Of several ranks all compute every plan, and one samples for all. Knows what plans have said of sequences, the pool and
 the sampler; nothing of requests, peers or sockets.
 """
 
@@ -16,8 +16,8 @@ import transformers
 
 from disagg.messages.control import Computation
 from disagg.messages.layout import LayerGroup
-from disagg.messages.mirror import Mirror, MirrorSequence, RunView
 from disagg.messages.plan import SampledToken, SamplerStart, StepResult, TokenLogprobs, WorkerPlan
+from disagg.messages.sequence_diff import KnownSequence, KnownSequences, RunView
 from disagg.models.batch import ForwardBatch
 from disagg.models.device import upload
 from disagg.models.graphs import DecodeGraphs, try_capture
@@ -34,7 +34,7 @@ from disagg.worker.sampler import Sampled, Sampler
 class Owner:
     """Whose token is sampled. position: of that token in the sequence; None where several choices are sampled from it."""
 
-    sequence: MirrorSequence
+    sequence: KnownSequence
     sampling: SamplerStart
     position: int | None
 
@@ -72,7 +72,7 @@ class Executor:
 
     def __init__(self, rank: int, num_ranks: int = 1) -> None:
         self._ranks = Ranks(rank, num_ranks)
-        self._mirror = Mirror()
+        self._known = KnownSequences()
         self._model: PagedModel | None = None
         self._pool: Pool | None = None
         self._sampler: Sampler | None = None
@@ -82,6 +82,7 @@ class Executor:
         self.overlaps = False
         """Whether a step may be launched before the one before it is collected."""
         self._tokens_before = torch.empty(0, dtype=torch.int64)  # what the last step sampled, on the device
+        self._all_rows = torch.empty(0, dtype=torch.int64)
         self._carried: dict[int, int] = {}  # where in it the last token of a sequence is, by id
         self._collected_s = 0.0
 
@@ -99,6 +100,10 @@ class Executor:
     def graphs(self) -> DecodeGraphs | None:
         """Of decode steps, once the pool is made; None where there are none."""
         return self._graphs
+
+    @property
+    def num_ranks(self) -> int:
+        return self._ranks.size
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -156,6 +161,7 @@ class Executor:
                 f"there must be left out of engine.gpu_memory_utilization or engine.kv_memory_bytes: {error}"
             ) from error
         self._tokens_before = torch.zeros(max_slots, dtype=torch.int64, device=self._pool.device)
+        self._all_rows = torch.arange(max_slots, device=self._pool.device)
         if self._captures:
             self._graphs = try_capture(self.model, self._pool, max_slots, self._tokens_before)
         if self._ranks.samples:
@@ -175,7 +181,7 @@ class Executor:
         started_unix_s, started_s = time.time(), time.perf_counter()
         sampler = self._sampler
         assert (sampler is not None) == self._ranks.samples
-        ended, begun, runs = self._mirror.apply(plan)
+        ended, begun, runs = self._known.apply(plan)
         if sampler is not None:
             for sequence in ended:
                 for sampling in sequence.samplers:
@@ -225,21 +231,26 @@ class Executor:
                     index, [page for run in plan.runs if run.new_pages for page in run.new_pages[index]]
                 )
 
-    def _open_slots(self, sampler: Sampler, sequence: MirrorSequence) -> None:
+    def _open_slots(self, sampler: Sampler, sequence: KnownSequence) -> None:
         prompt, outputs = sequence.tokens[: sequence.num_prompt], sequence.tokens[sequence.num_prompt :]
         for sampling in sequence.samplers:
             eos = self.model.eos_token_ids
             sampler.add(sampling.slot, sequence.params, sampling.choice, prompt, outputs, eos)
 
-    def _forward(self, batch: ForwardBatch, written: Callable[[int], None] | None) -> torch.Tensor:
-        """As PagedModel.forward, of a batch on the host."""
+    def _forward(
+        self, batch: ForwardBatch, written: Callable[[int], None] | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(logits as PagedModel.forward gives them, where each row's first maximum is, if that is known).
+
+        batch: on the host.
+        """
         if self._graphs is None or not self._graphs.captured(batch):
-            return self.model.forward(batch.on(self.pool.device), self.pool, written)
-        logits = self._graphs.forward(batch)
+            return self.model.forward(batch.on(self.pool.device), self.pool, written), None
+        logits, first = self._graphs.forward(batch)
         if written is not None:
             for layer in self.model.writing_layers:
                 written(layer)
-        return logits
+        return logits, first
 
     def _compute(
         self, sampler: Sampler | None, runs: list[RunView], written: Callable[[int], None] | None
@@ -249,7 +260,7 @@ class Executor:
         batch = replace(batch, tokens_before=self._tokens_before)
         if sampler is None:
             batch = replace(batch, logits_rows=batch.logits_rows[:0])
-        logits = self._forward(batch, written)
+        logits, first = self._forward(batch, written)
         self._carried = {}
         rows: list[int] = []
         owners: list[Owner] = []
@@ -260,11 +271,16 @@ class Executor:
                 rows.append(row)
         if not owners or sampler is None:
             return tuple(owners), None
-        at = upload(torch.tensor(rows), self.pool.device)
-        sampled = sampler.sample(logits, at, [owner.sampling.slot for owner in owners])
+        sampled = sampler.sample(logits, self._at(rows), [owner.sampling.slot for owner in owners], first)
         if self.overlaps:
             self._carry(owners, sampled)
         return tuple(owners), sampled.on_host()
+
+    def _at(self, rows: list[int]) -> torch.Tensor:
+        """On the device. Mostly they are all rows in order, which are there."""
+        if rows == list(range(len(rows))):
+            return self._all_rows[: len(rows)]
+        return upload(torch.tensor(rows), self.pool.device)
 
     def _carry(self, owners: Sequence[Owner], sampled: Sampled) -> None:
         """Let the next step find these tokens on the device, before they are on the host."""
@@ -275,7 +291,7 @@ class Executor:
                 self._carried[owner.sequence.seq_id] = place
 
     def _tell(self, launched: Launched) -> tuple[SampledToken, ...]:
-        """The step's tokens, which the mirror learns, too."""
+        """The step's tokens, which the known sequences get, too."""
         owners = launched.owners
         if not owners:
             return ()

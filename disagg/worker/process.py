@@ -1,10 +1,11 @@
-"""One rank's process: the compute thread runs plans, the transfer thread serves the lane, beats, and answers dumps.
+"""One rank's process: the compute thread runs plans, the transfer thread does transfers, beats, and answers dumps.
 
     engine ── PUB plans ──────> SUB   compute thread (main)  ── PUSH results ──> engine
            ── ROUTER control ─> DEALER ┐ transfer thread: hands loading on to the compute thread
-           ── ROUTER lane ────> DEALER ┘                  heartbeat every second, also while a step computes
+           ── ROUTER transfer > DEALER ┘                  heartbeat every second, also while a step computes
+                                         offload threads  (worker/offload_driver): copies, and storage
 
-The two threads share the pool, two queues with an eventfd each, and how far plans are computed: the compute thread tells the
+The first two share the pool, two queues with an eventfd each, and how far plans are computed: the compute thread tells the
 transfer driver, and reads there which layers pieces wait for.
 """
 
@@ -31,6 +32,7 @@ from disagg.messages.control import (
     Load,
     Loaded,
     MakePool,
+    OpenOffload,
     OpenTransfer,
     PoolMade,
     Profile,
@@ -39,14 +41,16 @@ from disagg.messages.control import (
     decode_request,
     encode_reply,
 )
-from disagg.messages.lane import Beat, LaneReport, LaneReportFrame, decode_lane, encode_report
 from disagg.messages.plan import Hello, Ready, WorkerFailed, WorkerPlan, decode_to_worker, encode_from_worker
+from disagg.messages.tiers import TierCommand, TierEvent
+from disagg.messages.transfer import Beat, CommandFrame, EventFrame, TransferEvent, decode_commands, encode_events
 from disagg.telemetry.loop import Gaps
 from disagg.telemetry.stacks import dump_stacks_on_signal, format_stacks
 from disagg.types.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:
     from disagg.worker.executor import Executor, Launched
+    from disagg.worker.offload_driver import OffloadDriver
     from disagg.worker.transfer_driver import TransferDriver
 
 logger = logging.getLogger(__name__)
@@ -73,10 +77,11 @@ class WorkerProcess:
         self._results.connect(f"ipc://{sockets}/results")
         self._executor: Executor | None = None
         self._driver: TransferDriver | None = None
+        self._offload: OffloadDriver | None = None
         self._jobs: queue.SimpleQueue[ControlRequest] = queue.SimpleQueue()  # transfer thread -> compute thread
         self._replies: queue.SimpleQueue[ControlReply] = queue.SimpleQueue()  # compute thread -> transfer thread
         self._job_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lane_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._computed_plan = -1
         self._busy_since_s = 0.0
         self._launched: Launched | None = None
@@ -85,19 +90,28 @@ class WorkerProcess:
 
     def run(self) -> int:
         sys.setswitchinterval(SWITCH_S)
-        lane = threading.Thread(target=self._serve_lane, name="transfer", daemon=True)
-        lane.start()
+        transfers = threading.Thread(target=self._serve_transfers, name="transfer", daemon=True)
+        transfers.start()
         try:
             self._compute()
             self._stopping = True
-            os.eventfd_write(self._lane_fd, 1)
-            lane.join(CLOSE_S)
+            self._wake()
+            deadline = time.monotonic() + CLOSE_S
+            if self._offload is not None:
+                self._offload.close()
+            transfers.join(CLOSE_S)
+            if self._offload is not None:
+                self._offload.join(max(0.0, deadline - time.monotonic()))
         except Exception as error:  # whatever a step raises, the server learns of it
             logger.exception("the worker cannot go on")
             self._send_result(WorkerFailed(self._rank, f"{type(error).__name__}: {error}"))
             time.sleep(0.1)  # let ZeroMQ deliver it; the engine would learn of our exit anyway
             return 1
         return 0
+
+    def _wake(self) -> None:
+        """The transfer thread looks again. By any thread."""
+        os.eventfd_write(self._wake_fd, 1)
 
     # ---- compute thread
 
@@ -124,7 +138,7 @@ class WorkerProcess:
                     if isinstance(job, Shutdown):
                         return
                     self._replies.put(self._do(job))
-                    os.eventfd_write(self._lane_fd, 1)
+                    self._wake()
             if plans in events:
                 message = decode_to_worker(plans.recv())
                 if isinstance(message, Hello):
@@ -140,14 +154,14 @@ class WorkerProcess:
 
         def written(layer: int) -> None:
             if driver is not None and driver.layer_written(plan.plan_no, layer):
-                os.eventfd_write(self._lane_fd, 1)
+                self._wake()
 
         self._busy_since_s = self._busy_since_s or time.monotonic()
         launched = self._executor.launch(plan, written)
         if driver is not None:  # in the order of plans and layers; on a GPU it looks itself when that is over
             driver.plan_computed(plan.plan_no)
             if driver.waits_for_plans:
-                os.eventfd_write(self._lane_fd, 1)
+                self._wake()
         if self._launched is not None:
             self._collect()
             self._busy_since_s = time.monotonic()
@@ -172,6 +186,8 @@ class WorkerProcess:
             return self._try(job)
         except ConfigError as error:
             return ControlFailed(self._rank, str(error), config=True)
+        except ImportError as error:
+            return ControlFailed(self._rank, f"a library that workers need is not installed: {error}", config=True)
         except Exception as error:  # as above
             logger.exception("%s failed", type(job).__name__)
             return ControlFailed(self._rank, f"{type(error).__name__}: {error}", config=False)
@@ -212,25 +228,33 @@ class WorkerProcess:
                 gc.collect()
                 gc.freeze()  # all that is loaded stays: to look through it again takes both threads 0.2 s
                 return PoolMade(self._rank, pool_bytes)
+            case OpenOffload():
+                # Here, because it takes its time: the transfer thread beats.
+                from disagg.worker.offload_driver import OffloadDriver
+
+                assert self._executor is not None and self._offload is None
+                executor = self._executor
+                self._offload = OffloadDriver(self._rank, executor.num_ranks, job, executor.pool, self._wake)
+                return self._offload.opened()
             case _:
                 raise ProtocolError(f"{type(job).__name__} is no job of the compute thread")
 
     # ---- transfer thread
 
-    def _serve_lane(self) -> None:
+    def _serve_transfers(self) -> None:
         try:
-            self._lane_loop()
+            self._transfer_loop()
         except Exception as error:  # as above: the compute thread tells
             logger.exception("the transfer thread cannot go on")
             self._failure = f"transfer thread: {type(error).__name__}: {error}"
             os.eventfd_write(self._job_fd, 1)
 
-    def _lane_loop(self) -> None:
+    def _transfer_loop(self) -> None:
         identity = str(self._rank).encode()
         control = self._dealer("control", identity)
-        lane = self._dealer("lane", identity)
+        transfer = self._dealer("transfer", identity)
         poller = zmq.Poller()
-        for source in (control, lane, self._lane_fd):
+        for source in (control, transfer, self._wake_fd):
             poller.register(source, zmq.POLLIN)
         next_beat_s = 0.0
         received = sent = 0
@@ -238,36 +262,46 @@ class WorkerProcess:
         while not self._stopping:
             events = _wait(poller, self._driver.nap_s if self._driver is not None else IDLE_POLL_S)
             woke_s = time.monotonic()
-            if self._lane_fd in events:
-                os.eventfd_read(self._lane_fd)
+            if self._wake_fd in events:
+                os.eventfd_read(self._wake_fd)
                 while not self._replies.empty():
                     control.send(encode_reply(self._replies.get()))
             if control in events:
                 self._control(control)
-            if lane in events:
-                while lane.poll(0):
-                    frame = decode_lane(lane.recv())
+            if transfer in events:
+                while transfer.poll(0):
+                    frame = decode_commands(transfer.recv())
                     if frame.number != received:
-                        raise ProtocolError(f"lane frame {frame.number} arrived where {received} was due")
+                        raise ProtocolError(f"command frame {frame.number} arrived where {received} was due")
                     received += 1
-                    assert self._driver is not None, "the lane was used before OpenTransfer"
-                    for request in frame.messages:
-                        self._driver.handle(request)
-            reports: list[LaneReport] = []
+                    self._command(frame)
+            reports: list[TransferEvent | TierEvent] = []
             if self._driver is not None:
                 if self._driver.busy or (not events and self._driver.has_peers):
                     self._driver.turn()
-                reports += self._driver.take_reports()
+                reports += self._driver.take_events()
+            if self._offload is not None:
+                reports += self._offload.take_reports()
             now = time.monotonic()
             if now >= next_beat_s:
                 next_beat_s = now + BEAT_S
                 reports.append(self._beat(now, turns.longest(now)[0]))
             if reports:
-                lane.send(encode_report(LaneReportFrame(self._rank, sent, tuple(reports))))
+                transfer.send(encode_events(EventFrame(self._rank, sent, tuple(reports))))
                 sent += 1
             turns.note(time.monotonic() - woke_s, 0.0, now)
         if self._driver is not None:
             self._driver.close()  # by the thread that made it, before the interpreter takes its modules apart
+
+    def _command(self, frame: CommandFrame) -> None:
+        assert self._driver is not None, "a transfer was commanded before OpenTransfer"
+        for request in frame.messages:
+            if not isinstance(request, TierCommand):
+                self._driver.handle(request)
+            elif self._offload is None:
+                raise ProtocolError(f"{type(request).__name__}, and nothing is offloaded here")
+            else:
+                self._offload.handle(request)
 
     def _dealer(self, name: str, identity: bytes) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
@@ -293,6 +327,8 @@ class WorkerProcess:
             text = f"rank {self._rank}, incarnation {self._incarnation}, plan {self._computed_plan} computed\n"
             if self._driver is not None:
                 text += f"transfer: {self._driver.describe()}\n"
+            if self._offload is not None:
+                text += f"offload: {self._offload.describe()}\n"
             control.send(encode_reply(Dumped(self._rank, text + format_stacks())))
         elif isinstance(request, OpenTransfer):
             control.send(encode_reply(self._open_transfer(request)))

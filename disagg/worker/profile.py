@@ -11,16 +11,18 @@ from dataclasses import replace
 
 import torch
 
-from disagg.messages.mirror import MirrorSequence, RunView
+from disagg.messages.sequence_diff import KnownSequence, RunView, page_table
 from disagg.models.graphs import try_capture
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
+from disagg.types.arithmetic import ceil_div, round_up
 from disagg.types.errors import ConfigError
 from disagg.types.sampling import MAX_LOGPROBS, SamplingParams
 from disagg.worker.batch import build_batch
 from disagg.worker.sampler import Sampled, Sampler
 
 PAGE_TOKENS = 16
+FEW_TOKENS = 32  # of a step that other kernels compute: what is compiled now, no request waits for
 
 # CUDA's context and NCCL's buffers take less on every GPU and driver so far. What is in use beyond that, and is not torch's
 # here, belongs to other processes, which have a share of the GPU of their own.
@@ -57,6 +59,7 @@ def measure_largest_step(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     try:
+        largest_step(model, FEW_TOKENS, 1)
         largest_step(model, chunk_tokens, max_slots)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -98,8 +101,11 @@ def largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -> Sample
     chunk_tokens = min(chunk_tokens, longest)
     device = str(model.device)
     pool = _scratch_pool(model)
-    tables = [[group] * (1 if spec.is_state else -(-longest // PAGE_TOKENS)) for group, spec in enumerate(model.groups)]
-    sequence = MirrorSequence(0, [0] * longest, longest, longest, tables, _SAMPLING, ())
+    tables = [
+        page_table([group]) * (1 if spec.is_state else ceil_div(longest, PAGE_TOKENS))
+        for group, spec in enumerate(model.groups)
+    ]
+    sequence = KnownSequence(0, [0] * longest, longest, longest, tables, _SAMPLING, ())
     last_pages = tuple(range(len(model.groups)))
     prefill = RunView(sequence, longest - chunk_tokens, chunk_tokens, False, last_pages)
     decode = RunView(sequence, longest - 1, 1, True, last_pages)
@@ -118,6 +124,6 @@ def largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -> Sample
 def _scratch_pool(model: PagedModel) -> Pool:
     """One page per group: group g's is its page g."""
     align_bytes = math.lcm(*(group.align_bytes(PAGE_TOKENS) for group in model.groups))
-    large_bytes = -(-max(group.page_bytes(PAGE_TOKENS) for group in model.groups) // align_bytes) * align_bytes
+    large_bytes = round_up(max(group.page_bytes(PAGE_TOKENS) for group in model.groups), align_bytes)
     num_groups = len(model.groups)
     return model.make_pool(num_groups, large_bytes, (large_bytes,) * num_groups, PAGE_TOKENS)

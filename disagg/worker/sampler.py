@@ -156,17 +156,20 @@ class Sampler:
                 table.free(int(rows[slot]))
                 rows[slot] = -1
 
-    def sample(self, logits: Tensor, rows: Tensor, slots: Sequence[int] | Tensor) -> Sampled:
+    def sample(
+        self, logits: Tensor, rows: Tensor, slots: Sequence[int] | Tensor, first: Tensor | None = None
+    ) -> Sampled:
         """Chooses one token per slot and counts it as that slot's next output.
 
-        logits: [L, V] float32, left as they are; rows: [R] int64 on the logits' device, the logits row of each sample;
-        slots: [R], each at most once, on the host. Does not wait for a GPU.
+        logits: [L, V] of any floating dtype, left as they are; rows: [R] int64 on the logits' device, the logits row of each
+        sample; slots: [R], each at most once, on the host; first: [L] int64, where each row's first maximum is, if that is
+        known. Does not wait for a GPU.
         """
         if isinstance(slots, Tensor):
             assert slots.device.type == "cpu", "slots must be on the host: reading them from a device would wait for it"
             slots = slots.tolist()
         assert logits.shape[1] == self._vocab_size
-        assert logits.dtype == torch.float32
+        assert logits.dtype.is_floating_point
         assert all(self._params[s] is not None for s in slots), "sampled a free slot"
         assert len(set(slots)) == len(slots), "sampled a slot twice"
         slot_ids = np.asarray(slots, dtype=np.int64)
@@ -174,10 +177,10 @@ class Sampler:
         greedy = self._temperature[slot_ids] == 0.0
         edited = (self._seen_row[slot_ids] >= 0) | (self._bias_row[slot_ids] >= 0) | self._masked(slot_ids)
         if greedy.all() and not edited.any():
-            token_ids = first_argmax(logits).index_select(0, rows)
+            token_ids = (first_argmax(logits) if first is None else first).index_select(0, rows)
         else:
             if edited.any():
-                x = logits.index_select(0, rows)
+                x = logits.index_select(0, rows).float()
                 self._edit(x, slot_ids)
             else:
                 x = _rows_of(logits, rows)
@@ -321,10 +324,10 @@ class Sampler:
 
 
 def _rows_of(logits: Tensor, rows: Tensor) -> Tensor:
-    """logits[rows], to be read only. On a CPU looking is free and copying is not: no copy if it is all rows in order."""
+    """logits[rows] in float32, to be read only. On a CPU looking is free and copying is not: no copy if it is all in order."""
     if logits.device.type == "cpu" and torch.equal(rows, torch.arange(logits.shape[0])):
-        return logits
-    return logits.index_select(0, rows)
+        return logits.float()
+    return logits.index_select(0, rows).float()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ _ID_BASE = 0x7FFFFFFF
 
 
 def first_argmax(x: Tensor) -> Tensor:
-    """The lowest index of each row's maximum. x: [R, V] float32; returns [R] int64."""
+    """The lowest index of each row's maximum. x: [R, V] of any floating dtype; returns [R] int64."""
     rows, width = x.shape
     if x.device.type != "cpu" or width % _TILE or width < 16 * _TILE or not x.is_contiguous():
         return x.argmax(-1)

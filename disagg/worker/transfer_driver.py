@@ -1,7 +1,7 @@
-"""Does what the lane asks: binds, gathers, writes, scatters, reports. One object, one thread, one agent.
+"""Does what it is commanded: binds, gathers, writes, scatters, reports. One object, one thread, one agent.
 
-    prefill   Sends      gather ──> write ┐        consecutive pieces overlap: while one is written the next is gathered,
-    decode    Landings            scatter <┘       and while one is scattered the next arrives
+    prefill   Sender     gather ──> write ┐        consecutive pieces overlap: while one is written the next is gathered,
+    decode    Receiver            scatter <┘       and while one is scattered the next arrives
 
 Joins the two sides to the backend and to the plans that the compute thread computes. Nothing here waits: what is under way
 on the GPU is polled by event, and the compute stream is never waited for. Nothing here decides where a piece goes or whether
@@ -17,18 +17,18 @@ from collections import deque
 import torch
 
 from disagg.messages.control import OpenTransfer, TransferOpen
-from disagg.messages.lane import (
+from disagg.messages.transfer import (
     AddPeer,
     Bind,
     DropSends,
     ExpectPiece,
     ForgetEntry,
-    LaneReport,
-    LaneRequest,
     PeerAdded,
     PeerRemoved,
     RemovePeer,
     SendPiece,
+    TransferCommand,
+    TransferEvent,
     Unbind,
 )
 from disagg.models.pool import Pool
@@ -36,8 +36,8 @@ from disagg.staging.mover import create_mover
 from disagg.transfer.backends.base import WARM_UP_BYTES, BackendError, Region, TransferBackend, create
 from disagg.transfer.backends.memory import allocate
 from disagg.worker.entries import agent_name, entry_of
-from disagg.worker.landings import Landings
-from disagg.worker.sends import ALL_LAYERS, KnownPeer, Progress, Sends
+from disagg.worker.receiver import Receiver
+from disagg.worker.sender import ALL_LAYERS, KnownPeer, Progress, Sender
 
 LINGER_S = 2.0  # how long to poll after meeting a peer, so that both ends finish wiring up, and after an unbinding
 SPIN_S = 0.002  # on a GPU, how long to poll without naps after something has moved
@@ -56,7 +56,7 @@ def nap_of(busy: bool, on_gpu: bool, still_s: float) -> float:
 
 
 class TransferDriver:
-    """`handle` requests, `turn` while `busy`, and pass the reports of both on to the engine."""
+    """`handle` requests, `turn` while `busy`, and pass the events of both on to the engine."""
 
     def __init__(self, rank: int, opened: OpenTransfer, pool: Pool) -> None:
         """Raises BackendError if the agent cannot start, ConfigError for kernels that the device has not.
@@ -76,7 +76,7 @@ class TransferDriver:
             ucx_tls=opened.ucx_tls or None,
             ucx_net_devices=opened.ucx_net_devices or None,
         )
-        self._reports: list[LaneReport] = []
+        self._events: list[TransferEvent] = []
         mover = create_mover(opened.kernels, pool.device)
         arena: torch.Tensor | None = None
         self._arena_region: Region | None = None
@@ -86,10 +86,10 @@ class TransferDriver:
             self._arena_region = self._backend.register(memory)
             arena = memory[: opened.arena_bytes]
         self._arena_bytes = opened.arena_bytes
-        self._sends = Sends(pool, mover, self._backend, opened.gather_bytes, opened.gather_buffers, self._reports)
-        self._landings = Landings(pool, mover, arena, self._reports)
-        self._sends.prepare()
-        self._landings.prepare()
+        self._sender = Sender(pool, mover, self._backend, opened.gather_bytes, opened.gather_buffers, self._events)
+        self._receiver = Receiver(pool, mover, arena, self._events)
+        self._sender.prepare()
+        self._receiver.prepare()
         self._computed = (-1, ALL_LAYERS)
         self._computing: deque[tuple[Progress, torch.cuda.Event | None]] = deque()  # whose kernels may still run
         self._removing: dict[int, None] = {}  # links
@@ -115,7 +115,7 @@ class TransferDriver:
         Whether pieces wait for this. On a GPU the kernels that write them may still be running.
         """
         reached = (plan_no, layer + 1)
-        if reached not in self._sends.awaited:
+        if reached not in self._sender.awaited:
             return False
         self._reached(reached)
         return True
@@ -144,74 +144,74 @@ class TransferDriver:
     @property
     def has_peers(self) -> bool:
         """Idle peers are polled too, though rarely: over TCP a write of theirs moves only when we do."""
-        return self._sends.has_peers
+        return self._sender.has_peers
 
     @property
     def writes_in_flight(self) -> int:
-        return self._sends.writing
+        return self._sender.writing
 
     @property
     def bound(self) -> int:
-        return self._landings.bound
+        return self._receiver.bound
 
-    def handle(self, request: LaneRequest) -> None:
+    def handle(self, request: TransferCommand) -> None:
         match request:
             case AddPeer():
                 self._add_peer(request)
             case RemovePeer():
                 self._remove_peer(request)
             case SendPiece():
-                self._sends.send(request)
+                self._sender.send(request)
             case DropSends():
-                self._sends.drop(request.link, request.key)
+                self._sender.drop(request.link, request.key)
             case Bind():
-                self._landings.bind(request)
+                self._receiver.bind(request)
             case ExpectPiece():
-                self._landings.expect(request)
+                self._receiver.expect(request)
             case ForgetEntry():
                 self.turn()  # its notification may have been here for long, on a machine that is busy with other things
-                self._landings.forget(request.entry_id)
+                self._receiver.forget(request.entry_id)
             case Unbind():
-                self._landings.unbind(request.key)
+                self._receiver.unbind(request.key)
                 self._linger()
         self._moved_s = time.monotonic()
-        self.waits_for_plans = self._sends.queued > 0
+        self.waits_for_plans = self._sender.queued > 0
 
     def turn(self) -> None:
         """Start what can start, poll the wire once, finish what has arrived."""
         self._finish_plans()
-        moved = self._sends.advance(self._computed)
+        moved = self._sender.advance(self._computed)
         polled = self._backend.poll()
         for handle in polled.completed:
-            self._sends.written(handle)
+            self._sender.written(handle)
         for failed in polled.failed:
-            self._sends.not_written(failed.handle, failed.reason)
+            self._sender.not_written(failed.handle, failed.reason)
         for sender, payload in polled.notifications:
             entry_id = entry_of(payload)
             if entry_id is not None:
-                self._landings.notified(entry_id, sender)
+                self._receiver.notified(entry_id, sender)
         for peer in polled.gone:
-            for link, rank in self._sends.at(peer):
-                self._reports.append(PeerAdded(link, rank, f"the agent {peer.name} has disconnected", 0.0))
+            for link, rank in self._sender.at(peer):
+                self._events.append(PeerAdded(link, rank, f"the agent {peer.name} has disconnected", 0.0))
         if polled.completed or polled.failed:
-            self._sends.advance(self._computed)
+            self._sender.advance(self._computed)
             moved = True
-        moved |= self._landings.advance() or bool(polled.notifications)
+        moved |= self._receiver.advance() or bool(polled.notifications)
         for link in [link for link in self._removing if not self._under_way(link)]:
             del self._removing[link]
-            self._reports.append(PeerRemoved(link, self._sends.forget_link(link)))
-        if moved or self._sends.arm() or self._landings.arm():
+            self._events.append(PeerRemoved(link, self._sender.forget_link(link)))
+        if moved or self._sender.make_one_ready() or self._receiver.make_one_ready():
             self._moved_s = time.monotonic()
-        self.waits_for_plans = self._sends.queued > 0
+        self.waits_for_plans = self._sender.queued > 0
 
-    def take_reports(self) -> tuple[LaneReport, ...]:
-        reports = tuple(self._reports)
-        self._reports.clear()
-        return reports
+    def take_events(self) -> tuple[TransferEvent, ...]:
+        events = tuple(self._events)
+        self._events.clear()
+        return events
 
     def describe(self) -> str:
         """For a dump."""
-        return f"{self._sends.describe()}; {self._landings.describe()}; computed {self._computed}"
+        return f"{self._sender.describe()}; {self._receiver.describe()}; computed {self._computed}"
 
     def close(self) -> None:
         self._backend.close()
@@ -221,12 +221,12 @@ class TransferDriver:
     @property
     def _active(self) -> bool:
         return bool(
-            self._sends.gathering
-            or self._sends.writing
-            or self._landings.busy
+            self._sender.gathering
+            or self._sender.writing
+            or self._receiver.busy
             or self._removing
-            or self._sends.unarmed
-            or (self._sends.queued and (self._computing or self._sends.sendable(self._computed)))
+            or self._sender.unready
+            or (self._sender.queued and (self._computing or self._sender.sendable(self._computed)))
         )
 
     def _linger(self) -> None:
@@ -242,24 +242,24 @@ class TransferDriver:
             self._computing.popleft()
 
     def _under_way(self, link: int) -> bool:
-        return self._sends.under_way(link) or self._landings.under_way(link)
+        return self._sender.under_way(link) or self._receiver.under_way(link)
 
     def _add_peer(self, request: AddPeer) -> None:
         started = time.perf_counter()
         try:
             peer = self._backend.add_peer(request.metadata)
         except BackendError as error:
-            self._reports.append(PeerAdded(request.link, request.peer_rank, str(error), 0.0))
+            self._events.append(PeerAdded(request.link, request.peer_rank, str(error), 0.0))
             return
         arena = Region(request.arena_address, request.arena_bytes, request.arena_device)
-        self._sends.add_peer((request.link, request.peer_rank), KnownPeer(peer, arena))
+        self._sender.add_peer((request.link, request.peer_rank), KnownPeer(peer, arena))
         self._linger()
-        self._reports.append(PeerAdded(request.link, request.peer_rank, "", time.perf_counter() - started))
+        self._events.append(PeerAdded(request.link, request.peer_rank, "", time.perf_counter() - started))
 
     def _remove_peer(self, request: RemovePeer) -> None:
         """PeerRemoved follows when nothing is under way for the link."""
         self.turn()  # what is complete by now need not fail
-        self._sends.remove_link(request.link)
-        self._landings.remove_link(request.link)
+        self._sender.remove_link(request.link)
+        self._receiver.remove_link(request.link)
         self._removing[request.link] = None
         self.turn()

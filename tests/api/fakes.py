@@ -105,6 +105,8 @@ class FakeRouter:
         room = MAX_MODEL_LEN - len(prompt_ids)
         if room < 1 or request.params.max_tokens > room:
             raise InvalidRequest(f"{MODEL} has a context of {MAX_MODEL_LEN} tokens", "max_tokens")
+        if request.too_large:
+            raise InvalidRequest(request.too_large, "max_tokens")
         replace(request.params, max_tokens=request.params.max_tokens or room).validate(VOCAB_SIZE)
         return prompt_ids
 
@@ -174,7 +176,7 @@ class FakeRouter:
 class FakeChatTemplate:
     """`<role>content` for every message."""
 
-    async def render(self, messages: bytes, max_chars: int) -> str:
+    async def render(self, messages: bytes, max_chars: int, tenant: str) -> str:
         return fake_prompt(messages)
 
 

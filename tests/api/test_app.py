@@ -139,6 +139,17 @@ async def test_a_completion_stream_ends_with_the_finish_the_usage_and_done(http:
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (4, 2)
 
 
+async def test_no_character_of_an_answer_ends_a_line_for_clients_that_split_where_unicode_does(
+    http: httpx.AsyncClient, router: FakeRouter
+) -> None:
+    router.words = [f" a{char}b" for char in "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"]
+    body = {**BODY, "max_tokens": len(router.words), "stream": True}
+    reply = await http.post("/v1/completions", json=body)
+    *lines, done = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+    assert done == "[DONE]"
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == "".join(router.words)
+
+
 async def test_a_stream_says_nothing_of_usage_unless_asked(http: httpx.AsyncClient) -> None:
     *chunks, _ = events(await http.post("/v1/completions", json={**BODY, "stream": True}))
     assert chunks

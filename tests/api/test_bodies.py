@@ -155,7 +155,7 @@ def test_a_prompt_comes_in_four_shapes(prompt: object, prompts: tuple[object, ..
     ("prompt", "param"),
     [
         ([], "prompt"),
-        ([[]], "prompt"),
+        ([[]], "prompt[0]"),
         (7, "prompt"),
         ({"a": 1}, "prompt"),
         ([1, "a"], "prompt[1]"),
@@ -211,6 +211,42 @@ def test_a_bad_value_is_refused_with_the_name_of_its_field(fields: dict[str, obj
         assert error.param in (None, next(iter(fields)))
     else:
         assert error.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"logit_bias": {"1": 1, "5": "x"}}, "logit_bias['5']"),
+        ({"logit_bias": {"1": 1, "5": None}}, "logit_bias['5']"),
+        ({"metadata": {"a": "b", "c\n`d": 5}}, "metadata['c\\n'd']"),
+        ({"metadata": {"x" * 5000: 5}}, "metadata['" + "x" * 128),
+        ({"logit_bias": {"a\x1b": 1}}, "'a\\x1b'"),
+        ({"logit_bias": {"7": 1, "07": 2}}, "token 7"),
+    ],
+)
+def test_a_bad_entry_is_refused_with_its_key(fields: dict[str, object], names: str) -> None:
+    error = refusal(completion, **fields)
+    assert names in str(error)
+    assert len(str(error)) < 500
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        (["a", "b" * 2001], "prompt[1] has 2001 characters"),
+        ([[1], [], [2]], "prompt[1] is an empty list"),
+        ([[1], [2] * 201], "prompt[1] has 201 token ids"),
+    ],
+)
+def test_which_of_several_prompts_is_wrong_is_said(prompt: list[object], says: str) -> None:
+    error = refusal(completion, prompt=prompt)
+    assert says in str(error)
+    assert error.param == "prompt[1]"
+
+
+def test_every_prompt_has_the_name_that_the_client_knows_it_by() -> None:
+    assert [request.prompt_name for request in completion(prompt=["a", "b"]).requests] == ["prompt[0]", "prompt[1]"]
+    assert [request.the_prompt for request in completion(prompt=["a"]).requests] == ["the prompt"]
 
 
 @pytest.mark.parametrize(

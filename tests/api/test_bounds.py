@@ -14,6 +14,7 @@ from disagg.api.bodies import parse_chat, parse_completion
 from disagg.text.limits import MAX_MESSAGES, TextLimits
 from disagg.types.errors import InvalidRequest
 from disagg.types.sampling import MAX_STOP_CHARS
+from tests.campaigns import Campaign, sizes
 
 LIMITS = TextLimits(max_tokens=8192, max_chars=8192 * 81)
 MAX_PROMPTS = 128
@@ -132,12 +133,18 @@ MESSAGES = st.lists(
 )
 
 
-@given(body=BODIES, prompt=JSON, messages=JSON | MESSAGES, cut=st.integers(0, 400) | st.none())
-@settings(derandomize=True, deadline=None, max_examples=2000)
-def test_any_body_is_read_or_refused_in_our_words(
-    body: dict, prompt: object, messages: object, cut: int | None
-) -> None:
-    for parse, more in ((completion, {"prompt": prompt}), (chat, {"messages": messages})):
-        raw = json.dumps({"model": "m", **body, **more}).encode()[:cut]
-        with contextlib.suppress(InvalidRequest):
-            parse(raw)
+@sizes()
+def test_any_body_is_read_or_refused_in_our_words(examples: int) -> None:
+    campaign = Campaign(examples)
+
+    @settings(derandomize=True, deadline=None, database=None, max_examples=campaign.examples)
+    @given(body=BODIES, prompt=JSON, messages=JSON | MESSAGES, cut=st.integers(0, 400) | st.none())
+    def run(body: dict, prompt: object, messages: object, cut: int | None) -> None:
+        campaign.begin()
+        for parse, more in ((completion, {"prompt": prompt}), (chat, {"messages": messages})):
+            raw = json.dumps({"model": "m", **body, **more}).encode()[:cut]
+            with contextlib.suppress(InvalidRequest):
+                parse(raw)
+
+    run()
+    campaign.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
 
@@ -15,9 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from disagg.api import connections
+from disagg.api import crowd
 from disagg.api.app import HttpServer, create_app, serve
-from disagg.api.connections import AHEAD_BYTES, HEAD_BYTES, Bounds, HttpMetrics, Phase, overdue
+from disagg.api.connections import AHEAD_BYTES, HEAD_BYTES, PIPELINED
+from disagg.api.crowd import Bounds, HttpMetrics, Phase, overdue
+from disagg.api.heads import fault_of_head
+from disagg.types.errors import InvalidRequest
 from tests.api.fakes import MODEL, FakeChatTemplate, FakeRouter
 
 DEADLINE_S = 30.0
@@ -63,9 +67,9 @@ class Port:
 
 
 @pytest.fixture
-async def port(app: FastAPI) -> AsyncIterator[Port]:
+async def port(app: FastAPI, router: FakeRouter) -> AsyncIterator[Port]:
     registry = CollectorRegistry()
-    server = await serve(app, "127.0.0.1", 0, BOUNDS, HttpMetrics(registry))
+    server = await serve(app, "127.0.0.1", 0, BOUNDS, HttpMetrics(registry), router.note_refused)
     made = Port(server, registry)
     yield made
     made.close()
@@ -134,6 +138,7 @@ async def test_a_body_that_comes_byte_by_byte_is_refused_and_starts_nothing(
     dribbling.cancel()
     assert raw.startswith(b"HTTP/1.1 408 ")
     assert "0.4 s" in str(error_of(raw)["message"])
+    assert len(router.noted) == 1
     assert port.ended("body_timeout") == 1
     assert router.requests == []
 
@@ -221,7 +226,7 @@ async def test_who_is_being_served_stays_and_who_comes_is_told(port: Port, route
 async def test_unfinished_bodies_have_one_budget_and_the_slowest_gives_way(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "BODIES_BYTES", 50_000)
+    monkeypatch.setattr(crowd, "BODIES_BYTES", 50_000)
     slow, _ = await port.open(post(b" " * 30_000, b"content-length: 60000"))
     await asyncio.sleep(0.05)
     other, writer = await port.open(post(b" " * 25_000, b"content-length: 25001"))
@@ -273,6 +278,9 @@ async def test_a_chunked_body_is_read_to_the_limit_only(port: Port, router: Fake
         (b"content-length: 100001\r\nexpect: 100-continue", 413),
         (b"content-length: 5\r\ncontent-encoding: gzip", 415),
         (b"transfer-encoding: chunked\r\ncontent-encoding: br", 415),
+        (b"content-length: 5\r\ncontent-encoding: identity\r\ncontent-encoding: gzip", 415),
+        (b"content-length: 5\r\ncontent-encoding: gzip\r\ncontent-encoding: identity", 415),
+        (b"content-length: 5\r\ncontent-encoding: identity, gzip", 415),
     ],
 )
 async def test_what_will_not_be_read_is_refused_before_it_comes(port: Port, header: bytes, status: int) -> None:
@@ -316,12 +324,17 @@ async def test_a_client_that_pipelines_and_goes_away_aborts_its_request(port: Po
     "sent",
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"GET http://[::1 HTTP/1.1\r\nhost: a\r\n\r\n",
         b"GET /\xff HTTP/1.1\r\nhost: a\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",  # without a host
+        b"GET / HTTP/1.1\r\nhost: a\r\nhost: a\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: a b\r\n\r\n",
+        b"GET / HTTP/1.0\r\nhost: a\r\nHost: b\r\n\r\n",
         post(b"", b"content-length: 5", b"content-length: 6"),
         post(b"", b"content-length: 5", b"transfer-encoding: chunked"),
+        post(b"", b"transfer-encoding: chunked", b"content-length: 5"),
+        post(b"", b"transfer-encoding: chunked, chunked"),
+        post(b"0\r\n\r\n", b"transfer-encoding: chunked", version=b"1.0"),
         post(b"", b"content-length: -1"),
         post(b"zz\r\n", b"transfer-encoding: chunked"),
         b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
@@ -331,6 +344,114 @@ async def test_what_cannot_be_read_is_a_400_in_our_words(port: Port, sent: bytes
     status, raw = await port.answer(sent)
     assert status == 400
     assert error_of(raw)["type"] == "invalid_request_error"
+    assert "callback" not in str(error_of(raw)["message"])
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "reason", "says"),
+    [
+        (b"GET / HTTP/2.0\r\nhost: a\r\n\r\n", 505, "version", "HTTP/2.0"),
+        (b"GET / HTTP/0.9\r\nhost: a\r\n\r\n", 505, "version", "HTTP/0.9"),
+        (b"GET /\r\n\r\n", 505, "version", "HTTP/1.1"),
+        (b"GET / HTTP/9.9\r\n\r\n", 505, "version", "HTTP/1.1"),
+        (b"GET / HTTP/3\r\n\r\n", 505, "version", "HTTP/1.1"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "version", "HTTP/1.1"),
+        (post(b"", b"transfer-encoding: gzip, chunked"), 501, "transfer_encoding", "'gzip'"),
+        (post(b"", b"transfer-encoding: identity"), 501, "transfer_encoding", "'identity'"),
+        (post(b"", b"transfer-encoding: gzip", b"transfer-encoding: chunked"), 501, "transfer_encoding", "'gzip'"),
+        (post(b"", b"transfer-encoding: " + b"x" * 3000), 501, "transfer_encoding", "characters"),
+        (post(b"", b"content-length: 5", b"expect: 200-ok"), 417, "expectation", "'200-ok'"),
+        (post(b"", b"expect: 100-continue, more", version=b"1.0"), 417, "expectation", "'more'"),
+        (b"GET / HTTP/1.1\r\n\r\n", 400, "host", "no Host"),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nhost: a\r\n\r\n", 400, "host", "2 Host"),
+        (post(b"0\r\n\r\n", b"transfer-encoding: chunked", version=b"1.0"), 400, "transfer_encoding", "HTTP/1.0"),
+        (post(b"", b"content-length: 5", b"content-length: 5"), 400, "malformed", "Content-Length"),
+    ],
+)
+async def test_what_http_does_not_allow_is_refused_with_its_own_status_and_counted(
+    port: Port, router: FakeRouter, sent: bytes, status: int, reason: str, says: str
+) -> None:
+    got, raw = await port.answer(sent)
+    assert got == status
+    assert says in str(error_of(raw)["message"])
+    assert port.ended(reason) == 1
+    assert router.requests == []
+    of_the_api = sent.startswith(b"POST /v1/")
+    assert [type(error) for error, _ in router.noted] == [InvalidRequest] * of_the_api, "a request that was refused"
+
+
+HEADERS = st.lists(
+    st.tuples(
+        st.sampled_from([b"host", b"transfer-encoding", b"content-length", b"expect", b"accept"]),
+        st.sampled_from([b"", b"a", b"chunked", b"gzip", b"chunked, chunked", b"100-continue", b" , ", b"\xff", b"5"]),
+    ),
+    max_size=4,
+)
+
+
+@given(version=st.sampled_from(["0.9", "1.0", "1.1", "2.0"]), headers=HEADERS)
+def test_a_head_that_is_taken_is_one_that_nobody_reads_otherwise(
+    version: str, headers: list[tuple[bytes, bytes]]
+) -> None:
+    refusal = fault_of_head(version, headers)
+    names = [name for name, _ in headers]
+    if refusal is not None:
+        assert refusal[0].status in (400, 417, 501, 505)
+        return
+    assert version in ("1.0", "1.1")
+    assert names.count(b"host") == 1 or (version == "1.0" and b"host" not in names)
+    codings = b",".join(value for name, value in headers if name == b"transfer-encoding").replace(b" ", b"").strip(b",")
+    assert codings in (b"", b"chunked")
+    assert not codings or (version == "1.1" and b"content-length" not in names)
+
+
+@pytest.mark.parametrize("garbage", [b"\x00\x01 garbage\r\n\r\n", b"GET / HTTP/2.0\r\n\r\n", b"x" * (1 << 20)])
+@pytest.mark.parametrize("valid", [1, 3])
+async def test_what_came_whole_is_answered_before_what_came_behind_it_is_refused(
+    port: Port, garbage: bytes, valid: int
+) -> None:
+    status, raw = await port.answer(completion() * valid + garbage)
+    assert status == 200
+    assert raw.count(b"HTTP/1.1 200 ") == raw.count(b" one two three") == valid
+    *_, last = re.split(rb"HTTP/1\.1 (?=\d)", raw)
+    assert last.startswith((b"400 ", b"505 "))
+    assert error_of(last)["type"] == "invalid_request_error"
+
+
+async def test_part_of_a_body_behind_a_request_takes_no_answer_away(port: Port, router: FakeRouter) -> None:
+    partial = post(b"zz\r\n", b"transfer-encoding: chunked")
+    _, raw = await port.answer(completion() + completion(stream=True) + partial)
+    assert raw.count(b" one two three") == 1 and raw.count(b"[DONE]") == 1
+    assert raw.count(b"HTTP/1.1 200 ") == 2 and raw.count(b"HTTP/1.1 400 ") == 1
+    assert len(router.requests) == 2
+
+
+async def test_too_many_requests_ahead_are_answered_as_far_as_they_are_taken(port: Port) -> None:
+    _, raw = await port.answer(b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n" * 40)
+    assert raw.count(b"HTTP/1.1 200 ") == PIPELINED + 1
+    *_, last = re.split(rb"HTTP/1\.1 (?=\d)", raw)
+    assert str(PIPELINED) in str(error_of(last)["message"])
+
+
+async def test_who_reads_slowly_still_gets_all_before_the_refusal(
+    port: Port, router: FakeRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crowd, "LINGER_S", 0.1)
+    router.words = [f" {'x' * 20_000}{i}" for i in range(100)]
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+    sock.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(sock, (port.server.host, port.server.port))
+    await loop.sock_sendall(sock, completion(max_tokens=100) + b"\x00\r\n")
+    await port.until(lambda: port.ended("malformed") == 1)
+    raw = b""
+    while part := await loop.sock_recv(sock, 65536):
+        raw += part
+        await asyncio.sleep(0.01)
+    sock.close()
+    assert router.words[-1].encode() in raw
+    assert raw.count(b"HTTP/1.1 400 ") == 1
 
 
 async def test_garbage_behind_a_request_does_not_disturb_its_answer(port: Port, router: FakeRouter) -> None:
@@ -342,8 +463,9 @@ async def test_garbage_behind_a_request_does_not_disturb_its_answer(port: Port, 
     router.gate.set()
     async with asyncio.timeout(DEADLINE_S):
         rest = await reader.read()
-    assert b"HTTP/1.1" not in rest
-    assert b"[DONE]" in rest
+    answer, _, refusal = rest.partition(b"HTTP/1.1 400 ")
+    assert answer.endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+    assert error_of(refusal)["code"] == "malformed_request"
 
 
 @pytest.mark.parametrize("host", [b"[", b"a b", b"\xff\xfe", b"[::1", b"a:99999999"])
@@ -366,9 +488,14 @@ async def test_an_upgrade_to_what_is_not_spoken_is_ignored_or_refused(port: Port
 
 async def test_http_1_0_is_served(port: Port) -> None:
     body = json.dumps({"model": MODEL, "prompt": "a", "stream": True}).encode()
-    status, raw = await port.answer(post(body, b"content-length: %d" % len(body), version=b"1.0"))
-    assert status == 200
-    assert b"[DONE]" in raw
+    for more in ((), (b"connection: keep-alive",), (b"expect: 100-continue",)):
+        status, raw = await port.answer(post(body, b"content-length: %d" % len(body), *more, version=b"1.0"))
+        assert status == 200
+        head, _, answer = raw.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head and b"connection: close" in head
+        assert answer.startswith(b"data: {") and answer.endswith(b"data: [DONE]\n\n"), "without chunks"
+    status, raw = await port.answer(b"GET /version HTTP/1.0\r\n\r\n")
+    assert (status, raw.partition(b"\r\n\r\n")[2]) == (200, b'{"version":"1.2.3"}')
 
 
 # ---- who may debug
@@ -420,3 +547,28 @@ def test_only_answers_may_take_for_ever(phase: Phase, age_s: float, limit_s: flo
     assert overdue(phase, age_s, bounds) <= (phase is not Phase.ANSWER)
     assert overdue(phase, 1e7, bounds) == (phase is not Phase.ANSWER)
     assert not overdue(phase, 0.0, bounds)
+
+
+# ---- clients that say that they say nothing more
+
+
+@pytest.mark.parametrize("asked", [completion(), completion(stream=True), b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n"])
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_client_that_closes_its_half_gets_its_whole_answer(
+    port: Port, router: FakeRouter, asked: bytes, late: bool
+) -> None:
+    router.gate = asyncio.Event()
+    if not late:
+        router.gate.set()
+    reader, writer = await port.open(asked)
+    writer.write_eof()
+    if late and asked.startswith(b"POST"):
+        await port.until(lambda: router.requests)
+        await asyncio.sleep(0.2)
+    router.gate.set()
+    async with asyncio.timeout(DEADLINE_S):
+        raw = await reader.read()
+    final = raw.rsplit(b"HTTP/1.1 100 Continue\r\n\r\n")[-1]
+    assert final.startswith(b"HTTP/1.1 200 ")
+    assert len(final.partition(b"\r\n\r\n")[2]) > 2
+    assert await reader.read() == b""

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from disagg.api.app import HttpServer, serve
-from disagg.types.errors import ConfigError
+from disagg.types.errors import ConfigError, DisaggError
 from tests.api.fakes import MODEL, FakeRouter
 
 DEADLINE_S = 30.0
@@ -148,10 +148,13 @@ async def test_the_server_leaves_signals_to_the_process(server: HttpServer) -> N
     assert server.port > 0
 
 
-async def test_a_port_that_is_taken_is_the_operators_mistake(server: HttpServer, app: object) -> None:
-    with pytest.raises(ConfigError, match="cannot listen"):
+async def test_a_port_that_is_taken_may_be_free_later_and_a_host_that_is_not_there_is_a_mistake(
+    server: HttpServer, app: object
+) -> None:
+    with pytest.raises(DisaggError, match="cannot listen") as taken:
         await serve(app, "127.0.0.1", server.port)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="no address"):
+    assert not isinstance(taken.value, ConfigError)
+    with pytest.raises(ConfigError, match=r"router\.host = 'no\.such\.host\.invalid'"):
         await serve(app, "no.such.host.invalid", 0)  # type: ignore[arg-type]
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from disagg.api.app import HttpServer, create_app, serve
-from disagg.api.connections import HttpMetrics
+from disagg.api.crowd import HttpMetrics
 from disagg.cli.router_process import RouterFace, end_faces
 from disagg.config.tree import Config, ModelConfig, ServerRef
 from disagg.messages.legs import StartLeg

@@ -18,7 +18,7 @@ from tests.api.target import DEADLINE_S, Target, make_target, make_watched, undi
 CONNECTIONS = 3000  # more than router.max_connections
 ASKED_EVERY = 100
 POST = b"POST /v1/completions HTTP/1.1\r\n"
-LITTLE = (b"", b"G", POST + b"host: a\r\n", POST + b"content-length: 9\r\n\r\n{")
+LITTLE = (b"", b"G", POST + b"host: a\r\n", POST + b"host: a\r\ncontent-length: 9\r\n\r\n{")
 
 pytestmark = pytest.mark.long
 

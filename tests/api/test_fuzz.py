@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 from disagg.wire import pb
 from tests.api.target import DEADLINE_S, Target, make_target, make_watched, undisturbed  # noqa: F401  # two are fixtures
+from tests.campaigns import MANY, MIDDLE, Campaign
 from tests.router.fake_server import MODEL
 
-EXAMPLES = 2_000
-MANY_EXAMPLES = 50_000
 WARM_UP = 200
 # What a Python program says of itself. None of it may reach a client.
 OURS = re.compile(
@@ -128,7 +127,7 @@ def check_error(body: bytes) -> None:
 
 def send(target: Target, path: str, body: bytes, named: dict[str, str]) -> None:
     """Over a socket of its own, because http clients refuse to send much of this."""
-    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in named.items())]
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in {"host": "a", **named}.items())]
     head = "\r\n".join([*lines, f"content-length: {len(body)}", "connection: close"]).encode("latin-1") + b"\r\n\r\n"
     with socket.create_connection(target.address, DEADLINE_S) as connection:
         connection.sendall(head + body)
@@ -136,7 +135,7 @@ def send(target: Target, path: str, body: bytes, named: dict[str, str]) -> None:
         while part := connection.recv(65536):
             raw += part
     reply = httpx.Response(int(raw.split(b" ", 2)[1]), content=raw.partition(b"\r\n\r\n")[2])
-    assert reply.status_code in (200, 400, 404, 405, 413, 415), (body, raw)
+    assert reply.status_code in (200, 400, 404, 405, 413, 415, 417, 501), (body, raw)
     if reply.status_code != 200:
         check_error(reply.content)
     elif b"text/event-stream" in raw.partition(b"\r\n\r\n")[0]:
@@ -202,27 +201,31 @@ def call(target: Target, method: str, message: bytes) -> None:
 # ---- and what comes of it
 
 
-def many(examples: int) -> Callable[[Any], Any]:
+def many(campaign: Campaign) -> Callable[[Any], Any]:
     """No shrinking: an example depends on what the router went through before."""
     phases = (Phase.explicit, Phase.generate)
     checks = list(HealthCheck)
-    bounded = settings(max_examples=examples, deadline=None, database=None, phases=phases, suppress_health_check=checks)
+    bounded = settings(
+        max_examples=campaign.examples, deadline=None, database=None, phases=phases, suppress_health_check=checks
+    )
     return lambda test: seed(20261122)(bounded(test))
 
 
-def fuzz_http(target: Target, examples: int) -> Callable[[], None]:
-    @many(examples)
+def fuzz_http(target: Target, campaign: Campaign) -> Callable[[], None]:
+    @many(campaign)
     @given(st.sampled_from(PATHS), http_bodies(), headers)
     def run(path: str, body: bytes, named: dict[str, str]) -> None:
+        campaign.begin()
         send(target, path, body, named)
 
     return run
 
 
-def fuzz_grpc(target: Target, examples: int) -> Callable[[], None]:
-    @many(examples)
+def fuzz_grpc(target: Target, campaign: Campaign) -> Callable[[], None]:
+    @many(campaign)
     @given(grpc_messages())
     def run(drawn: tuple[str, bytes]) -> None:
+        campaign.begin()
         call(target, *drawn)
 
     return run
@@ -231,14 +234,17 @@ def fuzz_grpc(target: Target, examples: int) -> Callable[[], None]:
 FUZZ = {"http": fuzz_http, "grpc": fuzz_grpc}
 
 
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "examples",
+    [
+        pytest.param(MIDDLE, marks=pytest.mark.long),
+        pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+    ],
+)
 @pytest.mark.parametrize("face", FUZZ)
-def test_whatever_a_client_sends_has_a_clear_answer_and_disturbs_nobody(watched: Target, face: str) -> None:
-    undisturbed(watched, FUZZ[face](watched, WARM_UP), FUZZ[face](watched, EXAMPLES))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("face", FUZZ)
-def test_whatever_many_clients_send_has_a_clear_answer_and_disturbs_nobody(watched: Target, face: str) -> None:
-    undisturbed(watched, FUZZ[face](watched, WARM_UP), FUZZ[face](watched, MANY_EXAMPLES))
+def test_whatever_clients_send_has_a_clear_answer_and_disturbs_nobody(
+    watched: Target, face: str, examples: int
+) -> None:
+    campaign = Campaign(examples)
+    undisturbed(watched, FUZZ[face](watched, Campaign(WARM_UP)), FUZZ[face](watched, campaign))
+    campaign.check()

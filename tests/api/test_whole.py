@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from disagg.api.answer import in_parts
 from disagg.api.bodies import parse_chat, parse_completion
 from disagg.api.replies import ChatWriter, CompletionWriter, UsageReply, chat_logprobs, completion_logprobs
-from disagg.api.whole import PART_BYTES, WholeAnswer, check_size, least_bytes
+from disagg.api.whole import PART_BYTES, WholeAnswer, least_bytes, sized
 from disagg.router.requests import ChoiceDelta, LogprobEntry, Started, TokenLogprobInfo
 from disagg.text.limits import TextLimits
 from disagg.types.errors import InvalidRequest
@@ -92,10 +93,15 @@ def test_an_answer_in_pieces_is_the_answer(
 def test_an_answer_that_could_not_be_held_is_refused_up_front_and_may_be_streamed(
     kind: str, prompts: int, fields: dict[str, Any]
 ) -> None:
-    with pytest.raises(
-        InvalidRequest, match=r"come to an answer of some .*router\.answer_bytes = 128MiB.*or set stream"
-    ):
-        check_size(call(kind, prompts, **fields), 128 * MIB)
+    says = re.compile(
+        rf"{prompts} prompts x {fields['n']} choices \(n\) x {fields['max_tokens']} tokens \(max_tokens\).* come to an answer "
+        r"of some .*router\.answer_bytes = 128MiB.*or set stream"
+    )
+    whole = sized(call(kind, prompts, **fields), 128 * MIB)
+    assert [bool(says.match(request.too_large)) for request in whole.requests] == [True] * prompts
+    assert not any("None" in request.too_large for request in whole.requests)
+    streamed = call(kind, prompts, stream=True, **fields)
+    assert sized(streamed, 128 * MIB) == streamed
 
 
 @pytest.mark.parametrize(
@@ -108,7 +114,22 @@ def test_an_answer_that_could_not_be_held_is_refused_up_front_and_may_be_streame
     ],
 )
 def test_what_people_ask_for_is_not_refused(kind: str, fields: dict[str, Any]) -> None:
-    check_size(call(kind, **fields), 128 * MIB)
+    asked = call(kind, **fields)
+    assert sized(asked, 128 * MIB) == asked
+
+
+@pytest.mark.parametrize("prompt", ["a b", [1, 2], ["a b"] * 3])
+async def test_what_no_context_holds_is_said_before_what_no_memory_does(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, prompt: object
+) -> None:
+    monkeypatch.setattr("disagg.api.whole._TEXT_BYTES", 1 << 20)
+    body = {"model": MODEL, "prompt": prompt, "n": 3}
+    messages = [
+        (await http.post("/v1/completions", json={**body, "max_tokens": many})).json()["error"]["message"]
+        for many in (199, 198)
+    ]
+    assert "context of 200 tokens" in messages[0]
+    assert "router.answer_bytes" in messages[1]
 
 
 def test_the_estimate_is_below_what_an_answer_takes_and_memory_near_it() -> None:

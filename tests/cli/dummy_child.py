@@ -17,7 +17,7 @@ die_with_parent(parent_pid)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if slot == "stubborn" else lambda *_: sys.exit(0))
 if slot == "misconfigured":
     print("error: engine.page_tokens = 0", file=sys.stderr)
-    sys.exit(3)
+    sys.exit(2)
 worker = 0
 if slot == "with-worker":
     code = (

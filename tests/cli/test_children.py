@@ -133,11 +133,13 @@ def test_a_killed_supervisor_leaves_nobody_behind(tmp_path: Path, supervised: li
     up.wait_until_gone(pids)
 
 
-def test_a_child_with_a_configuration_error_ends_all_with_1(tmp_path: Path, supervised: list[Supervised]) -> None:
+def test_a_child_with_a_configuration_error_ends_all_with_its_status(
+    tmp_path: Path, supervised: list[Supervised]
+) -> None:
     up = Supervised(tmp_path, 20.0, "router", "misconfigured")
     supervised.append(up)
     code, out = up.finish()
-    assert code == 1
+    assert code == 2
     assert out == "misconfigured gave up: error: engine.page_tokens = 0\n"
 
 
@@ -156,7 +158,7 @@ def test_a_second_ctrl_c_kills_what_does_not_drain_but_a_second_sigterm_does_not
     assert all(alive(pid) for pid in pids)
     up.process.send_signal(signal.SIGINT)
     code, out = up.finish()
-    assert (code, out) == (0, "stubborn killed: asked to end now\nserver killed: asked to end now\n")
+    assert (code, out) == (130, "stubborn killed: asked to end now\nserver killed: asked to end now\n")
     assert not any(alive(pid) for pid in pids)
 
 
@@ -179,6 +181,22 @@ class Told:
     def gave_up(self, spec: ChildSpec) -> None: ...
 
     def draining(self) -> None: ...
+
+
+async def test_a_child_that_ends_while_it_is_asked_to_is_not_lost(tmp_path: Path) -> None:
+    """Two whose configuration is wrong end at one moment, and the first of them drains the second."""
+    argv = (sys.executable, "-c", "import sys; sys.exit(2)")
+    specs = [ChildSpec(name, argv, tmp_path / name) for name in ("first", "second")]
+    children = Children((tuple(specs),), Limits(drain_s=(60.0,)), Told(), os.environ, lambda name: os.dup(1))
+    look = children._look
+
+    def look_when_both_have_ended() -> None:
+        for process in children._running.values():
+            os.waitid(os.P_PID, process._popen.pid, os.WEXITED | os.WNOWAIT)
+        look()
+
+    children._look = look_when_both_have_ended  # type: ignore[method-assign]
+    assert await asyncio.wait_for(children.run(), DEADLINE_S) == 2
 
 
 async def test_a_machine_out_of_descriptors_delays_a_start_and_ends_nobody(tmp_path: Path) -> None:

@@ -162,6 +162,23 @@ def test_a_pool_shows_each_server_and_an_empty_one_says_so() -> None:
         assert each in out.getvalue()
 
 
+def test_a_pool_shows_what_its_servers_keep_beyond_the_gpu_where_any_does() -> None:
+    def shown(**offload: object) -> str:
+        out = io.StringIO()
+        none = {"name": "decode-0", "role": "decode", "state": "ready"}
+        some = {"name": "decode-1", "role": "decode", "state": "ready", "offload": offload}
+        print_pools(Console(file=out, width=160), {"state": "ready", "servers": [none, some], "routers": []})
+        return out.getvalue()
+
+    assert "host pages" not in shown(host_pages_used=0, host_pages_total=0, store="off")
+    with_host = shown(host_pages_used=7, host_pages_total=12, store="off")
+    assert "host pages" in with_host and "7/12" in with_host
+    well = shown(host_pages_used=7, host_pages_total=12, store="ok")
+    assert " ok " in well and "storage fails" not in well
+    failing = shown(host_pages_used=7, host_pages_total=12, store="degraded").splitlines()
+    assert "degraded" in "".join(failing) and failing[-1].startswith("decode-1: storage fails; until it works again")
+
+
 @pytest.mark.parametrize(("state", "last"), [("ready", "2 queued"), ("draining", "2 queued, draining")])
 def test_the_router_says_what_it_has_and_that_it_drains(state: str, last: str) -> None:
     out = io.StringIO()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from disagg.cli.logfiles import RotatedFile
 from disagg.cli.logpump import LAST_LINES, LogPump
 from disagg.telemetry.line_writer import Target
-from tests.cli.small_disk import small_disk as small_disk
+from tests.small_disk import small_disk as small_disk
 
 DEADLINE_S = 60.0
 

@@ -67,6 +67,19 @@ def test_lines_fit_and_their_columns_end_at_the_same_place(width: int) -> None:
     assert all(line.endswith("%") for line in table[1:])
 
 
+def test_the_host_pool_is_drawn_below_on_a_scale_of_its_own() -> None:
+    with_host = server(group("full", 64 * KIB, used=256, evictable=512, empty=0))
+    with_host["memory"]["host"] = {"pages_used": 512, "pages_total": 2048, "bytes": 128 * MIB}
+    assert drawn(with_host).splitlines()[1:5] == [
+        "                                          used  evictable  empty    bytes  share",
+        "  large pages  ██████▒▒▒▒▒▒▒▒▒▒▒▒▒░░░░░░   256        512    256   64 MiB   100%",
+        "  full         ██████▒▒▒▒▒▒▒▒▒▒▒▒▒         256        512      0   48 MiB    75%",
+        "  host memory  ██████░░░░░░░░░░░░░░░░░░░   512          0   1536  128 MiB   200%",
+    ]
+    with_host["memory"]["host"] = None
+    assert "host" not in drawn(with_host)
+
+
 def test_names_that_are_too_long_are_cut_and_the_bar_stays() -> None:
     [_, _, _, row] = [line.plain for line in memory_lines(server(group("window-4096-8x128", 64 * KIB, 1, 0, 0)), 60)]
     assert "…" in row

@@ -91,10 +91,20 @@ def test_a_port_that_something_listens_on_is_refused_by_its_setting() -> None:
     (port,) = pick_ports("127.0.0.1", 1)  # not one that the system may give to somebody else meanwhile
     with (
         socket.create_server(("127.0.0.1", port)),
-        pytest.raises(ConfigError, match=rf"router.http_port = {port}: cannot listen"),
+        pytest.raises(DisaggError, match=rf"router.http_port = {port}: cannot listen") as taken,
     ):
         require_free("127.0.0.1", port, "router.http_port", "--http-port")
+    assert not isinstance(taken.value, ConfigError), "it may be free in a moment"
     require_free("127.0.0.1", port, "router.http_port", "--http-port")
+
+
+@pytest.mark.parametrize("host", ["nonsense.invalid", "203.0.113.7", "a" * 5000, "under..dots", "::zz"])
+def test_a_host_that_is_none_of_this_machine_is_named_with_its_value(host: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        require_free(host, 0, "router.http_port", "--http-port")
+    said = str(refused.value)
+    assert said.startswith(f"router.host = '{host[:128]}") and "http_port" not in said
+    assert "it must be a name or address of this machine" in said and len(said) < 500
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,9 @@ def test_silence_while_we_were_away_ourselves_is_forgiven() -> None:
 
 def test_a_configuration_error_is_not_tried_again_and_drains_the_others() -> None:
     supervisor = started()
-    assert supervisor.handle(Exited("prefill-0", 3), 1.0) == [GiveUp("prefill-0"), Terminate("router")]
+    assert supervisor.handle(Exited("prefill-0", 2), 1.0) == [GiveUp("prefill-0"), Terminate("router")]
     assert supervisor.handle(Exited("router", 0), 2.0) == [Terminate("decode-0")]
-    assert supervisor.handle(Exited("decode-0", 0), 3.0) == [Ended(1)]
+    assert supervisor.handle(Exited("decode-0", 0), 3.0) == [Ended(2)]
 
 
 def test_a_child_that_has_served_is_tried_again_whatever_it_finds_later() -> None:
@@ -110,10 +110,10 @@ def test_a_child_that_has_served_is_tried_again_whatever_it_finds_later() -> Non
     supervisor = started()
     assert supervisor.handle(Proven("prefill-0"), 0.5) == []
     for at_s in (1.0, 100.0):
-        (died,) = supervisor.handle(Exited("prefill-0", 3), at_s)
+        (died,) = supervisor.handle(Exited("prefill-0", 2), at_s)
         assert isinstance(died, Died)
         assert Start("prefill-0") in tick_until(supervisor, at_s, at_s + 10.0)
-    assert supervisor.handle(Exited("decode-0", 3), 111.0)[0] == GiveUp("decode-0")
+    assert supervisor.handle(Exited("decode-0", 2), 111.0)[0] == GiveUp("decode-0")
 
 
 def test_stop_drains_the_router_first_and_then_the_servers() -> None:
@@ -145,7 +145,7 @@ def test_a_second_stop_kills_everything() -> None:
     assert supervisor.handle(Stop(), 1.1) == []
     for name in NAMES[:2]:
         assert supervisor.handle(Exited(name, -9), 1.2) == []
-    assert supervisor.handle(Exited("decode-0", -9), 1.2) == [Ended(0)]
+    assert supervisor.handle(Exited("decode-0", -9), 1.2) == [Ended(130)]
 
 
 def test_a_child_that_waits_for_its_restart_is_not_started_while_draining() -> None:
@@ -172,6 +172,7 @@ def test_whatever_children_do_the_instructions_fit_and_the_end_comes(seed: int, 
     running: dict[str, str] = {}  # name -> "well", "hung", "ending", "killed"
     ended: int | None = None
     gave_up = False
+    stops = 0
     now_s = 0.0
 
     def obey(instructions: list[Instruction]) -> None:
@@ -194,7 +195,7 @@ def test_whatever_children_do_the_instructions_fit_and_the_end_comes(seed: int, 
                     gave_up = True
                 case Ended(code):
                     assert not running, "something still runs"
-                    assert code == (1 if gave_up else 0)
+                    assert code == (130 if stops == 2 else 2 if gave_up else 0)
                     ended = code
 
     obey(supervisor.handle(Begin(), now_s))
@@ -208,11 +209,12 @@ def test_whatever_children_do_the_instructions_fit_and_the_end_comes(seed: int, 
             dies = {"killed": 0.9, "ending": 0.3, "hung": 0.0, "well": 0.01}[state]
             if world.random() < dies and ended is None:
                 del running[name]
-                status = -9 if state == "killed" else world.choice([0, 1, -11, 1, 1, 3])
+                status = -9 if state == "killed" else world.choice([0, 1, -11, 1, 1, 2])
                 obey(supervisor.handle(Exited(name, status), now_s))
             elif state == "well" and ended is None:
                 obey(supervisor.handle(Beat(name), now_s))
         if ended is None and step in (stop_at, stop_at + 200):
+            stops += 1
             obey(supervisor.handle(Stop(), now_s))
         if ended is None:
             obey(supervisor.handle(Tick(), now_s))

@@ -76,7 +76,21 @@ def test_up_needs_neither_stdout_nor_stderr(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         command = f"exec {sys.executable} -m disagg.cli up --http-port {port} --run-dir {tmp_path} >&- 2>&- <&-"
         done = subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=60, check=False)
-    assert done.returncode == 3
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("closed", ["", ">&-", "2>&-", ">&- 2>&-"])
+def test_what_up_says_is_in_its_log_whichever_descriptors_it_has(tmp_path: Path, closed: str) -> None:
+    says = (
+        "import sys; from disagg.cli.terminal import note, result, unblock_streams; from disagg.cli.up import keep_copy; "
+        "from disagg.telemetry.line_writer import DescriptorWriter, Target; "
+        "from disagg.telemetry.process import open_standard_descriptors; "
+        "open_standard_descriptors(); streams = unblock_streams(); file = open(sys.argv[1], 'wb'); "
+        "keep_copy(streams, Target(DescriptorWriter(file.fileno()), lambda lines, why: b'')); note('noted'); result('ready')"
+    )
+    command = f'exec {sys.executable} -c "$1" "$2" {closed}'
+    subprocess.run(["sh", "-c", command, "sh", says, str(tmp_path / "up.log")], cwd=ROOT, timeout=60, check=True)
+    assert (tmp_path / "up.log").read_text().splitlines() == ["noted", "ready"]
 
 
 async def test_what_cannot_be_announced_ends_nothing(

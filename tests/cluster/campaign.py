@@ -122,7 +122,8 @@ def campaign(
         assert warm > 0.5 * long, f"{warm} of {long} tokens were cached the second time"
         assert total(cluster, "disagg_kv_evictions") == 0
         cluster.check_adds_up()
-    with Cluster(run_dir / "tight", *model, "--kv-memory", str(cut.tight_bytes), sets=cut.sets) as cluster:
+    tight = (*cut.sets, "engine.lookahead_tokens=0")  # what begins may come to lack pages: it is what is tried here
+    with Cluster(run_dir / "tight", *model, "--kv-memory", str(cut.tight_bytes), sets=tight) as cluster:
         preempted = 0.0
         for number in range(MAX_TIGHT_ROUNDS):  # who has to give way to whom is a matter of timing
             what = f"tight, round {number}"
@@ -133,7 +134,7 @@ def campaign(
         assert total(cluster, "disagg_kv_evictions") > 0, "nothing was evicted"
         evicted, hits = total(cluster, "disagg_kv_evictions"), total(cluster, "disagg_prefix_hit_tokens")
         cluster.check_adds_up()
-    off = (*cut.sets, "engine.prefix_cache=off")
+    off = (*tight, "engine.prefix_cache=off")
     with Cluster(run_dir / "off", *model, "--kv-memory", str(cut.tight_bytes), sets=off) as cluster:
         compared.append(("off", *check(answers, ask(cluster, prompts, outputs, concurrency), "off")))
         assert total(cluster, "disagg_prefix_hit_tokens") == 0

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from disagg.messages.control import OpenTransfer
-from disagg.messages.lane import Bind, Landing, LaneReport, LaneRequest, SendPiece
+from disagg.messages.transfer import Bind, Landing, SendPiece, TransferCommand, TransferEvent
 from disagg.models.pool import AttentionPages, Pool
 from disagg.types.ids import LegKey
 from disagg.worker import transfer_driver
@@ -31,7 +31,7 @@ class SpoilingDriver(transfer_driver.TransferDriver):
         self._views = pool.views
         self._pages: dict[LegKey, Bind] = {}
 
-    def handle(self, request: LaneRequest) -> None:
+    def handle(self, request: TransferCommand) -> None:
         if self._spoils and isinstance(request, Bind):
             self._pages[request.key] = request
         if self._spoils and isinstance(request, SendPiece) and (SPOIL / "swap").exists():
@@ -47,8 +47,8 @@ class SpoilingDriver(transfer_driver.TransferDriver):
         other = replace(part, src_head_start=(part.src_head_start + part.heads) % (held - part.heads + 1))
         return replace(request, slice=replace(request.slice, head_slice=other))
 
-    def take_reports(self) -> tuple[LaneReport, ...]:
-        reports = super().take_reports()
+    def take_events(self) -> tuple[TransferEvent, ...]:
+        reports = super().take_events()
         if self._spoils and (SPOIL / "zero").exists():
             for report in reports:
                 if isinstance(report, Landing) and report.key in self._pages:

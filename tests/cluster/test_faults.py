@@ -58,10 +58,13 @@ def pids(cluster: Cluster) -> set[int]:
 def test_sixteen_requests_survive(fragile: Cluster, expected: list[list[int]], fault: str) -> None:
     fragile.wait_healthy()
     struck = []
+    tokens = "disagg_decode_tokens_total"
+    before = fragile.metrics("decode-0")[tokens]
 
     def strike() -> None:
-        # Half way: some requests decode, some are in transfer, some are in prefill.
-        fragile.wait(lambda: fragile.server("decode-0")["running"] >= 4, 120, "four running requests")
+        # On the way: some requests decode, some are in transfer, some are in prefill.
+        on_the_way = before + len(PROMPTS) * OUTPUTS / 5
+        fragile.wait(lambda: fragile.metrics("decode-0")[tokens] > on_the_way, 120, "a fifth of the tokens")
         pid, number = FAULTS[fault](fragile)
         fragile.kill(pid, number)
         struck.append(pid)

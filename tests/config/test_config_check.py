@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import pytest
+from msgspec.structs import replace
 
 from disagg.config.check import (
+    LEAST_S,
+    Least,
     check_config,
     check_descriptors,
+    check_memory,
     connections_allowed,
     descriptors_needed,
     warnings_of,
 )
-from disagg.config.tree import Config, EngineConfig, ModelConfig, RouterConfig, ServerConfig, ServerRef, TransferConfig
+from disagg.config.staging import size_staging
+from disagg.config.tree import (
+    Config,
+    EngineConfig,
+    ModelConfig,
+    OffloadConfig,
+    RouterConfig,
+    ServerConfig,
+    ServerRef,
+    TransferConfig,
+)
 from disagg.types.errors import ConfigError
 
 MIB = 1 << 20
+README = Path(__file__).parents[2] / "README.md"
 
 
 def ref(name: str, address: str) -> ServerRef:
@@ -53,8 +69,18 @@ def ref(name: str, address: str) -> ServerRef:
             Config(model=ModelConfig(device="cpu"), transfer=TransferConfig(kernels="triton")),
             'transfer.kernels = "triton": Triton has no kernels for a CPU',
         ),
+        (
+            Config(offload=OffloadConfig(enabled=True), engine=EngineConfig(prefix_cache=False)),
+            "offload.enabled = true and engine.prefix_cache = false",
+        ),
         (Config(server=ServerConfig(port=5, metrics_port=5)), "server.port and server.metrics_port are both 5"),
         (Config(server=ServerConfig(name="a b")), "no blanks"),
+        (Config(model=ModelConfig(served_name="a b")), "must have letters, digits and ._-/:@+= only"),
+        (Config(model=ModelConfig(served_name="a\nb")), r"'a\nb'"),
+        (Config(model=ModelConfig(served_name="\u202eab")), "letters, digits"),
+        (Config(model=ModelConfig(served_name="x" * 129)), "at most 128 characters"),
+        (Config(model=ModelConfig(served_name="x" * 5_000_000)), "(5000000 characters)"),
+        (Config(model=ModelConfig(name="/models/My Model")), "clients would call the model 'My Model'"),
         (Config(router=RouterConfig(http_port=7, grpc_port=7)), "router.http_port and router.grpc_port are both 7"),
         (Config(router=RouterConfig(lease_s=1.5)), "at most half of router.lease_s"),
         (Config(router=RouterConfig(servers=(ref("a", "h:1"), ref("a", "h:2")))), 'the name "a" more than once'),
@@ -68,6 +94,32 @@ def test_settings_that_cannot_work_together_are_refused(config: Config, says: st
     with pytest.raises(ConfigError) as raised:
         check_config(config)
     assert says in str(raised.value)
+
+
+@pytest.mark.parametrize("least", LEAST_S, ids=lambda each: each.path)
+def test_times_in_which_nothing_can_have_happened_are_refused(least: Least) -> None:
+    section, _, name = least.path.partition(".")
+
+    def with_value(value_s: float) -> Config:
+        return replace(Config(), **{section: replace(getattr(Config(), section), **{name: value_s})})
+
+    check_config(with_value(least.least_s))
+    with pytest.raises(ConfigError, match=f"{least.path} = .*: it must be at least {least.least_s:g}"):
+        check_config(with_value(0.99 * least.least_s))
+    row = next(line for line in README.read_text().splitlines() if line.startswith(f"| `{least.path}` "))
+    assert f"at least {least.least_s:g} |" in row
+
+
+def test_every_time_has_a_least_value_or_works_however_short() -> None:
+    times = {
+        f"{section}.{name}"
+        for section in Config.__struct_fields__
+        for name in getattr(Config(), section).__struct_fields__
+        if name.endswith("_s") and not name.endswith("_per_s")
+    }
+    any_works = {"engine.preempt_after_s", "transfer.link_idle_s", "server.drain_s", "router.drain_s"}
+    of_its_heartbeat = {"router.lease_s"}
+    assert times == {least.path for least in LEAST_S} | any_works | of_its_heartbeat
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
@@ -131,3 +183,40 @@ def test_two_ports_full_of_connections_leave_a_process_what_it_needs_itself(
     allowed = connections_allowed(Config(), role, limit)
     assert 8 <= allowed <= 4096
     assert 2 * allowed <= limit - least
+
+
+@pytest.mark.parametrize(
+    ("kv_memory", "arena", "tp", "machine", "fits"),
+    [
+        (1 << 60, 0, 1, 1 << 40, False),
+        (1 << 80, 0, 1, 1 << 40, False),
+        (600 * MIB, 0, 1, 1 << 30, True),
+        (600 * MIB, 0, 2, 1 << 30, False),
+        (600 * MIB, 512 * MIB, 1, 1 << 30, False),
+        (0, 0, 1, 1 << 30, True),
+        (1 << 60, 0, 1, 0, True),  # how much there is, is not known
+    ],
+)
+def test_memory_that_no_machine_like_this_has_is_refused_before_anything_starts(
+    kv_memory: int, arena: int, tp: int, machine: int, fits: bool
+) -> None:
+    config = Config(
+        engine=EngineConfig(kv_memory_bytes=kv_memory),
+        transfer=TransferConfig(arena_bytes=arena),
+        server=ServerConfig(tp=tp),
+    )
+    transfer = size_staging(config.transfer, "cpu")
+    if fits:
+        check_memory(config, transfer, "decode", machine)
+        return
+    with pytest.raises(ConfigError, match=r"engine.kv_memory_bytes = .* more than this machine has, (1 TiB|1 GiB)"):
+        check_memory(config, transfer, "decode", machine)
+
+
+def test_what_is_no_text_is_refused_with_its_path() -> None:
+    for config, path in (
+        (Config(model=ModelConfig(name="m\udcff")), "model.name"),
+        (Config(router=RouterConfig(servers=(ref("d\udcff", "h:1"),))), "router.servers.name"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{path} = '.\\udcff': it is not UTF-8 at character 1"):
+            check_config(config)

@@ -153,18 +153,20 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_children_do_not_inherit_settings_that_their_file_already_holds() -> None:
     environ = {"PATH": "/bin", "DISAGG__SERVER__PORT": "1", "disagg__log__level": "debug", "DISAGG_OTHER": "x"}
+    environ["PYTHONOPTIMIZE"] = "2"  # transformers could not be imported
     assert child_environ(environ) == {"PATH": "/bin", "DISAGG_OTHER": "x"}
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=20)
+served_names = st.text("aZ09éß._-/:@+=", min_size=1, max_size=20)
 trees = st.builds(
     Config,
-    model=st.builds(ModelConfig, name=texts, served_name=texts),
+    model=st.builds(ModelConfig, name=texts, served_name=served_names),
     worker=st.builds(WorkerConfig, command=st.lists(texts, max_size=3).map(tuple)),
     transfer=st.builds(
         TransferConfig,
         arena_bytes=st.just(256 * MIB),
-        progress_s=st.floats(min_value=0.001, max_value=1e6),
+        progress_s=st.floats(min_value=2, max_value=1e6),
     ),
     router=st.builds(
         RouterConfig,
@@ -193,3 +195,29 @@ def test_a_dumped_tree_is_fit_for_people() -> None:
     assert "[router]" in text
     assert "kv_memory_bytes = 0" in text
     assert "prefix_cache = true" in text
+
+
+# ---- tables
+
+
+def test_one_entry_of_a_table_is_a_setting_that_later_sources_change(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[storage.options]\nregion = "a"\nallow_http = true\nmax_retries = 3\n')
+    environ = {"DISAGG__STORAGE__OPTIONS__REGION": "b"}
+    config = load_config(file, {"storage.options.endpoint": "http://x"}, environ)
+    assert config.storage.options == {"region": "b", "allow_http": True, "max_retries": 3, "endpoint": "http://x"}
+    replaced = load_config(file, {"storage.options": '{"region": "c"}'}, environ)
+    assert replaced.storage.options == {"region": "c"}
+    file.write_text(dump_config(config))
+    assert load_config(file, None, {}) == config
+
+
+@pytest.mark.parametrize("value", ["[]", "{", '{"a": []}', '{"a": null}', 7, {str(n): n for n in range(65)}])
+def test_what_is_no_flat_table_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"storage\.options = .*it must be a table"):
+        load_config(None, {"storage.options": value}, {})
+
+
+def test_an_entry_of_what_is_no_table_is_no_setting() -> None:
+    with pytest.raises(ConfigError, match="is not a setting"):
+        load_config(None, {"storage.url.x": "y"}, {})

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from disagg.convert.gguf_file import GgufFile
 from disagg.convert.model_dir import resolve
 from disagg.convert.safetensors_file import write_weights
 from disagg.types.errors import ConfigError
+from tests.campaigns import Campaign, sizes
 from tests.convert.conftest import llama_weights, write_llama
 
 
@@ -69,6 +72,7 @@ def test_a_sentencepiece_vocabulary_becomes_a_tokenizer(tmp_path: Path) -> None:
         ({"architecture": "mamba"}, "'mamba'.*llama, gemma3"),
         ({"extra_tensor": "rope_freqs.weight"}, r"rope_freqs\.weight"),
         ({"extra_tensor": "blk.0.attn_q.bias"}, r"blk\.0\.attn_q\.bias"),
+        ({"extra_tensor": "blk.9.attn_norm.weight"}, r"blk\.9\.attn_norm\.weight, and says that it has 2 layers"),
         ({"rope_scaling": "yarn"}, "rope scaling"),
         ({"tokenizer": "bert"}, "'bert'"),
     ],
@@ -88,3 +92,41 @@ def test_a_gguf_cut_short_anywhere_is_refused(tmp_path_factory: pytest.TempPathF
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
     with pytest.raises(ConfigError, match=r"tiny\.gguf"):
         GgufFile(path)
+
+
+@sizes(100)
+def test_a_spoilt_header_is_one_error_or_a_model(tmp_path: Path, examples: int) -> None:
+    """What is converted has every number that its names promise: nothing of a spoilt file is left behind."""
+    path = write_llama(tmp_path / "tiny.gguf")
+    whole = path.read_bytes()
+    with GgufFile(path) as file:
+        header_bytes = min(tensor.offset for tensor in file.tensors.values())
+    campaign = Campaign(examples)
+    found = {"made": 0, "refused": 0}
+
+    @settings(derandomize=True, deadline=None, database=None, max_examples=campaign.examples)
+    @given(number=st.integers(0, 2**63))
+    def run(number: int) -> None:
+        campaign.begin()
+        random, content = Random(number), bytearray(whole)
+        for _ in range(random.choice((1, 1, 2, 4))):
+            at = random.randrange(header_bytes)
+            value = random.choice((0, 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1)).to_bytes(8, "little")
+            spoilt = value if random.random() < 0.5 else bytes([random.randrange(256)])
+            content[at : at + len(spoilt)] = spoilt
+        path.write_bytes(content)
+        cache = tmp_path / "cache"
+        try:
+            resolve(str(path), cache)
+            found["made"] += 1
+        except ConfigError as error:
+            found["refused"] += 1
+            said = str(error)
+        else:
+            said = str(path)
+        assert str(tmp_path) in said and len(said) < 2000
+        shutil.rmtree(cache, ignore_errors=True)
+
+    run()
+    campaign.check()
+    assert all(found.values()), found

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from disagg.convert.inspect import ModelFacts, inspect_model
 from disagg.convert.safetensors_file import find_weight_files, read_header
 from disagg.types.errors import ConfigError
+from tests.campaigns import Campaign, sizes
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -138,10 +139,10 @@ def check(read: Callable[[], object], file_bytes: int, folder: Path) -> object:
     return found
 
 
-def fuzz(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def fuzz(campaign: Campaign) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         limits = settings(
-            max_examples=examples,
+            max_examples=campaign.examples,
             deadline=None,
             derandomize=False,
             database=None,
@@ -215,34 +216,46 @@ def test_the_readers_take_what_is_not_spoilt(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("examples", [1000, pytest.param(25_000, marks=pytest.mark.slow)])
+@sizes()
 def test_a_spoilt_configuration_is_one_error(folder: Path, name: str, examples: int) -> None:
-    @fuzz(examples)
+    campaign = Campaign(examples)
+
+    @fuzz(campaign)
     @given(content=configs if name == "config.json" else generation_configs)
     def run(content: bytes) -> None:
+        campaign.begin()
         try_config(folder, content, name)
 
     run()
+    campaign.check()
 
 
-@pytest.mark.parametrize("examples", [2000, pytest.param(50_000, marks=pytest.mark.slow)])
+@sizes()
 def test_a_spoilt_safetensors_header_is_one_error(folder: Path, examples: int) -> None:
-    @fuzz(examples)
+    campaign = Campaign(examples)
+
+    @fuzz(campaign)
     @given(header=headers, said=lengths, data_bytes=data_sizes)
     def run(header: bytes, said: int | None, data_bytes: int) -> None:
+        campaign.begin()
         try_header(folder, header, said, data_bytes)
 
     run()
+    campaign.check()
 
 
-@pytest.mark.parametrize("examples", [1000, pytest.param(25_000, marks=pytest.mark.slow)])
+@sizes()
 def test_a_spoilt_index_is_one_error(folder: Path, examples: int) -> None:
-    @fuzz(examples)
+    campaign = Campaign(examples)
+
+    @fuzz(campaign)
     @given(content=indices)
     def run(content: bytes) -> None:
+        campaign.begin()
         try_index(folder, content)
 
     run()
+    campaign.check()
 
 
 @pytest.mark.parametrize(

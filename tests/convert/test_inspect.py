@@ -41,6 +41,26 @@ def test_what_is_left_out_follows_from_the_rest(tmp_path: Path) -> None:
     assert facts.bos_token_id is None
 
 
+@pytest.mark.parametrize("at_the_top", [True, False])
+@pytest.mark.parametrize(("table", "kind"), [("rope_parameters", "rope_type"), ("rope_scaling", "type")])
+def test_a_context_that_longrope_shortens_is_said_with_the_reason(
+    tmp_path: Path, table: str, kind: str, at_the_top: bool
+) -> None:
+    original = {"original_max_position_embeddings": 64}
+    rope = {kind: "longrope", "short_factor": [1.0], **({} if at_the_top else original)}
+    facts = inspect_model(model(tmp_path, **{table: rope}, **(original if at_the_top else {})))
+    assert facts.max_model_len == 64
+    assert facts.max_model_len_note.startswith(
+        "config.json says 512; past original_max_position_embeddings = 64, LongRoPE"
+    )
+
+
+def test_a_context_that_nothing_shortens_needs_no_reason(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 64}
+    facts = inspect_model(model(tmp_path, rope_parameters=yarn))
+    assert (facts.max_model_len, facts.max_model_len_note) == (512, "")
+
+
 @pytest.mark.parametrize("missing", ["num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_size"])
 def test_what_cannot_be_left_out_is_named(tmp_path: Path, missing: str) -> None:
     with pytest.raises(ConfigError, match=rf"config\.json lacks {missing}"):

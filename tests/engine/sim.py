@@ -1,10 +1,10 @@
-"""A deterministic world for the two engines: real engines, simulated links, lanes, workers, memory, router and time.
+"""A deterministic world for both roles: real engines, simulated links, workers, memory, router and time.
 
 Every queue delivers in order, after any delay; what happens next is drawn from a seed. Pools hold (token id, position)
 cells per layer and head, or states that name every token they have seen; arenas hold the writes that lie in them; and a
 "model" checks every cell that it attends over: a wrong page, a page that another layer group has taken, a stale byte of a
 ring, a page reused too early or a missing copy-on-write is an assertion here, at the step where it would have become
-text. Knows the engines' public calls; carries out their instructions as servers do.
+text. Servers are real from their engines up to `server/dispatch`.
 """
 
 from __future__ import annotations
@@ -13,56 +13,56 @@ import hashlib
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from disagg.engine.decode import DecodeEngine
-from disagg.engine.facts import EngineFacts
-from disagg.engine.instructions import DialLink, DropLink, Instruction, PublishKv, ToLane, ToLink, ToRouter, ToWorkers
-from disagg.engine.prefill import PrefillEngine
+from disagg.decode_server.role import DECODE
+from disagg.engine.engine import Engine
+from disagg.engine.facts import EngineFacts, MemoryFacts, ModelFacts, OffloadFacts, SchedulingFacts, TransferFacts
+from disagg.engine.handoff.receive import Receiver
+from disagg.engine.handoff.send import Sender
+from disagg.engine.now import Now
 from disagg.memory.groups import spec_of
 from disagg.memory.layout import PageSizing, plan_layout
 from disagg.memory.sequence import KvMemory
-from disagg.messages.lane import (
-    AddPeer,
-    Bind,
-    Bound,
-    DropSends,
-    ExpectPiece,
-    ForgetEntry,
-    Landing,
-    LaneRequest,
-    PeerAdded,
-    PeerRemoved,
-    PieceFailed,
-    PieceSent,
-    RemovePeer,
-    SendPiece,
-    SendsDropped,
-    Unbind,
-    Unbound,
+from disagg.messages.layout import GroupKind, LayerGroup, StatePart
+from disagg.messages.legs import (
+    AbortLeg,
+    KvEvents,
+    LegEnd,
+    LegTokens,
+    Outcome,
+    PeerRef,
+    ServerMessage,
+    ServerState,
+    StartLeg,
 )
-from disagg.messages.layout import GroupKind, GroupPages, LayerGroup, StatePart
-from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, Outcome, PeerRef, ServerState, StartLeg
-from disagg.messages.link import LinkHello, RankInfo
-from disagg.messages.mirror import Mirror, RunView
-from disagg.messages.pieces import RankSlice
+from disagg.messages.link import LinkHello, LinkMessage, RankInfo
 from disagg.messages.plan import SampledToken, StepResult, WorkerPlan
-from disagg.staging.slices import heads_per_rank
+from disagg.messages.sequence_diff import KnownSequences, RunView
+from disagg.messages.tiers import TierCommand
+from disagg.messages.transfer import TransferCommand
+from disagg.offload.keys import Scope
+from disagg.prefill_server.role import PREFILL
+from disagg.server.dispatch import Dispatch
+from disagg.server.role import ServerRole
 from disagg.types.ids import FinishReason, LegKey
 from disagg.types.sampling import SamplingParams
+from tests.engine.mixed_role import NOBODY, mixed_engine
+from tests.engine.sim_pages import SimPages
+from tests.engine.sim_tiers import SimKeeper, SimRankTiers, SimStore
+from tests.engine.sim_transfer import SimTransfer, Write
 
 VOCAB, EOS = 24, 0
 FULL = LayerGroup("full", (0, 1), 2, 1, "float32")
 STATE = LayerGroup.of_states("state", (2,), (StatePart("conv", (2,), "float32"),))
-GRANULE = 8
 STALL_S = 8.0  # the router's patience where prefill failed or a dispatch was lost
+FAILURES = ("its peer was removed", "its peer is not known here", "its peer has exited", "the wire broke")  # of writes
 MAX_ATTEMPTS = 40  # faults are bounded, so attempts are: more is a livelock
-
-Cell = tuple[int, ...]  # (token id, position), or all tokens that a state has seen
 
 
 def window(tokens: int) -> LayerGroup:
@@ -104,6 +104,8 @@ class Faults(Struct, frozen=True):
     lost_links: int = 0
     lost_workers: int = 0
     lost_dispatches: int = 0
+    store_failures: int = 0
+    store_outages: int = 0
 
     @property
     def any(self) -> bool:
@@ -118,334 +120,203 @@ class Faults(Struct, frozen=True):
         )
 
 
-@dataclass
-class ArenaWrite:
-    """A write as it lies in an arena. identity: what the checksum is seeded with; cells: by (layer, head of the slice)."""
+class SimWire:
+    """Between the transfer threads of the world's workers."""
 
-    identity: tuple[object, ...]
-    nbytes: int
-    cells: dict[tuple[int, int, int], Cell]  # (layer, head in slice, token position) -> cell
-    corrupt: bool = False
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._world = server.world
+        self.gather_buffers = server.world.gather_buffers
 
+    def target(self, link: int, rank: int) -> SimTransfer | None:
+        worker = self._world.worker_behind(self._server, link, rank)
+        return worker.transfer if worker is not None and worker.transfer.alive else None
 
-def _identity(of: RankSlice) -> tuple[object, ...]:
-    ranks = of.head_slice
-    return (of.key, of.piece, of.src_incarnation, of.dst_incarnation, ranks.src_rank, ranks.dst_rank)
+    def breaks(self) -> bool:
+        return self._world.spend("failed_writes", 0.02)
 
+    def corrupts(self) -> bool:
+        return self._world.spend("corrupt_pieces", 0.1)
 
-@dataclass
-class Write:
-    """A write under way. It goes in two halves; the notification follows the second."""
+    def notify(self, target: SimTransfer, entry_id: int) -> None:
+        world = self._world
+        if not world.spend("lost_notifications", 0.1):
+            target.notifications.append(entry_id)
+        elif world.rng.random() < 0.5:  # not lost: it comes when nobody waits for it any more
+            world.late.append((world.steps + world.rng.randrange(3000), target, entry_id))
 
-    request: SendPiece
-    target: Worker
-    data: ArenaWrite
-    halves: int = 0
+    def stray(self, writer: SimTransfer, write: Write) -> None:
+        world = self._world
+        if world.rng.random() < 0.5:
+            world.stray.append((world.steps + world.rng.randrange(1000), writer, write))
+
+    def bad_checksum(self) -> None:
+        world = self._world
+        world.bad_checksums += 1
+        assert world.bad_checksums <= world.spent["corrupt_pieces"], "a checksum failed that nobody corrupted"
 
 
 class Worker:
-    """One rank: a compute thread that runs plans in order and a transfer thread that serves the lane, as worker/ does."""
+    """One rank: a compute thread that runs plans in order, and a transfer thread."""
 
     def __init__(self, server: Server, rank: int) -> None:
         self.server, self.rank = server, rank
-        self.alive = True
         self.plans: deque[WorkerPlan] = deque()
         self.results: deque[StepResult] = deque()
-        self.requests: deque[LaneRequest] = deque()
-        self.reports: deque[Any] = deque()
-        self.mirror = Mirror()
+        self.known = KnownSequences()
         self.computed_plan = -1
         self.slots: dict[int, int] = {}  # slot -> sequence
-        self.pages: dict[
-            tuple[int, int], dict[tuple[int, int, int], Cell]
-        ] = {}  # (group, page) -> (row, layer, own head)
-        self.large_group: dict[int, int] = {}  # who wrote last into a large page
-        self.arena: list[ArenaWrite | None] = [None] * (server.facts.arena_bytes // GRANULE)
-        self.peers: set[tuple[int, int]] = set()
-        self.to_send: deque[SendPiece] = deque()
-        self.writing: list[Write] = []
-        self.unsure: set[int] = set()  # links of which a write has failed
-        self.dropping: dict[tuple[int, LegKey], None] = {}
-        self.bound: dict[LegKey, tuple[GroupPages, ...]] = {}
-        self.expected: dict[int, ExpectPiece] = {}
-        self.abandoned: dict[int, ExpectPiece] = {}
-        self.early: set[int] = set()
-        self.notifications: list[int] = []  # delivered in any order
-
-    # ---- compute thread
+        self.pages = SimPages(server.facts, f"{server.name} rank {rank}")
+        self.transfer = SimTransfer(
+            server.facts, self.pages, SimWire(server), lambda: self.computed_plan, overwrites=server.world.overwrites
+        )
+        self.tiers = SimRankTiers(server.facts, rank, self.pages, server.world.store, server.world.store_fails)
 
     def compute(self) -> None:
         plan = self.plans.popleft()
-        ended, begun, runs = self.mirror.apply(plan)
+        ended, begun, runs = self.known.apply(plan)
         for sequence in ended:
             for sampler in sequence.samplers:
                 assert self.slots.pop(sampler.slot) == sequence.seq_id
         for copy in plan.copies:
-            source = dict(self.pages.get((copy.group, copy.source), {}))
-            self._page(copy.group, copy.destination).clear()
-            self._page(copy.group, copy.destination).update(source)
+            self.pages.copy(copy.group, copy.source, copy.destination)
         for sequence in begun:
             for sampler in sequence.samplers:
                 assert sampler.slot not in self.slots, "a sampling slot was opened twice"
                 self.slots[sampler.slot] = sequence.seq_id
-        sampled = []
-        for run in runs:
-            sequence = run.sequence
-            stop = run.start + run.num_tokens
-            assert stop <= len(sequence.tokens), "a run names tokens that this worker does not know"
-            for g, group in enumerate(self.groups):
-                if group.is_state:
-                    self._update_state(g, run)
-                else:
-                    self._attend(g, run)
-            context = tuple(sequence.tokens[:stop])
-            if not run.sample:
-                continue
-            for sampler in sequence.samplers:
-                token = next_token(context, sampler.choice, sequence.params.seed)
-                sampled.append(SampledToken(sequence.seq_id, sampler.choice, token))
-            if len(sequence.samplers) == 1:
-                sequence.tokens.append(token)
+        sampled = [token for run in runs for token in self._run(run)]
         self.computed_plan = plan.plan_no
         tokens = tuple(sampled) if self.rank == 0 else ()
         self.results.append(StepResult(self.rank, plan.plan_no, tokens, 0.001, 0.0, 0.0))
 
-    @property
-    def groups(self) -> tuple[LayerGroup, ...]:
-        return self.server.facts.groups
-
-    def heads(self, group: LayerGroup) -> int:
-        return heads_per_rank(self.server.facts.tp, group.kv_heads)
-
-    def _page(self, g: int, page: int) -> dict[tuple[int, int, int], Cell]:
-        """A page to write to: what another group had in its large page is lost."""
-        large = page // self.server.facts.layout.per_large[g]
-        if self.large_group.get(large) != g:
-            for other, per_large in enumerate(self.server.facts.layout.per_large):
-                for lost in range(large * per_large, (large + 1) * per_large):
-                    self.pages.pop((other, lost), None)
-            self.large_group[large] = g
-        return self.pages.setdefault((g, page), {})
-
-    def _row(self, g: int, page: int, offset: int) -> Cell:
-        """What all layers and heads hold of one position."""
-        cells = self.pages.get((g, page), {})
-        layers, heads = range(len(self.groups[g].layers)), range(self.heads(self.groups[g]))
-        found = {cells.get((offset, layer, head)) for layer, head in itertools.product(layers, heads)}
-        where = f"{self.server.name} rank {self.rank} group {g} page {page}"
-        assert len(found) == 1, f"{where}: cells differ: {found}"
-        cell = found.pop()
-        assert cell is not None, f"{where}: row {offset} was never written, or was lost"
-        return cell
-
-    def _write(self, g: int, page: int, offset: int, cell: Cell) -> None:
-        layers, heads = range(len(self.groups[g].layers)), range(self.heads(self.groups[g]))
-        cells = self._page(g, page)
-        for layer, head in itertools.product(layers, heads):
-            cells[offset, layer, head] = cell
+    def _run(self, run: RunView) -> list[SampledToken]:
+        sequence, stop = run.sequence, run.start + run.num_tokens
+        assert stop <= len(sequence.tokens), "a run names tokens that this worker does not know"
+        for g, group in enumerate(self.server.facts.model.groups):
+            if group.is_state:
+                self._update_state(g, run)
+            else:
+                self._attend(g, run)
+        if not run.sample:
+            return []
+        context, seed = tuple(sequence.tokens[:stop]), sequence.params.seed
+        sampled = [
+            SampledToken(sequence.seq_id, sampler.choice, next_token(context, sampler.choice, seed))
+            for sampler in sequence.samplers
+        ]
+        if len(sampled) == 1:
+            sequence.tokens.append(sampled[0].token_id)
+        return sampled
 
     def _update_state(self, g: int, run: RunView) -> None:
         tokens, stop = tuple(run.sequence.tokens), run.start + run.num_tokens
         if run.start:
-            assert self._row(g, run.last_pages[g], 0) == tokens[: run.start]
-        self._write(g, run.sequence.tables[g][-1], 0, tokens[:stop])
-        checkpoint = self.server.facts.checkpoint_tokens
+            assert self.pages.row(g, run.last_pages[g], 0) == tokens[: run.start]
+        self.pages.write_row(g, run.sequence.tables[g][-1], 0, tokens[:stop])
+        checkpoint = self.server.facts.memory.checkpoint_tokens
         assert (stop - 1) // checkpoint == run.start // checkpoint, "a run crosses a checkpoint"
 
     def _attend(self, g: int, run: RunView) -> None:
-        page_tokens, table, tokens = self.server.facts.page_tokens, run.sequence.tables[g], run.sequence.tokens
+        page_tokens, table, tokens = self.server.facts.memory.page_tokens, run.sequence.tables[g], run.sequence.tokens
         stop = run.start + run.num_tokens
         for position in range(run.start, stop):
-            self._write(g, table[position // page_tokens], position % page_tokens, (tokens[position], position))
-        seen = self.groups[g].window or stop
+            cell = (tokens[position], position)
+            self.pages.write_row(g, table[position // page_tokens], position % page_tokens, cell)
+        seen = self.server.facts.model.groups[g].window or stop
         for position in range(max(0, run.start - seen + 1), stop):
-            cell = self._row(g, table[position // page_tokens], position % page_tokens)
-            assert cell == (tokens[position], position), f"{self.server.name} group {g}: {position} holds {cell}"
+            held = self.pages.row(g, table[position // page_tokens], position % page_tokens)
+            assert held == (tokens[position], position), f"{self.server.name} group {g}: {position} holds {held}"
 
-    # ---- transfer thread
 
-    def serve_lane(self) -> None:
-        request = self.requests.popleft()
-        match request:
-            case AddPeer():
-                self.peers.add((request.link, request.peer_rank))
-                self.reports.append(PeerAdded(request.link, request.peer_rank, "", 0.0))
-            case RemovePeer():
-                self.peers = {peer for peer in self.peers if peer[0] != request.link}
-                self.to_send = deque(r for r in self.to_send if r.link != request.link)
-                for write in [w for w in self.writing if w.request.link == request.link]:
-                    self._give_up(write)
-                    self._failed(write.request, "its peer was removed")
-                for where in [where for where in self.dropping if where[0] == request.link]:
-                    del self.dropping[where]
-                for entry_id in [e for e, expected in self.expected.items() if expected.link == request.link]:
-                    del self.expected[entry_id]
-                clean = request.link not in self.unsure
-                self.unsure.discard(request.link)
-                self.reports.append(PeerRemoved(request.link, clean))
-            case SendPiece():
-                self.to_send.append(request)
-            case DropSends():
-                self.to_send = deque(r for r in self.to_send if (r.link, r.slice.key) != (request.link, request.key))
-                self.dropping[request.link, request.key] = None
-                self._report_dropped()
-            case Bind():
-                self.bound[request.key] = request.tables
-                self.reports.append(Bound(request.key))
-            case ExpectPiece():
-                self.expected[request.entry_id] = request
-                if request.entry_id in self.early:
-                    self.early.discard(request.entry_id)
-                    self._land(request.entry_id)
-            case ForgetEntry():
-                lost = self.expected.pop(request.entry_id, None) or self.abandoned.pop(request.entry_id, None)
-                if lost is not None:
-                    self._landing(lost, False, "lost")
-            case Unbind():
-                self.bound.pop(request.key, None)
-                for entry_id in [e for e, expected in self.expected.items() if expected.slice.key == request.key]:
-                    self.abandoned[entry_id] = self.expected.pop(entry_id)
-                self.reports.append(Unbound(request.key))
+class SimWorkers:
+    """What a server's dispatch publishes, and sends to transfer threads."""
 
-    def _give_up(self, write: Write) -> None:
-        """A write fails. What is on its way may still land, as long as this worker lives."""
-        self.writing.remove(write)
-        self.unsure.add(write.request.link)
-        world = self.server.world
-        if world.rng.random() < 0.5:
-            world.stray.append((world.steps + world.rng.randrange(1000), self, write))
+    def __init__(self, server: Server) -> None:
+        self._server = server
 
-    def land_stray(self, write: Write) -> None:
-        first, count = write.request.arena_offset // GRANULE, write.request.nbytes // GRANULE
-        if self.alive and write.target.alive:
-            for index in range(count // 2, count):
-                write.target.arena[first + index] = write.data
+    def publish(self, plan: WorkerPlan) -> None:
+        for worker in self._server.workers:
+            worker.plans.append(plan)
 
-    def _report_dropped(self) -> None:
-        under_way = {(w.request.link, w.request.slice.key) for w in self.writing}
-        for where in [where for where in self.dropping if where not in under_way]:
-            del self.dropping[where]
-            self.reports.append(SendsDropped(*where))
+    def send(self, rank: int, messages: Sequence[TransferCommand | TierCommand]) -> None:
+        worker = self._server.workers[rank]
+        for message in messages:
+            if isinstance(message, TierCommand):
+                worker.tiers.take(message)
+            else:
+                worker.transfer.commands.append(message)
 
-    def _failed(self, request: SendPiece, reason: str) -> None:
-        self.reports.append(PieceFailed(request.link, request.entry_id, request.slice.key, reason))
 
-    @property
-    def sendable(self) -> bool:
-        buffers = len(self.writing) < self.server.world.gather_buffers
-        return bool(self.to_send) and buffers and self.to_send[0].after_plan <= self.computed_plan
+class SimRouters:
+    """What it tells the one router. known: what the cache events came to."""
 
-    def start_write(self) -> None:
-        """Gather, as it is now, what the pages hold."""
-        request = self.to_send.popleft()
-        part = request.slice.head_slice
-        if (request.link, part.dst_rank) not in self.peers:
-            self._failed(request, "its peer is not known here")
-            return
-        facts = self.server.facts
-        assert request.nbytes <= facts.gather_bytes
-        piece = request.slice.piece
-        rows = self.groups[piece.group].rows_per_page(facts.page_tokens)
-        first_page = piece.token_start // rows
-        cells: dict[tuple[int, int, int], Cell] = {}
-        for position in range(piece.token_start, piece.token_stop):
-            page, offset = request.pages[position // rows - first_page], position % rows
-            for layer in range(piece.layer_start, piece.layer_stop):
-                for head in range(part.heads):
-                    cell = self.pages[piece.group, page][offset, layer, part.src_head_start + head]
-                    cells[layer, head, position] = cell
-        target = self.server.world.worker_behind(self.server, request.link, part.dst_rank)
-        if target is None or not target.alive:
-            self._failed(request, "its peer has exited")
-            return
-        self.writing.append(Write(request, target, ArenaWrite(_identity(request.slice), request.nbytes, cells)))
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.known: set[tuple[int, bytes]] = set()
 
-    def advance(self, write: Write, world: World) -> None:
-        """Half of a write goes over the wire; with the second half its notification."""
-        request = write.request
-        if not write.target.alive or world.spend("failed_writes", 0.02):
-            self._give_up(write)
-            self._failed(request, "the wire broke")
-            self._report_dropped()
-            return
-        assert request.arena_offset % 16 == 0
-        first = request.arena_offset // GRANULE
-        count = request.nbytes // GRANULE
-        assert first + count <= len(write.target.arena), "a write outside of the arena"
-        half = count // 2
-        for index in range(half) if write.halves == 0 else range(half, count):
-            write.target.arena[first + index] = write.data
-        write.halves += 1
-        if write.halves < 2:
-            return
-        if world.spend("corrupt_pieces", 0.1):
-            write.data.corrupt = True
-        self.writing.remove(write)
-        self.reports.append(PieceSent(request.link, request.entry_id, request.slice.key, request.nbytes, 0.0, 0.0))
-        self._report_dropped()
-        if not world.spend("lost_notifications", 0.1):
-            write.target.notifications.append(request.entry_id)
-        elif world.rng.random() < 0.5:  # not lost: it comes when nobody waits for it any more
-            world.late.append((world.steps + world.rng.randrange(3000), write.target, request.entry_id))
+    def tell(self, router: int, message: ServerMessage) -> None:
+        self._server.to_router.append(message)
 
-    def notified(self, entry_id: int) -> None:
-        self.notifications.remove(entry_id)
-        if entry_id in self.expected:
-            self._land(entry_id)
-        elif (abandoned := self.abandoned.pop(entry_id, None)) is not None:
-            self._landing(abandoned, False, "unbound")
-        else:
-            self.early.add(entry_id)
+    def publish(self, events: KvEvents) -> None:
+        self.known.update(events.stored)
+        self.known.difference_update(events.removed)
 
-    def _land(self, entry_id: int) -> None:
-        expected = self.expected.pop(entry_id)
-        tables = self.bound.get(expected.slice.key)
-        if tables is None:
-            self._landing(expected, False, "unbound")
-            return
-        first = expected.arena_offset // GRANULE
-        lies = self.arena[first : first + expected.nbytes // GRANULE]
-        data = lies[0]
-        right = data is not None and all(each is data for each in lies) and data.nbytes == expected.nbytes
-        if data is None or not right or data.identity != _identity(expected.slice) or data.corrupt:
-            world = self.server.world
-            world.bad_checksums += 1
-            assert world.bad_checksums <= world.spent["corrupt_pieces"], "a checksum failed that nobody corrupted"
-            self._landing(expected, False, "checksum")
-            return
-        piece, part = expected.slice.piece, expected.slice.head_slice
-        table = tables[piece.group]
-        rows = self.groups[piece.group].rows_per_page(self.server.facts.page_tokens)
-        for (layer, head, position), cell in data.cells.items():
-            assert position // rows >= table.first, "a piece lands outside of what was bound"
-            page = self._page(piece.group, table.pages[position // rows - table.first])
-            page[position % rows, layer, part.dst_head_start + head] = cell
-        self._landing(expected, True, "")
+    def flush(self) -> None:
+        pass
 
-    def _landing(self, expected: ExpectPiece, ok: bool, reason: str) -> None:
-        self.reports.append(Landing(expected.link, expected.entry_id, expected.slice.key, ok, reason, 1, 0.0, 0.0))
+
+class SimLinks:
+    """What it sends over links, and what becomes of them."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def send(self, number: int, message: LinkMessage) -> None:
+        self._server.world.send(self._server, number, message)
+
+    def flush(self) -> None:
+        pass
+
+    def dial(self, peer: PeerRef) -> None:
+        self._server.world.dial(self._server, peer)
+
+    def drop(self, number: int, reason: str) -> None:
+        assert reason in FAILURES, f"no fault explains why a link is dropped: {reason}"
+        self._server.world.lose(self._server, number, reason)
+
+    def forget(self, number: int) -> None:
+        pass
 
 
 class Server:
-    """One server: an engine, its workers, its end of links. Carries out instructions in the server's order."""
+    """One server: an engine and what carries out its instructions, as in a real one; its workers, its end of links."""
 
-    def __init__(self, world: World, name: str, role: str, facts: EngineFacts) -> None:
+    def __init__(self, world: World, name: str, role: ServerRole, facts: EngineFacts) -> None:
         self.world, self.name, self.role = world, name, role
         self.facts = facts
-        self.engine: Any = None
         self.workers: list[Worker] = []
         self.incarnations = 0
         self.to_router: deque[Any] = deque()
         self.from_router: deque[Any] = deque()
+        self.dispatch = Dispatch(name, facts.tp, lambda: world.now, lambda leg: "", dials=role.dials)
         self.start()
 
     def start(self) -> None:
         self.incarnations += 1
         incarnation = f"{self.name}.{self.incarnations}"
-        self.facts = EngineFacts(**{**_fields(self.facts), "incarnation": incarnation})
-        self.known: set[tuple[int, bytes]] = set()  # what the cache events came to
-        self.engine = (PrefillEngine if self.role == "prefill" else DecodeEngine)(self.facts)
+        self.facts = replace(self.facts, incarnation=incarnation)
+        self.routers = self.dispatch.routers = SimRouters(self)
+        self.dispatch.links = SimLinks(self)
+        workers = SimWorkers(self)
+        send = lambda rank, command: workers.send(rank, [command])  # noqa: E731
+        self.keeper = SimKeeper(self.facts, self.world.store, send, self.world.store_fails)
+        self.dispatch.attach(self.role.engine(self.facts), workers, self.keeper)
         self.workers = [Worker(self, rank) for rank in range(self.facts.tp)]
+
+    @property
+    def engine(self) -> Engine:
+        assert self.dispatch.engine is not None
+        return self.dispatch.engine
 
     @property
     def ref(self) -> PeerRef:
@@ -455,38 +326,12 @@ class Server:
         ranks = tuple(RankInfo(rank, 1, 1, b"", 0, 0, 0) for rank in range(self.facts.tp))
         return LinkHello(self.name, generation, self.facts.incarnation, "same", self.facts.tp, "host", ranks)
 
-    def do(self, instructions: list[Instruction]) -> None:
-        world = self.world
-        drops = []
-        for instruction in [*instructions, *self.engine.schedule(world.now_s, world.now_s)]:
-            match instruction:
-                case ToWorkers():
-                    for worker in self.workers:
-                        worker.plans.append(instruction.plan)
-                case ToRouter():
-                    self.to_router.append(instruction.message)
-                case ToLane():
-                    for worker in self.workers:
-                        if instruction.rank in (None, worker.rank):
-                            worker.requests.append(instruction.message)
-                case ToLink():
-                    world.send(self, instruction.link, instruction.message)
-                case PublishKv():
-                    self.known.update(instruction.events.stored)
-                    self.known.difference_update(instruction.events.removed)
-                case DialLink():
-                    world.dial(self, instruction.peer)
-                case DropLink():
-                    drops.append(instruction)
+    def hear(self, event: Callable[[Dispatch], None]) -> None:
+        """Something happens, and all is well afterwards."""
+        event(self.dispatch)
         assert len(self.engine.pipeline.in_flight) <= 2
         self.engine.check_integrity()
-        assert self.known == set(self.engine.kv_snapshot().stored), "cache events do not add up to the cache"
-        for drop in drops:
-            world.lose(self, drop.link, drop.reason)
-
-
-def _fields(facts: EngineFacts) -> dict[str, Any]:
-    return {name: getattr(facts, name) for name in facts.__struct_fields__}
+        assert self.routers.known == set(self.engine.kv_snapshot().stored), "cache events do not add up to the cache"
 
 
 @dataclass
@@ -523,6 +368,7 @@ class Request:
     finished: dict[int, FinishReason | None] = field(default_factory=dict)
     held: dict[int, dict[int, tuple[int, FinishReason | None]]] = field(default_factory=dict)
     legs: dict[LegKey, tuple[int, ...]] = field(default_factory=dict)  # of this attempt -> choices
+    answering: dict[LegKey, Server] = field(default_factory=dict)  # who says the last token, of every attempt
     decode_next: dict[tuple[LegKey, int], int] = field(default_factory=dict)
     pair: tuple[Server, Server] | None = None
     pair_incarnations: tuple[str, str] = ("", "")
@@ -532,6 +378,7 @@ class Request:
     aborted: bool = False
     dropped: set[int] = field(default_factory=set)
     abort_at: int | None = None  # simulated step; until the request arrives: steps after that
+    after: Request | None = None  # that it goes on from: it arrives when that one is answered
 
     @property
     def done(self) -> bool:
@@ -541,8 +388,21 @@ class Request:
 class World:
     """Everything, and what happens next. `run` until every request is done, then `settle` and `check_nothing_leaked`."""
 
-    def __init__(self, seed: int, faults: Faults, max_steps: int = 60_000, *, tight: bool = False) -> None:
-        """tight: two servers of each kind, pools and arenas as small as they can be, and many requests."""
+    def __init__(
+        self,
+        seed: int,
+        faults: Faults,
+        max_steps: int = 60_000,
+        *,
+        tight: bool = False,
+        mixed: bool = False,
+        offload: bool = False,
+    ) -> None:
+        """tight: two servers of each kind, pools and arenas as small as they can be, and many requests. mixed: each server has
+        both phases, and some requests stay with one. offload: KV goes to hosts, and mostly to one storage, and comes back.
+        """
+        self.store = SimStore()
+        self.tiers_rng = random.Random(seed)  # of its own, so that other worlds are as they were
         self.seed = seed
         self.rng = rng = random.Random(seed)
         self.faults = faults
@@ -553,15 +413,21 @@ class World:
         self.bad_checksums = 0
         self.settling = False
         self.gather_buffers = rng.choice((1, 2))
+        self.overwrites = seed % 2 == 1  # as on a GPU
+        self.mixed = mixed
         self.links: list[SimLink] = []
-        self.late: list[tuple[int, Worker, int]] = []  # notifications: (step at which they come, worker, entry)
-        self.stray: list[tuple[int, Worker, Write]] = []  # failed writes: (step at which they land, writer, write)
+        self.late: list[tuple[int, SimTransfer, int]] = []  # notifications: (step at which they come, to whom, entry)
+        self.stray: list[tuple[int, SimTransfer, Write]] = []  # failed writes: (step at which they land, writer, write)
         self.dials: list[tuple[Server, str, PeerRef]] = []
         self._numbers = itertools.count()
         self._weights: dict[object, float] = {}
         page_tokens = rng.choice((1, 4, 16))
+        if offload:
+            page_tokens = self.tiers_rng.choice((1, 2, 4))
         max_prompt = rng.choice((3, 12, 40))
         max_new = rng.choice((1, 3, 12))
+        if offload:
+            max_prompt = self.tiers_rng.choice((16, 40))
         max_n = rng.choice((1, 1, 2, 3))
         self.max_model_len = max_prompt + max_new + rng.choice((-1, 2))
         segment = rng.choice((48, 128, 256))
@@ -581,46 +447,59 @@ class World:
         facts = EngineFacts(
             incarnation="",
             tp=1,
-            groups=groups,
-            layout=layout,
-            num_large=0,
-            prefix_cache=rng.random() < 0.75,
-            cache_root="weights",
-            max_slots=max_n + rng.choice((0, 1, 5)),
-            chunk_tokens=chunk_tokens,
-            max_model_len=self.max_model_len,
-            vocab_size=VOCAB,
-            eos_token_ids=(EOS,),
-            max_waiting=10_000,
-            ungranted_share=rng.choice((0.1, 0.5)),
-            spare_tokens=rng.choice((0, 1, 5, 64)),
-            lookahead_tokens=rng.choice((0, 0, 3, 1000)),
-            preempt_after_s=rng.choice((0.2, 2.0)),
-            preemption=rng.choice(("latest", "fewest_tokens")),
-            gather_bytes=rng.choice((48, 128, 256)),
-            arena_bytes=segment * segments,
-            segment_bytes=segment,
-            link_segments=rng.choice((1, 2)),
-            link_idle_s=0.5,
-            progress_s=20.0,
+            model=ModelFacts(groups, VOCAB, (EOS,), self.max_model_len),
+            memory=MemoryFacts(
+                layout,
+                0,
+                prefix_cache=rng.random() < 0.75,
+                scope=Scope("weights", "float32", page_tokens, groups),
+            ),
+            scheduling=SchedulingFacts(
+                max_slots=max_n + rng.choice((0, 1, 5)),
+                chunk_tokens=chunk_tokens,
+                max_waiting=10_000,
+                ungranted_share=rng.choice((0.1, 0.5)),
+                spare_tokens=rng.choice((0, 1, 5, 64)),
+                lookahead_tokens=rng.choice((0, 0, 3, 1000)),
+                preempt_after_s=rng.choice((0.2, 2.0)),
+                preemption=rng.choice(("latest", "fewest_tokens")),
+                max_prompts=rng.choice((1, 2, 100)),
+            ),
+            transfer=TransferFacts(
+                gather_bytes=rng.choice((48, 128, 256)),
+                arena_bytes=segment * segments,
+                segment_bytes=segment,
+                link_segments=rng.choice((1, 2)),
+                link_idle_s=0.5,
+                progress_s=20.0,
+            ),
         )
-        everything = _fields(facts)
         self.many_tenants = rng.random() < 0.5
+        if offload:
+            draw = self.tiers_rng
+            storage, stride = draw.random() < 0.75, draw.choice((0, 4, 16))
+            memory = replace(facts.memory, prefix_cache=True)
+            host = (to_decode if draw.random() < 0.3 else 6 * to_decode) + 1
+            facts = replace(facts, memory=memory, offload=OffloadFacts(host, stride, storage))
 
-        def server(name: str, role: str, pages: int) -> Server:
-            own = {"num_large": pages, "tp": rng.choice((1, 1, 2))}
-            if role == "decode" and rng.random() < 0.3:  # choices of one request take turns in its slots
-                own["max_slots"] = rng.randint(1, max_n)
-            return Server(self, name, role, EngineFacts(**{**everything, **own}))
+        def server(name: str, role: ServerRole, pages: int) -> Server:
+            own = replace(facts, tp=rng.choice((1, 1, 2)), memory=replace(facts.memory, num_large=pages))
+            if role is DECODE and not mixed and rng.random() < 0.3:  # choices of one request take turns in its slots
+                own = replace(own, scheduling=replace(own.scheduling, max_slots=rng.randint(1, max_n)))
+            if mixed:
+                role = replace(role, engine=mixed_engine)
+            return Server(self, name, role, own)
 
-        grow = 1 if tight else rng.choice((1, 1, 2, 4))
+        grow = 1 if tight or offload else rng.choice((1, 1, 2, 4))
         counts = (2,) if tight else (1, 1, 2)
-        self.prefills = [server(f"P{i}", "prefill", to_prefill * grow) for i in range(rng.choice(counts))]
-        self.decodes = [server(f"D{i}", "decode", to_decode * grow) for i in range(rng.choice(counts))]
+        self.prefills = [
+            server(f"P{i}", PREFILL, (to_decode if mixed else to_prefill) * grow) for i in range(rng.choice(counts))
+        ]
+        self.decodes = [server(f"D{i}", DECODE, to_decode * grow) for i in range(rng.choice(counts))]
         self.servers = self.prefills + self.decodes
         self.requests: list[Request] = []
         documents = [tuple(rng.randrange(VOCAB) for _ in range(max_prompt)) for _ in range(rng.choice((1, 3)))]
-        for i in range(14 if tight else rng.choice((1, 4, 8, 14))):
+        for i in range(14 if tight or offload else rng.choice((1, 4, 8, 14))):
             length = rng.randint(1, max(1, min(max_prompt, self.max_model_len - 1)))
             shared = rng.choice(documents)[: rng.choice((0, length // 2, length))]
             prompt = shared + tuple(rng.randrange(VOCAB) for _ in range(length - len(shared)))
@@ -636,7 +515,28 @@ class World:
             self.requests.append(Request(f"r{i}", prompt, params))
             if rng.random() < faults.abort_share:
                 self.requests[-1].abort_at = rng.randrange(rng.choice((30, 150, 400)))
+        self._haste = 0.3  # of requests, to arrive
+        if offload:
+            self._converse(max_prompt)
+            self._haste = self.tiers_rng.choice((0.01, 0.03, 0.3))
         self._arrivals = deque(self.requests)
+
+    def _converse(self, max_prompt: int) -> None:
+        """Some requests go on from what earlier ones said and were answered, as far as it fits."""
+        draw = self.tiers_rng
+        for i, request in enumerate(self.requests[1:]):
+            before = self.requests[draw.randint(0, i)]
+            if draw.random() < 0.7:
+                request.after = before
+                said = reference(before.prompt, 0, before.params, self.max_model_len)
+                longest = min(max_prompt, self.max_model_len - 1)
+                request.prompt = (*before.prompt, *said, *request.prompt)[
+                    : draw.choice((longest, draw.randint(1, longest)))
+                ]
+
+    @property
+    def now(self) -> Now:
+        return Now(self.now_s, self.now_s)
 
     # ---- chance
 
@@ -692,7 +592,7 @@ class World:
             return
         prefill = next(server for server in self.prefills if server.name == peer.name)
         if prefill.facts.incarnation != peer.incarnation:
-            decode.do(decode.engine.dial_failed(peer.name, peer.incarnation, "it has restarted"))
+            decode.hear(lambda dispatch: dispatch.dial_failed(peer, "it has restarted"))
             return
         for other in self.links:  # it dials one link per incarnation: what it had before, it has given up
             mine = other.prefill.server is prefill and other.prefill.incarnation == peer.incarnation
@@ -703,7 +603,8 @@ class World:
             Ends(decode, incarnation, next(self._numbers)),
         )
         self.links.append(link)
-        prefill.do(prefill.engine.link_up(link.prefill.number, decode.hello(str(link.decode.number))))
+        hello = decode.hello(str(link.decode.number))
+        prefill.hear(lambda dispatch: dispatch.link_up(link.prefill.number, hello))
 
     def _greeted(self, link: SimLink) -> None:
         end = link.decode
@@ -712,13 +613,13 @@ class World:
         if hello.incarnation != link.prefill.incarnation:
             end.up = False
             ref = PeerRef(link.prefill.server.name, "", link.prefill.incarnation)
-            end.server.do(end.server.engine.dial_failed(ref.name, ref.incarnation, "it has restarted"))
+            end.server.hear(lambda dispatch: dispatch.dial_failed(ref, "it has restarted"))
             return
         for other in self.links:  # as Links._establish: a server starts workers only after its old ones have exited
             stale = other.prefill.server.name == hello.name and other.prefill.incarnation != hello.incarnation
             if other.decode.server is end.server and not other.decode.up and stale:
-                end.server.engine.peer_gone(other.decode.number)
-        end.server.do(end.server.engine.link_up(end.number, hello, self.now_s, self.now_s))
+                end.server.dispatch.link_gone(other.decode.number)
+        end.server.hear(lambda dispatch: dispatch.link_up(end.number, hello))
 
     def lose(self, server: Server, number: int, reason: str) -> None:
         found = self._end(server, number)
@@ -732,21 +633,17 @@ class World:
         if server.facts.incarnation != end.incarnation:
             return
         if not end.established:
-            ref = link.prefill
-            server.do(server.engine.dial_failed(ref.server.name, ref.incarnation, reason))
-        elif server.role == "prefill":
-            server.do(server.engine.link_down(end.number, reason))
+            ref = PeerRef(link.prefill.server.name, "", link.prefill.incarnation)
+            server.hear(lambda dispatch: dispatch.dial_failed(ref, reason))
         else:
             gone = link.prefill.server.facts.incarnation != link.prefill.incarnation
-            server.do(server.engine.link_down(end.number, gone, reason))
+            server.hear(lambda dispatch: dispatch.link_down(end.number, gone, reason))
 
     def lose_workers(self, server: Server) -> None:
         """Ranks share fate: the group dies, and comes back as another incarnation."""
         for worker in server.workers:
-            worker.alive = False
-        for instruction in server.engine.end_all(Outcome.WORKER_LOST, "killed"):
-            if isinstance(instruction, ToRouter):
-                server.to_router.append(instruction.message)
+            worker.transfer.alive = False
+        server.dispatch.detach("killed")
         old = server.facts.incarnation
         for link in self.links:
             for end in (link.prefill, link.decode):
@@ -758,7 +655,7 @@ class World:
             if link.prefill.incarnation == old and link.decode.established and not link.decode.up:
                 decode = link.decode.server
                 if decode.facts.incarnation == link.decode.incarnation:
-                    decode.engine.peer_gone(link.decode.number)
+                    decode.dispatch.link_gone(link.decode.number)
 
     # ---- the router
 
@@ -769,6 +666,8 @@ class World:
         request.stalled_since_s = None
         request.legs, request.held = {}, {}
         prefill, decode = self.rng.choice(self.prefills), self.rng.choice(self.decodes)
+        if self.mixed and self.rng.random() < 0.5:
+            prefill = decode = self.rng.choice(self.servers)
         request.pair = (prefill, decode)
         request.pair_incarnations = (prefill.facts.incarnation, decode.facts.incarnation)
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -778,14 +677,17 @@ class World:
         for trunk, (outputs, choices) in enumerate(groups.items()):
             key = LegKey(request.request_id, request.attempt, trunk)
             request.legs[key] = tuple(choices)
-            for server, peer in ((prefill, decode), (decode, prefill)):
+            request.answering[key] = decode
+            whole = ((decode, NOBODY),)
+            pair = ((prefill, decode.ref), (decode, prefill.ref))
+            for server, peer in whole if prefill is decode else pair:
                 start = StartLeg(
                     key,
                     request.prompt + outputs,
                     len(request.prompt),
                     request.params,
                     tuple(choices),
-                    peer.ref,
+                    peer,
                     1e9,
                     tenant=request.request_id[-1] if self.many_tenants else "",
                 )
@@ -833,13 +735,14 @@ class World:
         if isinstance(message, LegTokens):
             self._tokens(server, request, message)
         elif message.key in request.legs:
-            if server.role == "prefill" and message.outcome is not Outcome.DONE and request.stalled_since_s is None:
+            if server is request.answering[message.key]:
+                if not request.done:
+                    self._leg_ended(server, request, message)
+            elif message.outcome is not Outcome.DONE and request.stalled_since_s is None:
                 request.stalled_since_s = self.now_s
-            elif server.role == "decode" and not request.done:
-                self._leg_ended(server, request, message)
 
     def _tokens(self, server: Server, request: Request, message: LegTokens) -> None:
-        if server.role == "decode":
+        if server is request.answering[message.key]:
             due = request.decode_next.get((message.key, message.choice), message.first_index)
             assert message.first_index == due, f"{message} came where index {due} was due"
             request.decode_next[message.key, message.choice] = due + len(message.token_ids)
@@ -899,12 +802,7 @@ class World:
         incarnation, message = server.from_router.popleft()
         if incarnation != server.facts.incarnation:
             return  # its channel went with the old workers' engine
-        if isinstance(message, StartLeg):
-            server.do(server.engine.start_leg(0, message, self.now_s, self.now_s))
-        elif server.role == "prefill":
-            server.do(server.engine.abort_leg(message))
-        else:
-            server.do(server.engine.abort_leg(message, self.now_s))
+        server.hear(lambda dispatch: dispatch.router_message(0, message))
 
     # ---- what can happen
 
@@ -915,22 +813,27 @@ class World:
             if queue:
                 out.append((self._weight(what), act))
 
-        if self._arrivals:
-            out.append((0.3, self._arrive))
+        if self._arrivals and (self._arrivals[0].after is None or self._arrivals[0].after.done):
+            out.append((self._haste, self._arrive))
         for dialled in self.dials:
             maybe("dial", True, lambda d=dialled: self._answer(d))  # type: ignore[misc]
         for server in self.servers:
             maybe((server.name, "hear"), server.to_router, lambda s=server: self._hear(s))  # type: ignore[misc]
             maybe((server.name, "tell"), server.from_router, lambda s=server: self._dispatched(s))  # type: ignore[misc]
             for worker in server.workers:
-                at = (server.name, worker.rank)
+                at, transfer = (server.name, worker.rank), worker.transfer
                 maybe((*at, "compute"), worker.plans, worker.compute)
-                maybe((*at, "lane"), worker.requests, worker.serve_lane)
+                maybe((*at, "serve"), transfer.commands, transfer.serve)
                 maybe((*at, "result"), worker.results, lambda w=worker: self._result(w))  # type: ignore[misc]
-                maybe((*at, "report"), worker.reports, lambda w=worker: self._report(w))  # type: ignore[misc]
-                maybe((*at, "gather"), worker.sendable, worker.start_write)
-                maybe((*at, "wire"), worker.writing, lambda w=worker: self._wire(w))  # type: ignore[misc]
-                maybe((*at, "notify"), worker.notifications, lambda w=worker: self._notify(w))  # type: ignore[misc]
+                maybe((*at, "report"), transfer.events, lambda w=worker: self._report(w))  # type: ignore[misc]
+                maybe((*at, "copy"), worker.tiers.copies, worker.tiers.copy)
+                maybe((*at, "store"), worker.tiers.transfers, worker.tiers.transfer)
+                maybe((*at, "tiers"), worker.tiers.events, lambda w=worker: self._tier_report(w))  # type: ignore[misc]
+                maybe((*at, "gather"), transfer.sendable, transfer.start_write)
+                maybe((*at, "wire"), transfer.writing, lambda t=transfer: self._wire(t))  # type: ignore[misc]
+                maybe((*at, "notify"), transfer.notifications, lambda t=transfer: self._notify(t))  # type: ignore[misc]
+            maybe((server.name, "ask"), server.keeper.commands, server.keeper.serve)
+            maybe((server.name, "told"), server.keeper.events, lambda s=server: self._store_says(s))  # type: ignore[misc]
         for link in self.links:
             if not link.decode.established and link.decode.up:
                 maybe("greeting", True, lambda x=link: self._greeted(x))  # type: ignore[misc]
@@ -938,51 +841,59 @@ class World:
             for end in (link.prefill, link.decode):
                 maybe((id(end), "link"), end.queue, lambda e=end: self._deliver(e))  # type: ignore[misc]
                 if end.up and not link.other(end).up:
-                    out.append(
-                        (
-                            self._weight((id(link), "loss")) / 3,
-                            lambda x=link, e=end: self._lose_end(x, e, "lost at the other end"),
-                        )
-                    )  # type: ignore[misc]
+                    weight = self._weight((id(link), "loss")) / 3
+                    out.append((weight, lambda x=link, e=end: self._lose_end(x, e, "lost at the other end")))  # type: ignore[misc]
         return out
 
     def _result(self, worker: Worker) -> None:
         server = worker.server
-        server.do(server.engine.step_done(worker.results.popleft(), self.now_s, self.now_s))
+        result = worker.results.popleft()
+        server.hear(lambda dispatch: dispatch.step_done(result))
 
     def _report(self, worker: Worker) -> None:
-        server, report = worker.server, worker.reports.popleft()
-        if server.role == "prefill":
-            server.do(server.engine.lane_report(worker.rank, report, self.now_s))
-        else:
-            server.do(server.engine.lane_report(worker.rank, report, self.now_s, self.now_s))
+        server, report = worker.server, worker.transfer.events.popleft()
+        server.hear(lambda dispatch: dispatch.transfer_event(worker.rank, report))
 
-    def _wire(self, worker: Worker) -> None:
-        worker.advance(self.rng.choice(worker.writing), self)
+    def _tier_report(self, worker: Worker) -> None:
+        server, report = worker.server, worker.tiers.events.popleft()
+        server.hear(lambda dispatch: dispatch.transfer_event(worker.rank, report))
 
-    def _notify(self, worker: Worker) -> None:
-        worker.notified(self.rng.choice(worker.notifications))
+    def _store_says(self, server: Server) -> None:
+        event = server.keeper.events.popleft()
+        server.hear(lambda dispatch: dispatch.store_event(event))
+
+    def store_fails(self) -> bool:
+        """A call of the store comes to nothing."""
+        return self.spend("store_failures", 0.1)
+
+    def _wire(self, transfer: SimTransfer) -> None:
+        transfer.advance(self.rng.choice(transfer.writing))
+
+    def _notify(self, transfer: SimTransfer) -> None:
+        transfer.notified(self.rng.choice(transfer.notifications))
 
     def _deliver(self, end: Ends) -> None:
         server, message = end.server, end.queue.popleft()
-        if server.role == "prefill":
-            server.do(server.engine.link_message(end.number, message, self.now_s))
-        else:
-            server.do(server.engine.link_message(end.number, message, self.now_s, self.now_s))
+        server.hear(lambda dispatch: dispatch.link_message(end.number, message))
 
     def _tick(self) -> None:
         self.now_s += 0.1
         for server in self.servers:
-            if server.role == "prefill":
-                server.do(server.engine.tick(self.now_s))
-            else:
-                server.do(server.engine.tick(self.now_s, self.now_s))
+            server.hear(Dispatch.tick)
         self._router_looks_around()
 
     def _fault(self) -> None:
         if self.spend("lost_workers", 0.001):
             self.lose_workers(self.rng.choice(self.servers))
             self._router_looks_around()
+        offloading = [
+            server for server in self.servers if server.facts.offload is not None and server.facts.offload.storage
+        ]
+        broken = [server for server in offloading if not server.keeper.works]
+        if broken and (self.settling or self.tiers_rng.random() < 0.02):
+            broken[0].keeper.turn()
+        elif offloading and self.spend("store_outages", 0.002):
+            self.tiers_rng.choice(offloading).keeper.turn()
         ups = [(link, end) for link in self.links for end in (link.prefill, link.decode) if end.up and end.established]
         if ups and self.spend("lost_links", 0.003):
             self._lose_end(*self.rng.choice(ups), "a fault")
@@ -1043,31 +954,35 @@ class World:
 
     def check_nothing_leaked(self) -> None:
         """At rest: what must be empty is."""
+        self.store.check()
         for server in self.servers:
             engine = server.engine
             engine.check_integrity()
             where = f"{server.name} (seed {self.seed})"
+            if (tiers := engine.core.tiers) is not None:
+                assert tiers.offload.manager.idle and not tiers.held() and not tiers.loads.dump().keys() - {"tokens"}, (
+                    where
+                )
+                assert not tiers.offload.host.holders(), f"{where}: pages of the host are held"
             assert engine.idle, f"{where}: legs {engine.dump()['legs']}"
-            assert engine.pool.kv.allocator.used_large == 0, where
-            assert engine.slots.free == engine.slots.total, where
+            assert engine.core.pool.kv.allocator.used_large == 0, where
+            assert engine.core.batch.slots.free == engine.core.batch.slots.total, where
             assert not engine.pipeline.in_flight, where
-            assert engine.tally.max_steps_after_abort <= 2, where
+            assert engine.counters.max_steps_after_abort <= 2, where
+            if not self.faults.any:
+                assert not engine.counters.legs.get("peer_lost"), f"{where}: no peer was lost, legs were aborted"
             for worker in server.workers:
-                assert not worker.mirror.sequences and not worker.slots, f"{where}: the worker remembers sequences"
-                assert not worker.bound and not worker.expected, f"{where}: {worker.expected}"
-                assert not worker.to_send and not worker.writing and not worker.dropping, where
-            if server.role == "prefill":
-                assert not engine._by_seq and not engine._running, where
-                assert not engine._waiting and not engine._lost_links, where
-                for link in engine._links.values():
-                    assert not link.writing and not link.rings, f"{where}: {link}"
-            else:
-                assert not engine.batch.pages() and not engine.batch.running and not engine.batch.parked, where
-                for link in engine._links.values():
-                    assert not link.early and not link.early_tokens, f"{where}: {link.early}"
-                assert not any(ring.live for ring in engine.rings.table.links.values()), where
-                assert engine.arena_bytes()[1] == 0, f"{where}: idle links hold segments: {engine.dump()['links']}"
-                assert not engine.rings.table._wanted, where
+                assert not worker.known.sequences and not worker.slots, f"{where}: the worker remembers sequences"
+                transfer = worker.transfer
+                assert not transfer.bound and not transfer.expected, f"{where}: {transfer.expected}"
+                assert not transfer.to_send and not transfer.writing and not transfer.dropping, where
+            batch = engine.core.batch
+            assert not batch.pages() and not batch.running and not batch.parked and not engine.core.turns.queue, where
+            for stage in engine.stages:
+                if isinstance(stage, Sender):
+                    check_sender_quiet(stage, where)
+                elif isinstance(stage, Receiver):
+                    check_receiver_quiet(stage, where)
             assert engine.load(ServerState.READY).waiting == 0
         for server in self.prefills:
             self.lose_workers(server)
@@ -1079,3 +994,19 @@ class World:
         lines += [str(r) for r in self.requests if not r.done]
         lines += [f"{server.name}: {server.engine.dump()}" for server in self.servers]
         return "\n".join(lines)
+
+
+def check_sender_quiet(sender: Sender, where: str) -> None:
+    """At rest, nothing is being written."""
+    assert not sender.lost_links, where
+    for link in sender.links.values():
+        assert not link.writing and not link.rings, f"{where}: {link}"
+
+
+def check_receiver_quiet(receiver: Receiver, where: str) -> None:
+    """At rest, nothing is expected, and no link holds segments or wants them."""
+    for link in receiver.links.values():
+        assert not link.early and not link.early_tokens, f"{where}: {link.early}"
+    assert not any(ring.live for ring in receiver.rings.table.links.values()), where
+    assert receiver.arena_bytes()[1] == 0, f"{where}: idle links hold segments: {receiver.dump()}"
+    assert not receiver.rings.table._wanted, where

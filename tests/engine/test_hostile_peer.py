@@ -18,7 +18,10 @@ from msgspec.structs import replace
 from disagg.engine.instructions import Instruction
 from disagg.messages import link as m
 from disagg.messages.channel import Frame
-from disagg.messages.lane import (
+from disagg.messages.legs import StartLeg
+from disagg.messages.pieces import Piece
+from disagg.messages.plan import TokenLogprobs
+from disagg.messages.transfer import (
     Bind,
     Bound,
     DropSends,
@@ -32,9 +35,6 @@ from disagg.messages.lane import (
     Unbind,
     Unbound,
 )
-from disagg.messages.legs import StartLeg
-from disagg.messages.pieces import Piece
-from disagg.messages.plan import TokenLogprobs
 from disagg.staging.pieces import group_piece_bytes
 from disagg.staging.slices import SliceError
 from disagg.transfer.session import MAX_PIECES, MAX_WANTS
@@ -54,15 +54,16 @@ from tests.engine.units import (
     Decode,
     Prefill,
     Unit,
+    changed,
     facts,
     hello,
     start,
-    to_lane,
     to_link,
+    to_transfer,
 )
 
 FACTS = facts(FULL, WINDOW, STATE, num_large=24)
-SEGMENT = FACTS.segment_bytes
+SEGMENT = FACTS.transfer.segment_bytes
 MANY = 3000
 NUMBERS = (0, 1, 2, 3, 7, 16, 4096, 4097, 2**16, 2**31, 2**32 - 1, 2**48, 2**63, 2**64 - 1)
 KEYS = tuple(LegKey(name, 0, 0) for name in ("a", "b", "c", "nobody"))
@@ -213,7 +214,7 @@ class HostileDecode:
         self.do(self.prefill.link(m.Grant(self.legs[0].key, self.wants(self.legs[0]))))
 
     def wants(self, leg: StartLeg) -> tuple[int, ...]:
-        return self.prefill.engine._first_held(len(leg.token_ids))
+        return self.prefill.sender._first_held(len(leg.token_ids))
 
     def do(self, out: list[Instruction]) -> None:
         """Workers obey, and check that they can."""
@@ -224,7 +225,7 @@ class HostileDecode:
                     numbered = enumerate(message.pieces, start=message.first_piece_no)
                     self.offers.setdefault(message.key, []).extend(numbered)
             reports: list[Any] = []
-            for request in to_lane(out):
+            for request in to_transfer(out):
                 if isinstance(request, SendPiece):
                     self.check(request)
                     reports.append(PieceSent(LINK, request.entry_id, request.slice.key, request.nbytes, 0.0, 0.0))
@@ -232,18 +233,18 @@ class HostileDecode:
                     reports.append(SendsDropped(LINK, request.key))
                 elif isinstance(request, RemovePeer):
                     reports.append(PeerRemoved(LINK, True))
-            out = [each for report in reports for each in self.prefill.lane(report)]
+            out = [each for report in reports for each in self.prefill.event(report)]
             assert footprint(engine) < 5000, "it keeps what a peer made up"
 
     def check(self, send: SendPiece) -> None:
         """What the transfer thread asserts, and what its agent needs."""
         piece, part = send.slice.piece, send.slice.head_slice
-        group = FACTS.groups[piece.group]
+        group = FACTS.model.groups[piece.group]
         assert part.src_head_start + part.heads <= group.kv_heads and part.heads > 0
         assert piece.layer_stop <= len(group.layers)
-        assert send.nbytes == group_piece_bytes(piece, part.heads, group) <= FACTS.gather_bytes
+        assert send.nbytes == group_piece_bytes(piece, part.heads, group) <= FACTS.transfer.gather_bytes
         assert send.arena_offset % 16 == 0 and send.arena_offset + send.nbytes < 2**62
-        rows = group.rows_per_page(FACTS.page_tokens)
+        rows = group.rows_per_page(FACTS.memory.page_tokens)
         assert len(send.pages) == -(-piece.token_stop // rows) - piece.token_start // rows
         assert part.src_rank == 0 and send.entry_id not in self.under_way
         self.under_way.add(send.entry_id)
@@ -264,7 +265,7 @@ class HostileDecode:
             entries = []
             position = self.position
             for number, (piece_no, piece) in enumerate(offered[:4]):
-                group = FACTS.groups[piece.group]
+                group = FACTS.model.groups[piece.group]
                 nbytes = group_piece_bytes(piece, group.kv_heads, group)
                 if position % SEGMENT + nbytes > SEGMENT:
                     position += SEGMENT - position % SEGMENT
@@ -284,13 +285,13 @@ class HostileDecode:
 
     def the_rest_goes_on(self) -> None:
         """The link is dropped; legs end, nothing is held, and another decode server is served as ever."""
-        self.do(self.prefill.do(self.prefill.engine.link_down(LINK, "it broke the protocol")))
+        self.do(self.prefill.lose_link("it broke the protocol"))
         self.prefill.compute_all()
         for leg in self.legs:
             self.do(self.prefill.abort(leg))
         self.prefill.compute_all()
         assert self.prefill.engine.idle and self.prefill.used == 0
-        self.prefill.do(self.prefill.engine.link_up(LINK, hello(D_REF)))
+        self.prefill.do(self.prefill.link_up(hello(D_REF)))
         self.prefill.through(start("after", tokens=20, first_token=500))
 
 
@@ -334,7 +335,7 @@ class HostilePrefill:
                 if isinstance(message, m.Grant):
                     self.grants[message.key] = message
             reports: list[Any] = []
-            for request in to_lane(out):
+            for request in to_transfer(out):
                 match request:
                     case Bind():
                         reports.append(Bound(request.key))
@@ -343,20 +344,20 @@ class HostilePrefill:
                     case ExpectPiece():
                         self.check(request)
                         self.flying.append(request)
-            out = [each for report in reports for each in self.decode.lane(report)]
+            out = [each for report in reports for each in self.decode.event(report)]
             assert footprint(self.decode.engine) < 5000, "it keeps what a peer made up"
 
     def check(self, expect: ExpectPiece) -> None:
         piece, part = expect.slice.piece, expect.slice.head_slice
-        group = FACTS.groups[piece.group]
+        group = FACTS.model.groups[piece.group]
         assert part.dst_head_start + part.heads <= group.kv_heads
         assert piece.layer_stop <= len(group.layers)
         assert expect.nbytes == group_piece_bytes(piece, part.heads, group)
-        assert 0 <= expect.arena_offset <= FACTS.arena_bytes - expect.nbytes
+        assert 0 <= expect.arena_offset <= FACTS.transfer.arena_bytes - expect.nbytes
 
     def land(self) -> None:
         expect = self.flying.pop(0)
-        self.do(self.decode.lane(Landing(LINK, expect.entry_id, expect.slice.key, True, "", 1, 0.0, 0.0)))
+        self.do(self.decode.event(Landing(LINK, expect.entry_id, expect.slice.key, True, "", 1, 0.0, 0.0)))
 
     def legal(self) -> list[m.LinkMessage]:
         keys = [leg.key for leg in self.legs]
@@ -374,7 +375,7 @@ class HostilePrefill:
             stops = (12, 12, 1)
             wanted = [
                 Piece(g, 0, len(group.layers), want, stop)
-                for g, (group, want, stop) in enumerate(zip(FACTS.groups, grant.wants, stops, strict=True))
+                for g, (group, want, stop) in enumerate(zip(FACTS.model.groups, grant.wants, stops, strict=True))
                 if want < stop
             ]
             if wanted:
@@ -387,12 +388,12 @@ class HostilePrefill:
 
     def the_rest_goes_on(self) -> None:
         decode = self.decode
-        self.do(decode.do(decode.engine.link_down(LINK, True, "it broke the protocol")))
+        self.do(decode.lose_link("it broke the protocol", gone=True))
         for leg in self.legs:
             self.do(decode.abort(leg))
         decode.compute_all()
         assert decode.engine.idle and decode.used == 0
-        decode.do(decode.engine.link_up(LINK, hello(P_REF), decode.now_s, 0.0))
+        decode.do(decode.link_up(hello(P_REF)))
         decode.through(start("after", tokens=12, peer=P_REF, first_token=500))
 
 
@@ -443,7 +444,7 @@ def test_an_entry_that_cannot_be_written_never_reaches_a_worker(entry: m.Entry, 
     prefill.granted(leg)
     with pytest.raises(ProtocolError, match=error):
         prefill.link(m.AssignEntries(leg.key, 0, (entry,)))
-    assert not prefill.engine._links[LINK].writing
+    assert not prefill.sender.links[LINK].writing
 
 
 def test_an_entry_id_is_given_once_and_two_entries_share_no_byte() -> None:
@@ -484,13 +485,7 @@ def test_a_ring_that_cannot_be_is_not_opened(ring: m.OpenRing, error: str) -> No
     prefill = Prefill(FACTS)
     with pytest.raises(ProtocolError, match=error):
         prefill.link(ring)
-    assert not prefill.engine._links[LINK].rings
-
-
-def test_segments_that_would_cut_a_prompt_into_countless_pieces_are_refused() -> None:
-    prefill = Prefill(facts(num_large=200_000, max_model_len=700_000))
-    with pytest.raises(ProtocolError, match=f"at most {MAX_PIECES} may be"):
-        prefill.link(m.OpenRing(0, 0, 48, (0,)))
+    assert not prefill.sender.links[LINK].rings
 
 
 def test_watermarks_are_of_every_rank_and_of_what_was_assigned() -> None:
@@ -516,7 +511,7 @@ def test_pieces_are_not_wanted_again_without_end() -> None:
 
 
 def test_what_was_not_announced_cannot_be_granted() -> None:
-    prefill = Prefill(replace(FACTS, max_slots=1))
+    prefill = Prefill(changed(FACTS, max_slots=1))
     prefill.start(start("a"))
     prefill.start(start("b", tokens=20))
     with pytest.raises(ProtocolError, match="before it was announced"):
@@ -539,13 +534,13 @@ def test_pieces_are_not_offered_again_without_end() -> None:
     decode.receiving(leg)
     with pytest.raises(ProtocolError, match="pieces of 24 cells were offered where 12 were granted"):
         decode.link(m.OfferPieces(leg.key, 1, (Piece(0, 0, 2, 0, 6),)))
-    assert len(decode.engine.rings.table.links[LINK].live) == 1
+    assert len(decode.receiver.rings.table.links[LINK].live) == 1
 
 
 @pytest.mark.parametrize(
     ("tokens", "error"),
     [
-        ((m.FirstToken(0, FACTS.vocab_size, None, None),), "first token 100000 is not among the model's 100000"),
+        ((m.FirstToken(0, FACTS.model.vocab_size, None, None),), "first token 100000 is not among the model's 100000"),
         ((m.FirstToken(0, 1, TokenLogprobs(0.0, ((1, 0.0),) * 1000), None),), "1000 logprobs"),
         ((m.FirstToken(0, 1, None, None),) * (MAX_CHOICES + 1), "65 choices"),
     ],
@@ -565,9 +560,9 @@ def test_first_tokens_that_no_leg_can_have_are_not_kept(
 def test_sizes_that_exchange_no_heads_are_refused_on_either_side() -> None:
     three = replace(hello(D_REF), tp=3, ranks=tuple(replace(RANK, rank=r) for r in range(3)))
     with pytest.raises(SliceError, match="TP size 3 cannot hold 2 KV heads"):
-        Prefill(FACTS, linked=False).engine.link_up(LINK, three)
+        Prefill(FACTS, linked=False).link_up(three)
     with pytest.raises(SliceError, match="TP size 3 cannot hold 2 KV heads"):
-        Decode(FACTS, linked=False).engine.link_up(LINK, three, 0.0, 0.0)
+        Decode(FACTS, linked=False).link_up(three)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
 from disagg.types.sampling import SamplingParams
 from disagg.wire.server import router_frame_from_proto, router_frame_to_proto
-from tests.engine.units import D_REF, P_REF, Decode, Prefill, Unit, facts, plans, start, to_lane, to_router
+from tests.campaigns import Campaign, sizes
+from tests.engine.units import D_REF, P_REF, Decode, Prefill, Unit, facts, plans, start, to_router, to_transfer
 
 VOCAB = 100
 Make = Callable[[], Unit]
@@ -76,7 +77,7 @@ def test_a_leg_that_no_router_may_send_is_refused_and_reaches_no_worker(name: st
     out = unit.do(unit.start(over_the_wire(HOSTILE[name])))
     [end] = to_router(out)
     assert isinstance(end, LegEnd) and end.outcome is Outcome.REFUSED and end.reason
-    assert not plans(out) and not to_lane(out)
+    assert not plans(out) and not to_transfer(out)
     unit.engine.check_integrity()
     assert unit.engine.idle
 
@@ -113,9 +114,21 @@ LEGS = st.builds(
 )
 
 
-@given(asked=LEGS, make=st.sampled_from([prefill, decode]))
-@settings(derandomize=True, deadline=None, max_examples=2000)
-def test_no_leg_ends_an_engine_and_what_it_takes_has_ids_of_the_model(asked: StartLeg, make: Make) -> None:
+@sizes()
+def test_no_leg_ends_an_engine_and_what_it_takes_has_ids_of_the_model(examples: int) -> None:
+    campaign = Campaign(examples)
+
+    @settings(derandomize=True, deadline=None, database=None, max_examples=campaign.examples)
+    @given(asked=LEGS, make=st.sampled_from([prefill, decode]))
+    def run(asked: StartLeg, make: Make) -> None:
+        campaign.begin()
+        begin_one(asked, make)
+
+    run()
+    campaign.check()
+
+
+def begin_one(asked: StartLeg, make: Make) -> None:
     try:
         arrived = over_the_wire(asked)
     except ProtocolError:
@@ -125,7 +138,7 @@ def test_no_leg_ends_an_engine_and_what_it_takes_has_ids_of_the_model(asked: Sta
     unit.engine.check_integrity()
     ends = [end for end in to_router(out) if isinstance(end, LegEnd)]
     if ends:
-        assert ends[0].outcome is Outcome.REFUSED and not plans(out) and not to_lane(out)
+        assert ends[0].outcome is Outcome.REFUSED and not plans(out) and not to_transfer(out)
         return
     assert all(0 <= token_id < VOCAB for token_id in arrived.token_ids)
     arrived.params.validate(VOCAB)

@@ -12,11 +12,11 @@ from disagg.engine.instructions import Instruction, PublishKv
 from disagg.memory.groups import spec_of
 from disagg.memory.layout import plan_layout
 from disagg.messages import link as m
-from disagg.messages.lane import Bind, Bound, Unbind, Unbound
 from disagg.messages.layout import GroupKind, LayerGroup
 from disagg.messages.legs import LegEnd, LegTokens, Outcome, ServerState, StartLeg
 from disagg.messages.pieces import Piece
 from disagg.messages.plan import PageCopy, Run, SampledToken
+from disagg.messages.transfer import Bind, Bound, Unbind, Unbound
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import FinishReason
 from disagg.types.sampling import SamplingParams
@@ -29,6 +29,7 @@ from tests.engine.units import (
     WINDOW,
     Decode,
     Prefill,
+    changed,
     facts,
     outcomes,
     pages_of,
@@ -36,9 +37,9 @@ from tests.engine.units import (
     said,
     sent,
     start,
-    to_lane,
     to_link,
     to_router,
+    to_transfer,
 )
 
 LONG = SamplingParams(max_tokens=40)
@@ -103,7 +104,7 @@ def test_pages_of_a_hit_are_kept_until_the_transfer_ends() -> None:
     prefill.start(start("greedy", 8, first_token=50))
     assert prefill.used == 3 and prefill.cached() == 2, "one page is free, and nobody may evict the two"
     for send in prefill.send(leg, offer):
-        prefill.lane(sent(send))
+        prefill.event(sent(send))
     prefill.end(leg)
     assert prefill.used == 2, "only now the greedy one has its pages"
 
@@ -280,7 +281,7 @@ def test_a_grant_wants_only_what_decode_lacks() -> None:
     decode = Decode(facts())
     decode.through(leg_for_decode("before", 10))
     leg = leg_for_decode("r", 10)
-    (bind,) = to_lane(decode.announced(leg))
+    (bind,) = to_transfer(decode.announced(leg))
     assert isinstance(bind, Bind)
     assert bind.tables[0].first == 2 and len(bind.tables[0].pages) == 1, "no rank writes into what is cached"
     grant = decode.bound(leg)
@@ -302,7 +303,7 @@ def test_each_group_wants_what_it_lacks() -> None:
 def test_a_grant_wants_only_the_last_window() -> None:
     decode = Decode(facts(FULL, WINDOW, num_large=40))
     leg = leg_for_decode("r", 18)
-    (bind,) = to_lane(decode.announced(leg))
+    (bind,) = to_transfer(decode.announced(leg))
     assert isinstance(bind, Bind)
     assert [(table.first, len(table.pages)) for table in bind.tables] == [(0, 5), (2, 3)]
     grant = decode.bound(leg)
@@ -319,12 +320,12 @@ def test_a_transfer_with_nothing_to_send_is_complete_when_the_first_tokens_are_t
     decode.announced(leg)
     out = decode.first_tokens(leg) if tokens_first else []
     assert out == [], "not before every rank has answered"
-    out = decode.lane(Bound(leg.key))
+    out = decode.event(Bound(leg.key))
     assert to_link(out)[0] == m.Grant(leg.key, (8,))
     if not tokens_first:
         out = decode.first_tokens(leg)
     assert m.Complete(leg.key) in to_link(out)
-    assert Unbind(leg.key) in to_lane(out)
+    assert Unbind(leg.key) in to_transfer(out)
     assert [run.num_tokens for run in runs_of(out)] == [1, 1]
 
 
@@ -350,7 +351,7 @@ def test_what_landed_of_a_broken_transfer_is_kept_and_shortens_the_next(reason: 
         decode.abort(leg)
     else:
         decode.land(missing, ok=False)
-    decode.lane(Unbound(leg.key))
+    decode.event(Unbound(leg.key))
     assert decode.cached() == 2, "of the third page one layer is missing"
     decode.link(m.Drained(leg.key))
     assert decode.used == 0
@@ -361,7 +362,7 @@ def test_what_landed_of_a_broken_transfer_is_kept_and_shortens_the_next(reason: 
 def test_a_checkpoint_that_landed_is_kept_for_what_may_have_to_be_computed_again() -> None:
     decode = Decode(facts(FULL, STATE, num_large=20))
     leg = leg_for_decode("r", 12)
-    (bind,) = to_lane(decode.announced(leg))
+    (bind,) = to_transfer(decode.announced(leg))
     assert isinstance(bind, Bind)
     assert len(bind.tables[1].pages) == 2, "the state, and the checkpoint after eight tokens"
     grant = decode.bound(leg)
@@ -369,7 +370,7 @@ def test_a_checkpoint_that_landed_is_kept_for_what_may_have_to_be_computed_again
     decode.land(gift)
     decode.arrived(leg, grant)
     assert decode.cached(1) == 0
-    decode.lane(Unbound(leg.key))
+    decode.event(Unbound(leg.key))
     assert decode.cached(1) == 1
     without = leg_for_decode("without", 12, first_token=50)
     decode.joined(without)
@@ -402,7 +403,7 @@ def compute_until_parked(decode: Decode) -> list[Instruction]:
 
 
 def parked(decode: Decode) -> list[tuple[str, int]]:
-    return [(sequence.key.request_id, sequence.choice) for sequence in decode.engine.batch.parked]
+    return [(sequence.key.request_id, sequence.choice) for sequence in decode.batch.parked]
 
 
 def one_parked(**changes: Any) -> tuple[Decode, list[Instruction]]:
@@ -419,7 +420,7 @@ def test_a_sequence_without_a_page_sits_the_step_out_and_the_latest_gives_way() 
     assert [run.seq_id for run in runs_of(out)] == [0, 1], "b's eighth token fits in what it has"
     out = decode.compute()
     assert [run.seq_id for run in runs_of(out)] == [0]
-    assert decode.engine.tally.preemptions == {"memory": 1}
+    assert decode.engine.counters.preemptions == {"memory": 1}
     assert parked(decode) == [], "a plan still names it"
     assert decode.used == 5
     decode.compute()
@@ -452,9 +453,9 @@ def test_a_preempted_sequence_goes_on_with_all_its_tokens_and_says_none_twice(
     assert runs == [*([(5, True)] if prefix_cache else [(8, False), (1, True)]), *[(1, True)] * 5]
     assert indices(out, "a") == indices(out, "b") == list(range(8)), "each index once, in order"
     assert outcomes(out) == [Outcome.DONE, Outcome.DONE]
-    assert decode.engine.tally.recomputed_tokens == 8 - computed
+    assert decode.engine.counters.recomputed_tokens == 8 - computed
     decode.link(m.Drained(leg_for_decode("b", 7).key))
-    assert decode.used == 0 and decode.engine.slots.free == decode.engine.slots.total
+    assert decode.used == 0 and decode.batch.slots.free == decode.batch.slots.total
 
 
 def test_what_is_computed_again_is_computed_in_chunks_beside_the_others() -> None:
@@ -466,7 +467,7 @@ def test_what_is_computed_again_is_computed_in_chunks_beside_the_others() -> Non
     compute_until_parked(decode)
     assert parked(decode) == [("b", 0)]
     decode.abort(holder)
-    out = decode.lane(Unbound(holder.key))
+    out = decode.event(Unbound(holder.key))
     out += compute_until(decode, lambda out: bool(indices(out, "b")))
     (again,) = (begun for plan in plans(out) for begun in plan.starts)
     beside = [
@@ -497,7 +498,7 @@ def test_a_parked_sequence_that_is_aborted_leaves_nothing() -> None:
     assert outcomes(out) == [Outcome.ABORTED]
     assert parked(decode) == []
     decode.link(m.Drained(leg.key))
-    assert leg.key not in decode.engine._legs
+    assert leg.key not in decode.engine.core.legs
     out = decode.compute_all()
     assert not [begun for plan in plans(out) for begun in plan.starts]
     assert outcomes(out) == [Outcome.DONE]
@@ -521,9 +522,9 @@ def test_one_that_gives_way_just_after_its_transfer_keeps_its_pages_until_no_ran
     leg = leg_for_decode("b", 8, first_token=50)
     decode.running(leg)
     decode.compute_all()
-    assert decode.engine.tally.preemptions == {"memory": 1}
+    assert decode.engine.counters.preemptions == {"memory": 1}
     assert parked(decode) == []
-    decode.lane(Unbound(leg.key))
+    decode.event(Unbound(leg.key))
     assert parked(decode) == [("b", 0)]
 
 
@@ -535,10 +536,10 @@ def test_whoever_is_alone_gives_way_too_and_goes_on_when_what_transfers_hold_com
     out += decode.compute_all()
     assert parked(decode) == [("a", 0)], "its thirteenth token has no page, perhaps because of where its own lie"
     assert outcomes(decode.abort(holder)) == [Outcome.ABORTED]
-    out += decode.lane(Unbound(holder.key)) + decode.compute_all()
+    out += decode.event(Unbound(holder.key)) + decode.compute_all()
     assert indices(out, "a") == list(range(8))
     assert outcomes(out) == [Outcome.DONE]
-    assert decode.engine.tally.preemptions == {"memory": 1}
+    assert decode.engine.counters.preemptions == {"memory": 1}
 
 
 def running_and_waiting() -> tuple[Decode, StartLeg, list[Instruction]]:
@@ -547,7 +548,7 @@ def running_and_waiting() -> tuple[Decode, StartLeg, list[Instruction]]:
     out = decode.joined(leg_for_decode("a", 4, max_tokens=40))
     waiting = leg_for_decode("b", 6, first_token=50)
     out += decode.announced(waiting)
-    assert Bind not in map(type, to_lane(out)[2:])
+    assert Bind not in map(type, to_transfer(out)[2:])
     return decode, waiting, out
 
 
@@ -556,9 +557,9 @@ def test_nobody_gives_way_to_what_has_not_begun() -> None:
     for seconds in range(1, 40):
         decode.tick(float(seconds))
         out += decode.compute()
-    assert decode.engine.tally.preemptions == {}
+    assert decode.engine.counters.preemptions == {}
     assert indices(out, "a") == list(range(40))
-    binds = [message.key for message in to_lane(out + decode.compute_all()) if isinstance(message, Bind)]
+    binds = [message.key for message in to_transfer(out + decode.compute_all()) if isinstance(message, Bind)]
     assert binds == [waiting.key], "when a has ended"
 
 
@@ -568,19 +569,19 @@ def test_who_has_begun_and_gave_way_goes_on_before_anything_new_begins() -> None
     decode.now_s = 0.5
     decode.announced(early)
     decode.now_s = 1.0
-    compute_until(decode, lambda _: bool(decode.engine.tally.preemptions))
+    compute_until(decode, lambda _: bool(decode.engine.counters.preemptions))
     out = compute_until_parked(decode) + decode.compute()
     assert parked(decode) == [("b", 0)]
-    assert to_lane(out) == [], "there are pages for the early one, but not before b goes on"
+    assert to_transfer(out) == [], "there are pages for the early one, but not before b goes on"
     decode.now_s = 2.0
     out += decode.announced(late)
-    assert to_lane(out) == []
-    while not any(isinstance(message, Bind) for message in to_lane(out)):
+    assert to_transfer(out) == []
+    while not any(isinstance(message, Bind) for message in to_transfer(out)):
         out += decode.compute()
     assert parked(decode) == [], "b, which has begun, goes before both"
     out += decode.compute_all()
     assert outcomes(out) == [Outcome.DONE, Outcome.DONE], "a, then b"
-    binds = [message for message in to_lane(out) if isinstance(message, Bind)]
+    binds = [message for message in to_transfer(out) if isinstance(message, Bind)]
     assert [bind.key for bind in binds] == [early.key, late.key]
 
 
@@ -594,7 +595,7 @@ def test_pages_that_come_free_go_to_who_runs_before_anybody_goes_on_with_them() 
     out += decode.compute_all()
     assert outcomes(out) == [Outcome.DONE, Outcome.DONE]
     assert indices(out, "a") == list(range(20)) and indices(out, "b") == list(range(8))
-    assert decode.engine.tally.preemptions == {"memory": 1}
+    assert decode.engine.counters.preemptions == {"memory": 1}
 
 
 # ---- decode: choices
@@ -616,7 +617,7 @@ def test_of_several_choices_each_may_give_way_alone() -> None:
     out += decode.compute()
     assert indices(out, "r", 1) == before and len(indices(out, "r", 0)) > len(before)
     decode.abort(holder)
-    out += decode.lane(Unbound(holder.key)) + decode.compute_all()
+    out += decode.event(Unbound(holder.key)) + decode.compute_all()
     assert indices(out, "r", 0) == indices(out, "r", 1) == list(range(8))
     samplers = [begun.samplers[0].choice for plan in plans(out) for begun in plan.starts]
     assert samplers == [0, 1, 1], "it goes on as the choice that it was"
@@ -731,10 +732,10 @@ def gives_way_and_goes_on(decode: Decode, leg: StartLeg) -> list[Instruction]:
     """It runs alone, gives way after a while, and goes on to its end."""
     out = decode.joined(leg)
     out += compute_until(decode, lambda out: len(indices(out, leg.key.request_id)) > 16)
-    decode.engine.batch.give_way("memory")
+    decode.batch.give_way("memory")
     out += decode.compute_all()
-    assert decode.engine.tally.preemptions == {"memory": 1}
-    assert decode.engine.tally.recomputed_tokens > 0
+    assert decode.engine.counters.preemptions == {"memory": 1}
+    assert decode.engine.counters.recomputed_tokens > 0
     return out
 
 
@@ -747,7 +748,7 @@ def test_what_just_fits_goes_on_after_it_gave_way() -> None:
 
 def test_what_is_computed_again_is_computed_in_no_larger_chunks_than_its_window_has_pages_for() -> None:
     small = facts(WINDOW, num_large=10, max_slots=60, spare_tokens=0, max_model_len=200, prefix_cache=False)
-    out = gives_way_and_goes_on(Decode(replace(small, link_idle_s=1000.0)), leg_for_decode("b", 100, max_tokens=30))
+    out = gives_way_and_goes_on(Decode(changed(small, link_idle_s=1000.0)), leg_for_decode("b", 100, max_tokens=30))
     assert max(run.num_tokens for run in runs_of(out)) == 8
     assert indices(out, "b") == list(range(30))
 
@@ -756,8 +757,8 @@ def test_a_grant_reserves_no_more_of_a_window_than_it_can_hold() -> None:
     decode = Decode(facts(WINDOW, num_large=33, max_slots=8, max_model_len=400))
     leg = leg_for_decode("r", 40, choices=8, max_tokens=100)
     out = decode.announced(leg)
-    assert [type(message) for message in to_lane(out)] == [Bind]
-    out = decode.arrived(leg, decode.bound(leg)) + decode.lane(Unbound(leg.key)) + decode.compute_all()
+    assert [type(message) for message in to_transfer(out)] == [Bind]
+    out = decode.arrived(leg, decode.bound(leg)) + decode.event(Unbound(leg.key)) + decode.compute_all()
     assert all(indices(out, "r", choice) == list(range(100)) for choice in range(8))
 
 
@@ -767,7 +768,7 @@ def test_what_two_prompts_begin_with_is_computed_once(groups: tuple[LayerGroup, 
     out = prefill.start(start("first", 100)) + prefill.start(start("second", 100)) + prefill.compute_all()
     assert computed(out) == {"first", "second"}
     tokens = sum(run.num_tokens for run in runs_of(out))
-    assert 100 < tokens <= 100 + 2 * prefill.engine.facts.chunk_tokens
+    assert 100 < tokens <= 100 + 2 * prefill.engine.core.facts.scheduling.chunk_tokens
 
 
 def test_a_prompt_whose_forerunner_is_given_up_goes_on_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.sim import Faults, World
 
@@ -27,8 +28,8 @@ SEEDS = pytest.mark.parametrize(
     "seeds",
     [
         range(3),
-        pytest.param(range(3, 30), marks=pytest.mark.long),
-        pytest.param(range(30, 330), marks=pytest.mark.slow),
+        pytest.param(range(3, 16), marks=pytest.mark.long),
+        pytest.param(range(16, 330), marks=pytest.mark.slow),
     ],
     ids=["some", "many", "very many"],
 )
@@ -38,15 +39,10 @@ SEEDS = pytest.mark.parametrize(
 def test_what_lands_of_a_failed_write_after_its_link_was_lost_meets_nothing_that_is_live() -> None:
     """Its segments stay in quarantine as long as its writer lives. (When they came back too early, seed 53 showed it.)"""
     for seed in range(40, 70):
-        world = World(seed, Faults(failed_writes=4, lost_links=6), tight=seed % 2 == 0)
-        world.run()
-        world.check_answers()
-        world.settle()
-        world.check_nothing_leaked()
+        live(World(seed, Faults(failed_writes=4, lost_links=6), tight=seed % 2 == 0))
 
 
-def live(profile: str, seed: int) -> None:
-    world = World(seed, PROFILES[profile])
+def live(world: World) -> None:
     world.run()
     world.check_answers()
     world.settle()
@@ -57,4 +53,42 @@ def live(profile: str, seed: int) -> None:
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_request_ends_with_the_right_tokens_and_nothing_leaks(profile: str, seeds: range) -> None:
     for seed in seeds:
-        live(profile, seed)
+        live(World(seed, PROFILES[profile]))
+
+
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 20), marks=pytest.mark.long)], ids=["some", "many"])
+@pytest.mark.parametrize("profile", ["nothing", "aborts", "everything"])
+def test_servers_of_both_phases_answer_alone_and_in_pairs(profile: str, seeds: range) -> None:
+    for seed in seeds:
+        live(World(seed, PROFILES[profile], tight=seed % 2 == 0, mixed=True))
+
+
+TIERS = {
+    "nothing": Faults(),
+    "aborts": Faults(abort_share=0.6),
+    "the store": Faults(store_failures=20, store_outages=3),
+    "everything": replace(PROFILES["everything"], store_failures=20, store_outages=3),
+}
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(2),
+        pytest.param(range(2, 9), marks=pytest.mark.long),
+        pytest.param(range(9, 300), marks=pytest.mark.slow),
+    ],
+    ids=["some", "many", "very many"],
+)
+@pytest.mark.parametrize("profile", TIERS)
+def test_kv_that_goes_to_hosts_and_storage_and_comes_back_changes_no_token(profile: str, seeds: range) -> None:
+    brought = 0
+    for seed in seeds:
+        world = World(seed, TIERS[profile], tight=seed % 3 == 0, mixed=seed % 5 == 4, offload=True)
+        world.run()
+        world.check_answers()
+        world.settle()
+        brought += sum(sum(server.engine.core.tiers.loads.tokens.values()) for server in world.servers)
+        world.check_nothing_leaked()
+    if len(seeds) > 2:
+        assert brought, "nothing ever came back: this test shows nothing"

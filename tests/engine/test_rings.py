@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.engine.rings import TURN_S, RingState, RingTable
+from disagg.engine.handoff.ring_table import TURN_S, RingState, RingTable
 from disagg.types.ids import LegKey
 
 SEGMENT = 64
@@ -68,17 +68,17 @@ def test_only_the_ring_that_was_held_longest_is_drained_for_another() -> None:
     assert not rings.open(0, "a", 9.0)
 
 
-def test_a_link_whose_share_is_quarantined_is_shut_out_and_does_not_keep_the_others_waiting() -> None:
+def test_a_link_whose_share_is_quarantined_is_blocked_by_quarantine_and_does_not_keep_the_others_waiting() -> None:
     rings = table(segments=4, links=1)
     assert rings.open(0, "a", 0.0)
     assert rings.remove(0, gone=False)
     rings.add(1)  # to the same peer again
     rings.add(2)
-    assert rings.shut_out(1, "a")
+    assert rings.blocked_by_quarantine(1, "a")
     assert not rings.open(1, "a", 0.0)
     assert rings.open(2, "b", 0.0)
     rings.quiet(0)
-    assert not rings.shut_out(1, "a")
+    assert not rings.blocked_by_quarantine(1, "a")
     assert rings.open(1, "a", 0.0)
 
 
@@ -86,7 +86,7 @@ def test_an_arena_that_is_quarantined_shuts_everybody_out_until_a_peer_is_quiet(
     rings = table()
     assert rings.open(0, "a", 0.0)
     assert rings.remove(0, gone=False)
-    assert rings.shut_out(1, "b")
+    assert rings.blocked_by_quarantine(1, "b")
     rings.quiet(0)
     assert rings.open(1, "b", 0.0)
 

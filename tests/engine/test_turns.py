@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from disagg.engine.batch import Phase
-from disagg.engine.decode import TURN_TOKENS
 from disagg.engine.instructions import Instruction
+from disagg.engine.sequences import State
+from disagg.engine.turns import TURN_TOKENS
 from disagg.messages import link as m
-from disagg.messages.lane import Bind, Unbound
 from disagg.messages.legs import LegEnd, LegTokens, Outcome, StartLeg
+from disagg.messages.transfer import Bind, Unbound
 from disagg.types.sampling import SamplingParams
 from tests.engine.units import (
     FULL,
@@ -23,14 +23,15 @@ from tests.engine.units import (
     WINDOW,
     Decode,
     Prefill,
+    changed,
     facts,
     outcomes,
     plans,
     said,
     start,
-    to_lane,
     to_link,
     to_router,
+    to_transfer,
 )
 
 
@@ -48,11 +49,11 @@ def indices(out: list[Instruction], name: str, choice: int = 0) -> list[int]:
 
 def binds(out: list[Instruction]) -> list[str]:
     """Who was granted, in order."""
-    return [message.key.request_id for message in to_lane(out) if isinstance(message, Bind)]
+    return [message.key.request_id for message in to_transfer(out) if isinstance(message, Bind)]
 
 
 def parked(decode: Decode) -> list[str]:
-    return [sequence.key.request_id for sequence in decode.engine.batch.parked]
+    return [sequence.key.request_id for sequence in decode.batch.parked]
 
 
 # ---- slots
@@ -66,12 +67,12 @@ def test_a_request_with_more_choices_than_slots_is_served_choice_by_choice(group
     out = decode.joined(asked)
     most = 0
     while decode.unreported:
-        most = max(most, len(decode.engine.batch.running))
+        most = max(most, len(decode.batch.running))
         out += decode.compute()
     assert most == 2
     assert [indices(out, "r", choice) for choice in range(5)] == [list(range(8))] * 5
     assert outcomes(out) == [Outcome.DONE]
-    assert decode.engine.tally.preemptions == {}
+    assert decode.engine.counters.preemptions == {}
     decode.link(m.Drained(asked.key))
     assert decode.engine.idle and decode.used == 0
 
@@ -81,9 +82,9 @@ def test_a_grant_says_how_many_choices_begin_and_the_others_are_not_heard_of_bef
     asked = leg("r", choices=3)
     grant = decode.granted(asked)
     assert grant.choices == 2
-    out = decode.arrived(asked, grant) + decode.lane(Unbound(asked.key))
+    out = decode.arrived(asked, grant) + decode.event(Unbound(asked.key))
     assert {message.choice for message in to_router(out) if isinstance(message, LegTokens)} == {0, 1}
-    waiting = [s for s in decode.engine._legs[asked.key].sequences if s.phase is Phase.WAITING]
+    waiting = [s for s in decode.choices.sequences(asked.key) if s.state is State.WAITING]
     assert [s.choice for s in waiting] == [2]
     assert indices(decode.compute_all(), "r", 2) == list(range(8)), "with its first token"
 
@@ -105,7 +106,7 @@ def test_a_request_of_many_choices_silences_nobody() -> None:
         after = [len(indices(out, each.key.request_id)) for each in plain]
         assert all(b == a + 1 for a, b in zip(before, after, strict=True))
     out += decode.compute_all()
-    assert decode.engine.tally.preemptions == {}
+    assert decode.engine.counters.preemptions == {}
     assert all(indices(out, "many", choice) == list(range(4)) for choice in range(64))
 
 
@@ -136,14 +137,14 @@ def test_a_choice_that_waits_for_a_slot_can_be_aborted() -> None:
 def test_nothing_begins_beside_which_those_that_have_begun_could_not_go_on() -> None:
     """Two answers of eight tokens after seven come to four pages each, and there are five."""
     small = facts(num_large=5, spare_tokens=0, link_idle_s=1000.0)
-    careless, careful = Decode(small), Decode(replace(small, lookahead_tokens=100))
+    careless, careful = Decode(small), Decode(changed(small, lookahead_tokens=100))
     for decode in (careless, careful):
         decode.joined(leg("a", 7))
         out = decode.announced(leg("b", 7, first_token=50))
         assert binds(out) == (["b"] if decode is careless else [])
     out = careful.compute_all()
     assert binds(out) == ["b"], "when a has ended"
-    assert careful.engine.tally.preemptions == {}
+    assert careful.engine.counters.preemptions == {}
 
 
 def test_looking_ahead_is_not_adding_up() -> None:
@@ -152,8 +153,8 @@ def test_looking_ahead_is_not_adding_up() -> None:
     out = decode.joined(leg("short", 8, max_tokens=3))
     long = leg("long", 7, first_token=50, max_tokens=16)
     assert binds(decode.announced(long)) == ["long"], "three pages for a while, and six in the end"
-    out += decode.arrived(long, decode.bound(long)) + decode.lane(Unbound(long.key)) + decode.compute_all()
-    assert decode.engine.tally.preemptions == {}
+    out += decode.arrived(long, decode.bound(long)) + decode.event(Unbound(long.key)) + decode.compute_all()
+    assert decode.engine.counters.preemptions == {}
     assert indices(out, "long") == list(range(16))
 
 
@@ -171,7 +172,7 @@ def test_a_younger_one_gives_way_to_an_older_one_that_has_been_parked_for_long()
         out += decode.compute()
         silent_for += 1
         assert silent_for <= TURN_TOKENS + 6
-    assert decode.engine.tally.preemptions == {"memory": 1, "age": 1}
+    assert decode.engine.counters.preemptions == {"memory": 1, "age": 1}
     out += decode.compute_all()
     assert indices(out, "old") == list(range(40)) and indices(out, "young") == list(range(22))
 
@@ -189,7 +190,9 @@ def test_grants_go_to_tenants_in_turns() -> None:
         (name,) = binds(out)[len(order) :]
         order.append(name)
         granted = next(each for each in legs if each.key.request_id == name)
-        out += decode.arrived(granted, decode.bound(granted)) + decode.lane(Unbound(granted.key)) + decode.compute_all()
+        out += (
+            decode.arrived(granted, decode.bound(granted)) + decode.event(Unbound(granted.key)) + decode.compute_all()
+        )
         decode.link(m.Drained(granted.key))
     assert order[0] == "a0" and "b" in order[:3], "not after all that another has asked for"
     assert [name for name in order if name != "b"] == [f"a{i}" for i in range(20)], "each tenant's in their order"
@@ -200,7 +203,7 @@ def test_a_router_that_names_no_tenant_is_one() -> None:
     decode.joined(leg("a", 8))
     for i in range(5):
         decode.announced(leg(f"a{i}", 8, first_token=10 * i + 50))
-    assert decode.engine._queued.num_tenants == 1
+    assert decode.engine.core.turns.queue.num_tenants == 1
 
 
 def test_prompts_are_admitted_tenant_by_tenant() -> None:
@@ -228,6 +231,14 @@ def test_a_long_prompt_of_one_does_not_hold_up_a_short_one_of_another() -> None:
     assert steps <= 4, "of forty that the long one needs"
 
 
+def test_a_prompt_with_as_many_choices_as_there_may_be_is_computed_beside_others() -> None:
+    prefill = Prefill(facts(num_large=400, max_prompts=3, max_slots=3 - 1 + 64, max_model_len=400))
+    for first, (name, choices) in enumerate((("long", 1), ("many", 64), ("third", 1), ("waits", 1)), start=1):
+        prefill.start(start(name, 80, choices, first_token=first))
+    prefill.compute()
+    assert [each.key.request_id for each in prefill.engine.core.batch.running.values()] == ["long", "many", "third"]
+
+
 def test_a_full_queue_gives_back_the_youngest_of_whoever_has_most_there() -> None:
     prefill = Prefill(facts(num_large=400, max_slots=1, max_waiting=4))
     out = prefill.start(replace(start("running", 30, first_token=900), tenant="a"))
@@ -237,7 +248,7 @@ def test_a_full_queue_gives_back_the_youngest_of_whoever_has_most_there() -> Non
     out = prefill.start(replace(start("b", 8, first_token=500), tenant="b"))
     ((end),) = to_router(out)
     assert end.key.request_id == "a3"
-    assert [each.key.request_id for each in prefill.engine._waiting].count("b") == 1
+    assert [prompt.leg.key.request_id for prompt in prefill.prompts.queue].count("b") == 1
 
 
 # ---- the first token
@@ -296,7 +307,7 @@ class Open:
         for name in binds(out):
             granted = self.legs[name]
             self.take(self.decode.arrived(granted, self.decode.bound(granted)))
-            self.take(self.decode.lane(Unbound(granted.key)))
+            self.take(self.decode.event(Unbound(granted.key)))
             self.take(self.decode.link(m.Drained(granted.key)))
 
     def run(self, arrivals: int, max_tokens: int, choices: int = 1) -> None:
@@ -329,7 +340,7 @@ class Open:
 def test_in_overload_nobody_who_has_begun_is_silent_while_answers_are_no_longer_than_is_looked_ahead(seed: int) -> None:
     world = Open(seed, lookahead_tokens=40)
     world.run(arrivals=60, max_tokens=40)
-    assert world.decode.engine.tally.preemptions == {}
+    assert world.decode.engine.counters.preemptions == {}
     assert world.silence <= 4, "two plans are in flight when it joins"
     assert world.overtaken <= 12, "those that decode together"
 
@@ -358,10 +369,10 @@ def test_a_request_with_many_choices_leaves_slots_for_those_who_come_later() -> 
     """Its choices end together, so whoever waited for one of their slots would wait for all of the request."""
     decode = Decode(facts(num_large=200, max_slots=16))
     decode.joined(leg("many", choices=30, max_tokens=40, tenant="a"))
-    assert len(decode.engine.batch.running) == 14
+    assert len(decode.batch.running) == 14
     for number in range(2):
         decode.joined(leg(f"one-{number}", max_tokens=4, tenant="b", first_token=100 * (number + 1)))
-    assert len(decode.engine.batch.running) == 16
+    assert len(decode.batch.running) == 16
     out = decode.compute()
     while decode.unreported:
         out += decode.compute()

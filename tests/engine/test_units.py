@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from msgspec.structs import replace
 
-from disagg.engine.decode import WANT_AFTER_S
+from disagg.engine.handoff.receive import WANT_AFTER_S
+from disagg.engine.handoff.ring_table import DOUBTFUL_S
 from disagg.engine.instructions import DialLink, DropLink, ToLink
-from disagg.engine.rings import DOUBTFUL_S
 from disagg.messages import link as m
-from disagg.messages.lane import (
+from disagg.messages.legs import LegEnd, LegTokens, Outcome, PeerRef, StartLeg
+from disagg.messages.pieces import Piece
+from disagg.messages.plan import PageCopy, SampledToken
+from disagg.messages.transfer import (
     Bind,
     Bound,
     DropSends,
@@ -24,9 +29,6 @@ from disagg.messages.lane import (
     Unbind,
     Unbound,
 )
-from disagg.messages.legs import LegEnd, LegTokens, Outcome, PeerRef, StartLeg
-from disagg.messages.pieces import Piece
-from disagg.messages.plan import PageCopy, SampledToken
 from disagg.transfer.session import MAX_WANTS
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import FinishReason, LegKey
@@ -36,6 +38,7 @@ from tests.engine.units import (
     P_REF,
     Decode,
     Prefill,
+    changed,
     facts,
     hello,
     outcomes,
@@ -43,9 +46,9 @@ from tests.engine.units import (
     plans,
     sent,
     start,
-    to_lane,
     to_link,
     to_router,
+    to_transfer,
 )
 
 FACTS = facts(prefix_cache=False)
@@ -65,14 +68,14 @@ def test_prefill_goes_from_the_leg_to_the_end_of_the_transfer() -> None:
     piece = Piece(0, 0, 2, 0, 6)
     assert to_link(prefill.link(m.Grant(leg.key, (0,)))) == [m.OfferPieces(leg.key, 0, (piece,))]
     entry = m.Entry(3, 0, 0, 0, 0, 2, 0, 200)
-    (send,) = to_lane(prefill.link(m.AssignEntries(leg.key, 0, (entry,))))
+    (send,) = to_transfer(prefill.link(m.AssignEntries(leg.key, 0, (entry,))))
     assert isinstance(send, SendPiece)
     assert (send.entry_id, send.slice.piece, send.pages, send.after_plan) == (3, piece, (0, 1), 0)
     assert send.arena_offset == 4096
     out = prefill.step(0, SampledToken(0, 0, 9))
     assert to_router(out) == [LegTokens(leg.key, 0, 0, (9,))]
     assert to_link(out) == [m.FirstTokens(leg.key, (m.FirstToken(0, 9, None, None),))]
-    assert to_link(prefill.lane(sent(send))) == [m.SentAll(leg.key, 1)]
+    assert to_link(prefill.event(sent(send))) == [m.SentAll(leg.key, 1)]
     assert prefill.used == 2, "kept until decode confirms"
     assert outcomes(prefill.link(m.Complete(leg.key))) == [Outcome.DONE]
     assert prefill.engine.idle
@@ -84,7 +87,7 @@ def test_prefill_announces_when_decode_dials_late_and_repeats_its_first_tokens()
     leg = start()
     assert to_link(prefill.start(leg)) == []
     assert to_link(prefill.step(0, SampledToken(0, 0, 9))) == []
-    out = prefill.do(prefill.engine.link_up(LINK, hello(D_REF)))
+    out = prefill.do(prefill.link_up(hello(D_REF)))
     first = m.FirstTokens(leg.key, (m.FirstToken(0, 9, None, None),))
     assert to_link(out) == [m.Announce(leg.key, 6), first]
 
@@ -101,24 +104,24 @@ def test_a_write_waits_for_its_ring_bytes() -> None:
     leg = start()
     prefill.granted(leg)
     beyond = m.Entry(3, 0, 0, 0, 0, 2, 4096, 200)
-    assert to_lane(prefill.link(m.AssignEntries(leg.key, 0, (beyond,)))) == []
-    assert to_lane(prefill.link(m.Watermarks(0, (199,)))) == []
-    (send,) = to_lane(prefill.link(m.Watermarks(0, (200,))))
+    assert to_transfer(prefill.link(m.AssignEntries(leg.key, 0, (beyond,)))) == []
+    assert to_transfer(prefill.link(m.Watermarks(0, (199,)))) == []
+    (send,) = to_transfer(prefill.link(m.Watermarks(0, (200,))))
     assert isinstance(send, SendPiece)
     assert send.arena_offset == 4096, "the second round begins where the first did"
 
 
 def test_an_abort_while_waiting_frees_at_once_and_tells_decode_nothing() -> None:
-    prefill = Prefill(replace(FACTS, num_large=2))
+    prefill = Prefill(changed(FACTS, num_large=2))
     prefill.start(start("first"))
     waiting = start("second")
     prefill.start(waiting)
     out = prefill.abort(waiting)
     assert outcomes(out) == [Outcome.ABORTED]
     assert to_link(out) == []
-    out = prefill.lane(SendsDropped(LINK, waiting.key))
+    out = prefill.event(SendsDropped(LINK, waiting.key))
     assert to_link(out) == []
-    assert waiting.key not in prefill.engine._legs
+    assert waiting.key not in prefill.engine.core.legs
 
 
 def test_an_abort_while_computing_keeps_pages_until_the_plan_has_reported() -> None:
@@ -127,12 +130,12 @@ def test_an_abort_while_computing_keeps_pages_until_the_plan_has_reported() -> N
     prefill.start(leg)
     out = prefill.abort(leg)
     assert outcomes(out) == [Outcome.ABORTED]
-    assert to_lane(out) == [DropSends(LINK, leg.key)]
-    assert to_link(prefill.lane(SendsDropped(LINK, leg.key))) == [m.Withdraw(leg.key, "aborted by the router")]
+    assert to_transfer(out) == [DropSends(LINK, leg.key)]
+    assert to_link(prefill.event(SendsDropped(LINK, leg.key))) == [m.Withdraw(leg.key, "aborted by the router", True)]
     assert prefill.used == 2
     assert to_router(prefill.step(0, SampledToken(0, 0, 9))) == [], "the token of an aborted leg is nobody's"
     assert prefill.used == 0
-    assert prefill.engine.tally.max_steps_after_abort == 1
+    assert prefill.engine.counters.max_steps_after_abort == 1
 
 
 def test_an_abort_while_sending_keeps_pages_until_the_writers_are_quiet() -> None:
@@ -142,9 +145,9 @@ def test_an_abort_while_sending_keeps_pages_until_the_writers_are_quiet() -> Non
     prefill.step(0, SampledToken(0, 0, 9))
     out = prefill.abort(leg)
     assert to_link(out) == [], "Withdraw means that nothing is under way, so not yet"
-    assert to_link(prefill.lane(sent(send))) == []
+    assert to_link(prefill.event(sent(send))) == []
     assert prefill.used == 2
-    assert to_link(prefill.lane(SendsDropped(LINK, leg.key))) == [m.Withdraw(leg.key, "aborted by the router")]
+    assert to_link(prefill.event(SendsDropped(LINK, leg.key))) == [m.Withdraw(leg.key, "aborted by the router", True)]
     assert prefill.used == 0
 
 
@@ -155,7 +158,27 @@ def test_a_revocation_is_answered_when_the_writers_are_quiet() -> None:
     out = prefill.link(m.Revoke(leg.key, "no"))
     assert outcomes(out) == [Outcome.PEER_LOST]
     assert to_link(out) == []
-    assert to_link(prefill.lane(SendsDropped(LINK, leg.key))) == [m.Drained(leg.key)]
+    assert to_link(prefill.event(SendsDropped(LINK, leg.key))) == [m.Drained(leg.key)]
+
+
+def test_a_leg_whose_abort_reaches_decode_first_ends_as_aborted_on_prefill_too() -> None:
+    prefill = Prefill(FACTS)
+    leg = start()
+    prefill.sending(leg)
+    out = prefill.link(m.Revoke(leg.key, "aborted by the router", aborted=True))
+    assert outcomes(out) == [Outcome.ABORTED]
+    assert outcomes(prefill.abort(leg)) == [], "it has ended"
+    assert to_link(prefill.event(SendsDropped(LINK, leg.key))) == [m.Drained(leg.key)]
+    assert dict(prefill.engine.counters.legs) == {"aborted": 1}
+
+
+def test_a_leg_that_a_routers_lease_took_along_is_no_abort_for_the_other_server() -> None:
+    """The router may live, and wait for what decode says."""
+    prefill = Prefill(FACTS)
+    leg = start()
+    prefill.sending(leg)
+    assert outcomes(prefill.do(prefill.engine.end_router(1, "its lease is over"))) == [Outcome.ABORTED]
+    assert to_link(prefill.event(SendsDropped(LINK, leg.key))) == [m.Withdraw(leg.key, "its lease is over", False)]
 
 
 def test_what_concerns_a_leg_that_has_gone_is_answered_with_drained() -> None:
@@ -180,12 +203,12 @@ def test_a_lost_link_frees_pages_only_when_the_workers_have_removed_the_peer() -
     leg = start()
     send = prefill.sending(leg)
     prefill.step(0, SampledToken(0, 0, 9))
-    out = prefill.do(prefill.engine.link_down(LINK, "silence"))
-    assert to_lane(out) == [RemovePeer(LINK)]
+    out = prefill.lose_link("silence")
+    assert to_transfer(out) == [RemovePeer(LINK)]
     assert outcomes(out) == [Outcome.PEER_LOST]
-    prefill.lane(PieceFailed(LINK, send.entry_id, leg.key, "removed"))
+    prefill.event(PieceFailed(LINK, send.entry_id, leg.key, "removed"))
     assert prefill.used == 2
-    prefill.lane(PeerRemoved(LINK, True))
+    prefill.event(PeerRemoved(LINK, True))
     assert prefill.used == 0
     assert prefill.engine.idle
 
@@ -193,11 +216,11 @@ def test_a_lost_link_frees_pages_only_when_the_workers_have_removed_the_peer() -
 def test_prefill_says_that_a_lost_link_is_quiet_when_its_workers_have_removed_the_peer() -> None:
     """To the same decode server, whether it has dialled anew before or does so afterwards; to nobody else."""
     prefill = Prefill(FACTS)
-    prefill.do(prefill.engine.link_down(LINK, "silence"))
-    assert to_link(prefill.do(prefill.engine.link_up(LINK + 1, hello(D_REF)))) == [], "its workers may be writing"
-    prefill.do(prefill.engine.link_up(LINK + 2, hello(PeerRef("other", "", "1"))))
-    assert prefill.lane(PeerRemoved(LINK, True)) == [ToLink(LINK + 1, m.QuietLinks(("generation",)))]
-    out = prefill.do(prefill.engine.link_up(LINK + 3, hello(D_REF)))
+    prefill.lose_link("silence")
+    assert to_link(prefill.do(prefill.link_up(hello(D_REF), LINK + 1))) == [], "its workers may be writing"
+    prefill.do(prefill.link_up(hello(PeerRef("other", "", "1")), LINK + 2))
+    assert prefill.event(PeerRemoved(LINK, True)) == [ToLink(LINK + 1, m.QuietLinks(("generation",)))]
+    out = prefill.do(prefill.link_up(hello(D_REF), LINK + 3))
     assert ToLink(LINK + 3, m.QuietLinks(("generation",))) in out
 
 
@@ -207,11 +230,11 @@ def test_a_lost_link_of_which_a_write_has_failed_is_never_said_to_be_quiet() -> 
     leg = start()
     prefill.sending(leg)
     prefill.compute_all()
-    prefill.do(prefill.engine.link_down(LINK, "silence"))
-    prefill.do(prefill.engine.link_up(LINK + 1, hello(D_REF)))
-    assert to_link(prefill.lane(PeerRemoved(LINK, False))) == []
+    prefill.lose_link("silence")
+    prefill.do(prefill.link_up(hello(D_REF), LINK + 1))
+    assert to_link(prefill.event(PeerRemoved(LINK, False))) == []
     assert prefill.engine.idle, "its leg is over all the same"
-    assert to_link(prefill.do(prefill.engine.link_up(LINK + 2, hello(D_REF)))) == []
+    assert to_link(prefill.do(prefill.link_up(hello(D_REF), LINK + 2))) == []
 
 
 def test_prefill_says_which_entries_are_written_and_not_which_are_to_come() -> None:
@@ -220,10 +243,10 @@ def test_prefill_says_which_entries_are_written_and_not_which_are_to_come() -> N
     send = prefill.sending(leg)
     prefill.granted(waiting)
     next_round = m.Entry(4, 0, 0, 0, 0, 2, 4096, 200)
-    assert to_lane(prefill.link(m.AssignEntries(waiting.key, 0, (next_round,)))) == [], "the ring is full"
+    assert to_transfer(prefill.link(m.AssignEntries(waiting.key, 0, (next_round,)))) == [], "the ring is full"
     ask = m.AskWritten(0, (3, 4, 5))
     assert to_link(prefill.link(ask)) == [], "one is under way, one waits, one was never assigned"
-    prefill.lane(sent(send))
+    prefill.event(sent(send))
     assert to_link(prefill.link(ask)) == [m.Written(0, (3,))]
     assert to_link(prefill.link(m.AskWritten(1, (3,)))) == [], "a ring that is not open"
 
@@ -232,47 +255,47 @@ def test_a_failed_write_drops_the_link() -> None:
     prefill = Prefill(FACTS)
     leg = start()
     send = prefill.sending(leg)
-    out = prefill.lane(PieceFailed(LINK, send.entry_id, leg.key, "broken"))
+    out = prefill.event(PieceFailed(LINK, send.entry_id, leg.key, "broken"))
     assert out == [DropLink(LINK, "broken")]
 
 
 def test_a_peer_that_cannot_be_met_drops_the_link() -> None:
-    assert Prefill(FACTS).lane(PeerAdded(LINK, 0, "no route", 0.0)) == [DropLink(LINK, "no route")]
+    assert Prefill(FACTS).event(PeerAdded(LINK, 0, "no route", 0.0)) == [DropLink(LINK, "no route")]
 
 
 def test_a_ring_is_closed_when_no_write_of_it_is_under_way() -> None:
     prefill = Prefill(FACTS)
     send = prefill.sending(start())
     assert to_link(prefill.link(m.CloseRing(0))) == []
-    assert m.RingClosed(0) in to_link(prefill.lane(sent(send)))
+    assert m.RingClosed(0) in to_link(prefill.event(sent(send)))
     with pytest.raises(ProtocolError, match="ring 0 is not open"):
         prefill.link(m.CloseRing(0))
 
 
 def test_finished_prompts_that_nobody_grants_are_capped() -> None:
     prefill = Prefill(
-        replace(FACTS, max_slots=8, ungranted_share=0.2)
+        changed(FACTS, max_slots=8, ungranted_share=0.2)
     )  # of 12 pages: more than 2 and no more are admitted
     for name in "abcd":
         prefill.start(start(name, tokens=8))
     for plan_no in range(2):
         prefill.step(plan_no, SampledToken(plan_no, 0, 9))
-    assert {key.request_id for key in prefill.engine._legs} == set("abcd")
+    assert {leg.key.request_id for leg in prefill.engine.core.legs} == set("abcd")
     used = prefill.used
     prefill.start(start("e", tokens=8))
     assert prefill.used == used, "past the cap nobody is admitted"
     prefill.open_ring()
     for name in "ab":
         prefill.link(m.Grant(LegKey(name, 0, 0), (8,)))
-    assert any(leg.key.request_id == "e" for leg in prefill.engine._running.values())
+    assert any(each.key.request_id == "e" for each in prefill.engine.core.batch.running.values())
 
 
 def test_prefill_admits_in_order_and_nobody_overtakes() -> None:
-    prefill = Prefill(replace(FACTS, num_large=4))
+    prefill = Prefill(changed(FACTS, num_large=4))
     prefill.start(start("a", tokens=8))
     prefill.start(start("long", tokens=16))
     prefill.start(start("short", tokens=1))
-    assert [leg.key.request_id for leg in prefill.engine._waiting] == ["long", "short"]
+    assert [prompt.leg.key.request_id for prompt in prefill.prompts.queue] == ["long", "short"]
 
 
 @pytest.mark.parametrize(
@@ -289,7 +312,7 @@ def test_prefill_refuses_what_can_never_run_and_says_why(leg: StartLeg, reason: 
 
 
 def test_prefill_gives_back_what_it_has_no_room_to_queue() -> None:
-    prefill = Prefill(replace(FACTS, num_large=2, max_waiting=1))
+    prefill = Prefill(changed(FACTS, num_large=2, max_waiting=1))
     prefill.start(start("a"))
     prefill.start(start("b"))
     assert outcomes(prefill.start(start("c"))) == [Outcome.GIVEN_BACK]
@@ -304,11 +327,11 @@ def test_decode_goes_from_the_leg_to_its_last_token() -> None:
     assert decode.start(leg) == []
     out = decode.link(m.Announce(leg.key, 6))
     assert to_link(out) == [m.OpenRing(0, 0, 4096, (0,))]
-    assert to_lane(out) == [Bind(leg.key, pages_of((0, (0, 1))))]
+    assert to_transfer(out) == [Bind(leg.key, pages_of((0, (0, 1))))]
     assert decode.used == 3, "and a page for more outputs"
-    assert to_link(decode.lane(Bound(leg.key))) == [m.Grant(leg.key, (0,))]
+    assert to_link(decode.event(Bound(leg.key))) == [m.Grant(leg.key, (0,))]
     out = decode.link(m.OfferPieces(leg.key, 0, (Piece(0, 0, 2, 0, 6),)))
-    (expect,) = to_lane(out)
+    (expect,) = to_transfer(out)
     assert isinstance(expect, ExpectPiece)
     entry = m.Entry(expect.entry_id, 0, 0, 0, 0, 2, 0, 200)
     assert to_link(out) == [m.AssignEntries(leg.key, 0, (entry,))]
@@ -316,13 +339,13 @@ def test_decode_goes_from_the_leg_to_its_last_token() -> None:
     out = decode.land(expect)
     assert to_link(out) == [m.Watermarks(0, (208,)), m.Complete(leg.key)]
     assert to_router(out) == [LegTokens(leg.key, 0, 0, (9,))]
-    assert to_lane(out) == [Unbind(leg.key)]
+    assert to_transfer(out) == [Unbind(leg.key)]
     first, second = plans(out)
     (sequence,) = first.starts
     assert (sequence.token_ids, sequence.computed) == ((1, 2, 3, 4, 5, 6, 9), 6)
     assert sequence.tables == pages_of((0, (0, 1)))
     assert [(run.num_tokens, run.new_pages) for run in (*first.runs, *second.runs)] == [(1, ()), (1, ())]
-    decode.lane(Unbound(leg.key))
+    decode.event(Unbound(leg.key))
     said: list[object] = []
     new_pages = []
     for plan_no, token in enumerate((11, 12, 13, 14)):
@@ -335,7 +358,7 @@ def test_decode_goes_from_the_leg_to_its_last_token() -> None:
     assert said[4].outcome is Outcome.DONE
     assert decode.used == 0
     assert new_pages == [((2,),), ()], "for the ninth token"
-    assert decode.engine.tally.discarded_tokens == 0, "the length is known ahead"
+    assert decode.engine.counters.discarded_tokens == 0, "the length is known ahead"
 
 
 def test_a_stop_is_learnt_one_step_late_and_the_extra_token_is_discarded_and_counted() -> None:
@@ -344,11 +367,11 @@ def test_a_stop_is_learnt_one_step_late_and_the_extra_token_is_discarded_and_cou
     assert len(plans(decode.running(leg))) == 2
     out = decode.step(0, SampledToken(0, 0, 0))
     assert to_router(out)[0] == LegTokens(leg.key, 0, 1, (0,), (), FinishReason.STOP)
-    decode.lane(Unbound(leg.key))
+    decode.event(Unbound(leg.key))
     assert decode.used == 3, "plan 1 still names them"
     out = decode.step(1, SampledToken(0, 0, 5))
     assert to_router(out) == []
-    assert decode.engine.tally.discarded_tokens == 1
+    assert decode.engine.counters.discarded_tokens == 1
     assert decode.used == 0
 
 
@@ -361,7 +384,7 @@ def test_a_first_token_that_ends_it_needs_no_transfer() -> None:
     assert to_router(out)[0] == LegTokens(leg.key, 0, 0, (0,), (), FinishReason.STOP)
     assert outcomes(out) == [Outcome.DONE]
     assert decode.used == 3
-    decode.lane(Unbound(leg.key))
+    decode.event(Unbound(leg.key))
     assert decode.engine.idle
     assert decode.used == 0
 
@@ -383,8 +406,8 @@ def test_an_announcement_before_the_leg_is_remembered() -> None:
     assert decode.link(m.Announce(leg.key, 6)) == []
     assert decode.link(first) == []
     assert outcomes(decode.start(leg)) == [Outcome.DONE]
-    assert not decode.engine._links[LINK].early
-    assert not decode.engine._links[LINK].early_tokens
+    assert not decode.receiver.links[LINK].early
+    assert not decode.receiver.links[LINK].early_tokens
 
 
 def test_an_announcement_of_a_leg_that_has_ended_is_revoked() -> None:
@@ -392,7 +415,7 @@ def test_an_announcement_of_a_leg_that_has_ended_is_revoked() -> None:
     leg = start(peer=P_REF)
     decode.start(leg)
     assert outcomes(decode.abort(leg)) == [Outcome.ABORTED]
-    assert to_link(decode.link(m.Announce(leg.key, 6))) == [m.Revoke(leg.key, "not wanted")]
+    assert to_link(decode.link(m.Announce(leg.key, 6))) == [m.Revoke(leg.key, "not wanted", aborted=True)]
 
 
 def test_an_unknown_peer_is_dialled_and_its_failure_ends_the_leg() -> None:
@@ -407,13 +430,13 @@ def test_a_peer_that_has_restarted_ends_the_legs_of_its_former_self() -> None:
     decode = Decode(FACTS, linked=False)
     leg = start(peer=P_REF)
     decode.start(leg)
-    out = decode.do(decode.engine.link_up(LINK, hello(PeerRef("P", "p:1", "p2")), 0.0, 0.0))
+    out = decode.do(decode.link_up(hello(PeerRef("P", "p:1", "p2"))))
     assert outcomes(out) == [Outcome.GIVEN_BACK]
 
 
 @pytest.mark.parametrize("phase", ["waiting", "queued", "binding", "receiving", "running"])
 def test_an_abort_in_any_phase_gives_everything_back(phase: str) -> None:
-    decode = Decode(replace(FACTS, num_large=3) if phase == "queued" else FACTS)
+    decode = Decode(changed(FACTS, num_large=3) if phase == "queued" else FACTS)
     other, leg = start("other", peer=P_REF), start(peer=P_REF)
     if phase == "queued":
         decode.granted(other)
@@ -427,19 +450,19 @@ def test_an_abort_in_any_phase_gives_everything_back(phase: str) -> None:
             decode.link(m.Announce(leg.key, 6))
     out = decode.abort(leg)
     assert outcomes(out) == [Outcome.ABORTED]
-    revoked = m.Revoke(leg.key, "aborted by the router") in to_link(out)
+    revoked = m.Revoke(leg.key, "aborted by the router", True) in to_link(out)
     assert revoked == (phase not in ("waiting", "running"))
-    assert (Unbind(leg.key) in to_lane(out)) == (phase in ("binding", "receiving"))
+    assert (Unbind(leg.key) in to_transfer(out)) == (phase in ("binding", "receiving"))
     if phase == "running":
         assert decode.step(0, SampledToken(0, 0, 5))[:0] == []
         decode.step(1, SampledToken(0, 0, 5))
         decode.step(2)
-        assert decode.engine.tally.max_steps_after_abort <= 2
-    decode.lane(Unbound(leg.key))
+        assert decode.engine.counters.max_steps_after_abort <= 2
+    decode.event(Unbound(leg.key))
     decode.link(m.Drained(leg.key))
-    assert leg.key not in decode.engine._legs
+    assert leg.key not in decode.engine.core.legs
     assert decode.used == (3 if phase == "queued" else 0)
-    assert not decode.engine.rings.table.links[LINK].live
+    assert not decode.receiver.rings.table.links[LINK].live
 
 
 def test_entries_of_a_revoked_leg_are_kept_until_prefill_is_quiet() -> None:
@@ -447,11 +470,23 @@ def test_entries_of_a_revoked_leg_are_kept_until_prefill_is_quiet() -> None:
     leg = start(peer=P_REF)
     decode.receiving(leg)
     decode.abort(leg)
-    decode.lane(Unbound(leg.key))
+    decode.event(Unbound(leg.key))
     assert decode.used == 0
-    assert decode.engine.rings.table.links[LINK].live, "prefill may still write there"
+    assert decode.receiver.rings.table.links[LINK].live, "prefill may still write there"
     assert to_link(decode.link(m.Drained(leg.key))) == [m.Watermarks(0, (208,))]
-    assert not decode.engine.rings.table.links[LINK].live
+    assert not decode.receiver.rings.table.links[LINK].live
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_a_leg_that_prefill_gives_up_in_mid_transfer_ends_as_what_it_is(aborted: bool) -> None:
+    decode = Decode(FACTS)
+    leg = start(peer=P_REF)
+    decode.receiving(leg)
+    out = decode.link(m.Withdraw(leg.key, "for a reason", aborted))
+    assert outcomes(out) == [Outcome.ABORTED if aborted else Outcome.PEER_LOST]
+    assert dict(decode.engine.counters.transfer_failures) == ({} if aborted else {"peer_lost": 1})
+    assert dict(decode.engine.counters.legs) == {"aborted" if aborted else "peer_lost": 1}
+    assert outcomes(decode.abort(leg)) == [], "it has ended"
 
 
 def test_an_aborted_choice_leaves_the_others_running() -> None:
@@ -470,7 +505,7 @@ def test_a_piece_with_a_wrong_checksum_ends_the_attempt() -> None:
     out = decode.land(decode.receiving(leg), ok=False)
     assert outcomes(out) == [Outcome.BAD_TRANSFER]
     assert m.Revoke(leg.key, "a piece failed its checksum check") in to_link(out)
-    assert decode.engine.tally.checksum_failures == 1
+    assert decode.engine.counters.checksum_failures == 1
 
 
 def test_pieces_that_were_sent_and_did_not_come_are_wanted_again_and_at_last_given_up() -> None:
@@ -498,9 +533,9 @@ def test_the_entry_of_a_lost_notification_does_not_stay_live_for_ever() -> None:
     decode.link(m.FirstTokens(leg.key, (m.FirstToken(0, 9, None, None),)))
     decode.link(m.SentAll(leg.key, 2))  # before the second one lands
     decode.land(again)
-    assert decode.engine.rings.table.links[LINK].live
-    decode.lane(Unbound(leg.key))
-    assert not decode.engine.rings.table.links[LINK].live
+    assert decode.receiver.rings.table.links[LINK].live
+    decode.event(Unbound(leg.key))
+    assert not decode.receiver.rings.table.links[LINK].live
 
 
 def test_before_a_piece_is_asked_for_again_its_ranks_forget_the_entry_and_the_ring_goes_on() -> None:
@@ -508,9 +543,9 @@ def test_before_a_piece_is_asked_for_again_its_ranks_forget_the_entry_and_the_ri
     leg, other = start("lost", peer=P_REF), start("other", peer=P_REF)
     lost = decode.receiving(leg)  # written, but its notification is lost
     behind = decode.receiving(other)
-    ring = decode.engine.rings.table.links[LINK]
+    ring = decode.receiver.rings.table.links[LINK]
     decode.link(m.SentAll(leg.key, 1))
-    assert ForgetEntry(LINK, lost.entry_id) in to_lane(decode.tick(WANT_AFTER_S + 0.1))
+    assert ForgetEntry(LINK, lost.entry_id) in to_transfer(decode.tick(WANT_AFTER_S + 0.1))
     (again,) = decode.offer(leg, Piece(0, 0, 2, 0, 6))
     decode.first_tokens(other)
     decode.land(behind)
@@ -524,7 +559,7 @@ def test_before_a_piece_is_asked_for_again_its_ranks_forget_the_entry_and_the_ri
 
 def test_where_a_ring_is_full_prefill_is_asked_which_entries_are_written() -> None:
     """SentAll never comes of a leg whose last pieces wait for the entry of a notification that was lost."""
-    decode = Decode(replace(FACTS, gather_bytes=512, segment_bytes=512, arena_bytes=4 * 512))
+    decode = Decode(changed(FACTS, gather_bytes=512, segment_bytes=512, arena_bytes=4 * 512))
     leg, other = start("lost", tokens=12, peer=P_REF), start("other", tokens=4, peer=P_REF)
     decode.granted(leg)
     first, second, third = decode.offer(leg, *(Piece(0, 0, 2, token, token + 4) for token in (0, 4, 8)))
@@ -535,21 +570,21 @@ def test_where_a_ring_is_full_prefill_is_asked_which_entries_are_written() -> No
     assert to_link(decode.tick(DOUBTFUL_S + 0.3)) == [], "it was asked a moment ago"
 
     out = decode.link(m.Written(0, (first.entry_id, 999)))
-    assert to_lane(out) == [ForgetEntry(LINK, first.entry_id)]
-    ring = decode.engine.rings.table.links[LINK]
+    assert to_transfer(out) == [ForgetEntry(LINK, first.entry_id)]
+    ring = decode.receiver.rings.table.links[LINK]
     assert to_link(decode.missed(first)) == [m.Watermarks(0, (ring.live[second.entry_id].entry.position,))]
-    assert decode.engine.tally.lost_notifications == 1
+    assert decode.engine.counters.lost_notifications == 1
     decode.land(second)
-    assert to_lane(decode.link(m.Written(0, (second.entry_id,)))) == [], "it has landed meanwhile"
-    assert to_lane(decode.link(m.Written(1, (third.entry_id,)))) == [], "of another ring"
+    assert to_transfer(decode.link(m.Written(0, (second.entry_id,)))) == [], "it has landed meanwhile"
+    assert to_transfer(decode.link(m.Written(1, (third.entry_id,)))) == [], "of another ring"
 
 
 def test_a_transfer_that_stands_still_is_given_up() -> None:
     decode = Decode(FACTS)
     leg = start(peer=P_REF)
     decode.receiving(leg)
-    assert outcomes(decode.tick(FACTS.progress_s)) == []
-    assert outcomes(decode.tick(FACTS.progress_s + 1)) == [Outcome.PEER_LOST]
+    assert outcomes(decode.tick(FACTS.transfer.progress_s)) == []
+    assert outcomes(decode.tick(FACTS.transfer.progress_s + 1)) == [Outcome.PEER_LOST]
 
 
 def test_a_transfer_is_not_given_up_for_its_place_behind_one_that_stands_still() -> None:
@@ -562,22 +597,22 @@ def test_a_transfer_is_not_given_up_for_its_place_behind_one_that_stands_still()
         return [end.key.request_id for end in to_router(decode.tick(now_s)) if isinstance(end, LegEnd)]
 
     assert given_up(1.0) == []
-    assert given_up(FACTS.progress_s + 2) == ["first"]
-    decode.lane(Unbound(first.key))
+    assert given_up(FACTS.transfer.progress_s + 2) == ["first"]
+    decode.event(Unbound(first.key))
     decode.link(m.Drained(first.key))  # now it is the second's turn
-    assert given_up(FACTS.progress_s + 3) == []
-    assert given_up(2 * FACTS.progress_s + 4) == ["second"]
+    assert given_up(FACTS.transfer.progress_s + 3) == []
+    assert given_up(2 * FACTS.transfer.progress_s + 4) == ["second"]
     # Prefill never says that it is quiet, and for that the third waits as long again.
-    assert given_up(2 * FACTS.progress_s + 5) == []
-    assert given_up(3 * FACTS.progress_s + 5) == []
-    assert given_up(3 * FACTS.progress_s + 6) == ["third"]
+    assert given_up(2 * FACTS.transfer.progress_s + 5) == []
+    assert given_up(3 * FACTS.transfer.progress_s + 5) == []
+    assert given_up(3 * FACTS.transfer.progress_s + 6) == ["third"]
 
 
 def test_a_lost_link_after_everything_landed_costs_nothing() -> None:
     decode = Decode(FACTS)
     leg = start(peer=P_REF)
     decode.running(leg)
-    assert outcomes(decode.do(decode.engine.link_down(LINK, False, "silence"))) == []
+    assert outcomes(decode.lose_link("silence")) == []
     assert to_router(decode.step(0, SampledToken(0, 0, 5))) == [LegTokens(leg.key, 0, 1, (5,))]
 
 
@@ -585,7 +620,7 @@ def test_a_lost_link_after_everything_landed_costs_nothing() -> None:
 def test_the_segments_of_a_lost_link_are_quarantined_unless_its_workers_are_gone(gone: bool) -> None:
     decode = Decode(FACTS)
     decode.receiving(start(peer=P_REF))
-    out = decode.do(decode.engine.link_down(LINK, gone, "silence"))
+    out = decode.lose_link("silence", gone=gone)
     assert outcomes(out) == [Outcome.PEER_LOST]
     assert decode.engine.arena_bytes()[2] == (0 if gone else 4096)
     decode.engine.peer_gone(LINK)
@@ -595,15 +630,15 @@ def test_the_segments_of_a_lost_link_are_quarantined_unless_its_workers_are_gone
 def test_the_segments_of_a_lost_link_come_back_when_its_living_peer_says_that_it_is_quiet() -> None:
     decode = Decode(FACTS)
     decode.receiving(start(peer=P_REF))
-    decode.do(decode.engine.link_down(LINK, False, "silence"))
+    decode.lose_link("silence")
     other = PeerRef("other", "", "1")
-    decode.do(decode.engine.link_up(LINK + 1, hello(other), 0.0, 0.0))
-    decode.do(decode.engine.link_message(LINK + 1, m.QuietLinks(("generation",)), 0.0, 0.0))
+    decode.do(decode.link_up(hello(other), LINK + 1))
+    decode.link(m.QuietLinks(("generation",)), LINK + 1)
     assert decode.engine.arena_bytes()[2] == 4096, "nobody speaks for another"
-    decode.do(decode.engine.link_up(LINK + 2, hello(P_REF), 0.0, 0.0))
-    decode.do(decode.engine.link_message(LINK + 2, m.QuietLinks(("another",)), 0.0, 0.0))
+    decode.do(decode.link_up(hello(P_REF), LINK + 2))
+    decode.link(m.QuietLinks(("another",)), LINK + 2)
     assert decode.engine.arena_bytes()[2] == 4096
-    decode.do(decode.engine.link_message(LINK + 2, m.QuietLinks(("another", "generation")), 0.0, 0.0))
+    decode.link(m.QuietLinks(("another", "generation")), LINK + 2)
     assert decode.engine.arena_bytes() == (4 * 4096, 0, 0)
 
 
@@ -611,25 +646,25 @@ def test_a_leg_whose_peer_can_get_no_ring_is_given_back_and_not_kept() -> None:
     """The peer's share is quarantined, and it lives: no ring for it until it has exited, or says that it is quiet."""
     decode = Decode(FACTS)
     decode.receiving(start("a", peer=P_REF))
-    decode.do(decode.engine.link_down(LINK, False, "silence"))
-    decode.do(decode.engine.link_up(LINK + 1, hello(P_REF), 0.0, 0.0))
+    decode.lose_link("silence")
+    decode.do(decode.link_up(hello(P_REF), LINK + 1))
     leg = start("b", peer=P_REF)
     decode.start(leg)
-    out = decode.do(decode.engine.link_message(LINK + 1, m.Announce(leg.key, 6), 0.0, 0.0))
+    out = decode.link(m.Announce(leg.key, 6), LINK + 1)
     assert outcomes(out) == [Outcome.GIVEN_BACK]
     assert isinstance(to_link(out)[0], m.Revoke)
 
 
 def test_grants_go_to_the_oldest_first_and_nobody_overtakes() -> None:
-    decode = Decode(replace(FACTS, num_large=7))
+    decode = Decode(changed(FACTS, num_large=7))
     a, b, c = start("a", peer=P_REF), start("b", tokens=20, peer=P_REF), start("c", tokens=1, peer=P_REF)
     for leg in (a, b, c):
         decode.start(leg)
-    bound = [to_lane(decode.link(m.Announce(leg.key, len(leg.token_ids)))) for leg in (a, b, c)]
+    bound = [to_transfer(decode.link(m.Announce(leg.key, len(leg.token_ids)))) for leg in (a, b, c)]
     assert bound == [[Bind(a.key, pages_of((0, (0, 1))))], [], []], "c would fit, but b waits for pages before it"
     decode.abort(a)
-    out = decode.lane(Unbound(a.key))
-    assert to_lane(out) == [Bind(b.key, pages_of((0, (0, 1, 2, 3, 4))))]
+    out = decode.event(Unbound(a.key))
+    assert to_transfer(out) == [Bind(b.key, pages_of((0, (0, 1, 2, 3, 4))))]
 
 
 def test_an_idle_ring_is_closed_and_its_segments_come_back() -> None:
@@ -637,10 +672,10 @@ def test_an_idle_ring_is_closed_and_its_segments_come_back() -> None:
     leg = start(peer=P_REF)
     decode.receiving(leg)
     decode.abort(leg)
-    decode.lane(Unbound(leg.key))
+    decode.event(Unbound(leg.key))
     decode.link(m.Drained(leg.key))
     decode.tick(5.0)
-    (close,) = to_link(decode.tick(5.0 + FACTS.link_idle_s)) or [m.CloseRing(0)]
+    (close,) = to_link(decode.tick(5.0 + FACTS.transfer.link_idle_s)) or [m.CloseRing(0)]
     assert close == m.CloseRing(0)
     decode.link(m.RingClosed(0))
     assert decode.engine.arena_bytes() == (4 * 4096, 0, 0)
@@ -671,6 +706,43 @@ def test_messages_that_a_side_may_not_send_are_errors() -> None:
     with pytest.raises(ProtocolError, match="prefill server may not send Grant"):
         Decode(FACTS).link(m.Grant(key, (0,)))
     with pytest.raises(ProtocolError, match="prefill worker may not report Bound"):
-        Prefill(FACTS).lane(Bound(key))
+        Prefill(FACTS).event(Bound(key))
     with pytest.raises(ProtocolError, match="decode worker may not report SendsDropped"):
-        Decode(FACTS).lane(SendsDropped(LINK, key))
+        Decode(FACTS).event(SendsDropped(LINK, key))
+
+
+def test_a_prompt_that_a_ring_would_cut_into_countless_pieces_ends_alone_and_with_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("disagg.engine.handoff.fitting.MAX_PIECES", 16)
+    prefill = Prefill(FACTS)
+    prefill.link(m.OpenRing(0, 0, 48, (0,)))
+    short, long = start("short", tokens=3), start("long", tokens=24)
+    prefill.start(short)
+    prefill.start(long)
+    assert to_link(prefill.link(m.Grant(short.key, (0,)))), "the other leg of the link is sent"
+    out = prefill.link(m.Grant(long.key, (0,)))
+    assert not [i for i in out if isinstance(i, DropLink)]
+    (end,) = [message for message in to_router(out) if isinstance(message, LegEnd)]
+    assert (end.key, end.outcome) == (long.key, Outcome.PEER_LOST)
+    assert re.match(
+        r"24 tokens would be sent in \d+ pieces, as transfer.gather_bytes = 4096 here and transfer.segment_bytes = 48 there "
+        r"cut them; at most 16 may be",
+        end.reason,
+    )
+    assert to_link(prefill.event(SendsDropped(LINK, long.key))) == [m.Withdraw(long.key, end.reason, False)]
+
+
+def test_a_prompt_whose_chunks_came_out_so_small_that_its_pieces_are_too_many_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("disagg.transfer.session.MAX_PIECES", 1)
+    prefill = Prefill(FACTS)
+    leg = start(tokens=16)
+    prefill.open_ring()
+    prefill.start(leg)
+    prefill.link(m.Grant(leg.key, (0,)))
+    out = prefill.do(prefill.engine.tick(prefill.now))
+    (end,) = [message for message in to_router(out) if isinstance(message, LegEnd)]
+    assert (end.outcome, "more than" in end.reason) == (Outcome.PEER_LOST, True)
+    assert not [message for message in to_link(out) if isinstance(message, m.SentAll)]

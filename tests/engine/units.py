@@ -5,30 +5,39 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from disagg.engine.decode import DecodeEngine
-from disagg.engine.facts import EngineFacts
-from disagg.engine.instructions import Instruction, PublishKv, ToLane, ToLink, ToRouter, ToWorkers
-from disagg.engine.prefill import PrefillEngine
+from msgspec.structs import replace
+
+from disagg.decode_server.role import decode_engine
+from disagg.engine.choices import Choices
+from disagg.engine.engine import Engine
+from disagg.engine.facts import EngineFacts, MemoryFacts, ModelFacts, SchedulingFacts, TransferFacts
+from disagg.engine.handoff.receive import Receiver
+from disagg.engine.handoff.send import Sender
+from disagg.engine.instructions import Instruction, PublishKv, ToLink, ToRouter, ToTransfer, ToWorkers
+from disagg.engine.now import Now
+from disagg.engine.prompts import Prompts
 from disagg.memory.groups import spec_of
 from disagg.memory.layout import PageSizing, plan_layout
 from disagg.messages import link as m
-from disagg.messages.lane import (
+from disagg.messages.layout import GroupKind, GroupPages, LayerGroup, StatePart
+from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, Outcome, PeerRef, ServerMessage, StartLeg
+from disagg.messages.pieces import Piece
+from disagg.messages.plan import SampledToken, SamplerStart, StepResult, WorkerPlan
+from disagg.messages.transfer import (
     AddPeer,
     Bound,
     DropSends,
     ExpectPiece,
     Landing,
-    LaneReport,
-    LaneRequest,
     PieceSent,
     SendPiece,
     SendsDropped,
+    TransferCommand,
+    TransferEvent,
     Unbound,
 )
-from disagg.messages.layout import GroupKind, GroupPages, LayerGroup, StatePart
-from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, Outcome, PeerRef, ServerMessage, StartLeg
-from disagg.messages.pieces import Piece
-from disagg.messages.plan import SampledToken, SamplerStart, StepResult, WorkerPlan
+from disagg.offload.keys import Scope
+from disagg.prefill_server.role import prefill_engine
 from disagg.staging.pieces import group_piece_bytes
 from disagg.staging.ring import RingAllocator
 from disagg.types.ids import LegKey
@@ -46,35 +55,58 @@ LINK = 7
 PARAMS = SamplingParams(max_tokens=5)
 
 
+PARTS: dict[str, Any] = {
+    "model": ModelFacts,
+    "memory": MemoryFacts,
+    "scheduling": SchedulingFacts,
+    "transfer": TransferFacts,
+}
+
+
+def changed(facts: EngineFacts, **changes: Any) -> EngineFacts:
+    """With other values of these fields, wherever they stand."""
+    for name, part in PARTS.items():
+        own = {field: changes.pop(field) for field in part.__struct_fields__ if field in changes}
+        facts = replace(facts, **{name: replace(getattr(facts, name), **own)})
+    return replace(facts, **changes)
+
+
 def facts(*groups: LayerGroup, num_large: int = 12, **changes: Any) -> EngineFacts:
     """Of an engine for a model of these groups; pages of four tokens, chunks of eight, a checkpoint after each eight."""
     groups = groups or (FULL,)
     specs = [spec_of(group, PAGE_TOKENS) for group in groups]
-    usual: dict[str, Any] = {
-        "incarnation": "own",
-        "tp": 1,
-        "layout": plan_layout(specs, PAGE_TOKENS, CHECKPOINT_TOKENS, PageSizing.MAX),
-        "prefix_cache": True,
-        "cache_root": "weights",
-        "max_slots": 4,
-        "chunk_tokens": 8,
-        "max_model_len": 64,
-        "vocab_size": 100_000,
-        "eos_token_ids": (0,),
-        "max_waiting": 8,
-        "ungranted_share": 0.5,
-        "spare_tokens": 64,
-        "lookahead_tokens": 0,
-        "preempt_after_s": 2.0,
-        "preemption": "latest",
-        "gather_bytes": 4096,
-        "arena_bytes": 4 * 4096,
-        "segment_bytes": 4096,
-        "link_segments": 1,
-        "link_idle_s": 1.0,
-        "progress_s": 30.0,
-    }
-    return EngineFacts(groups=groups, num_large=num_large, **{**usual, **changes})
+    layout = plan_layout(specs, PAGE_TOKENS, CHECKPOINT_TOKENS, PageSizing.MAX)
+    usual = EngineFacts(
+        incarnation="own",
+        tp=1,
+        model=ModelFacts(groups=groups, vocab_size=100_000, eos_token_ids=(0,), max_model_len=64),
+        memory=MemoryFacts(
+            layout=layout,
+            num_large=num_large,
+            prefix_cache=True,
+            scope=Scope("w", "float32", PAGE_TOKENS, groups),
+        ),
+        scheduling=SchedulingFacts(
+            max_slots=4,
+            max_prompts=100,
+            chunk_tokens=8,
+            max_waiting=8,
+            ungranted_share=0.5,
+            spare_tokens=64,
+            lookahead_tokens=0,
+            preempt_after_s=2.0,
+            preemption="latest",
+        ),
+        transfer=TransferFacts(
+            gather_bytes=4096,
+            arena_bytes=4 * 4096,
+            segment_bytes=4096,
+            link_segments=1,
+            link_idle_s=1.0,
+            progress_s=30.0,
+        ),
+    )
+    return changed(usual, **changes)
 
 
 def hello(ref: PeerRef) -> m.LinkHello:
@@ -111,8 +143,8 @@ def to_link(out: list[Instruction]) -> list[m.LinkMessage]:
     return [i.message for i in out if isinstance(i, ToLink)]
 
 
-def to_lane(out: list[Instruction]) -> list[LaneRequest]:
-    return [i.message for i in out if isinstance(i, ToLane)]
+def to_transfer(out: list[Instruction]) -> list[TransferCommand]:
+    return [i.message for i in out if isinstance(i, ToTransfer)]
 
 
 def plans(out: list[Instruction]) -> list[WorkerPlan]:
@@ -136,7 +168,8 @@ def said(out: list[Instruction]) -> list[tuple[str, int, int, int]]:
 class Unit:
     """What both kinds have. known: what the cache events came to; unreported: plans that are in flight, oldest first."""
 
-    engine: PrefillEngine | DecodeEngine
+    engine: Engine
+    dials: bool
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -146,14 +179,18 @@ class Unit:
         self._next_token = 100
 
     @property
+    def now(self) -> Now:
+        return Now(self.now_s)
+
+    @property
     def used(self) -> int:
         """Large pages that somebody holds."""
-        return self.engine.pool.kv.allocator.used_large
+        return self.engine.core.pool.kv.allocator.used_large
 
     @property
     def hits(self) -> int:
         """Tokens that the prefix cache has spared."""
-        return self.engine.pool.kv.hit_tokens
+        return self.engine.core.pool.kv.hit_tokens
 
     def cached(self, g: int = 0) -> int:
         """Pages of a group that the cache knows."""
@@ -161,7 +198,7 @@ class Unit:
 
     def do(self, out: list[Instruction]) -> list[Instruction]:
         """Schedules after each call, as the server does, and listens to what is published."""
-        out = [*out, *self.engine.schedule(self.now_s, 0.0)]
+        out = [*out, *self.engine.schedule(self.now)]
         for instruction in out:
             if isinstance(instruction, PublishKv):
                 self.known.update(instruction.events.stored)
@@ -173,10 +210,29 @@ class Unit:
         assert self.known == set(self.engine.kv_snapshot().stored), "cache events do not add up to the cache"
         return out
 
+    def start(self, leg: StartLeg) -> list[Instruction]:
+        return self.do(self.engine.start_leg(1, leg, self.now))
+
+    def link_up(self, hello: m.LinkHello, number: int = LINK) -> list[Instruction]:
+        """Nothing is scheduled yet."""
+        return self.engine.link_up(number, hello, self.now, dialled=self.dials)
+
+    def link(self, message: m.LinkMessage, number: int = LINK) -> list[Instruction]:
+        return self.do(self.engine.link_message(number, message, self.now))
+
+    def lose_link(self, reason: str, number: int = LINK, gone: bool = False) -> list[Instruction]:
+        return self.do(self.engine.link_down(number, gone, reason))
+
+    def event(self, report: TransferEvent) -> list[Instruction]:
+        return self.do(self.engine.transfer_event(0, report, self.now))
+
+    def abort(self, leg: StartLeg, choice: int | None = None) -> list[Instruction]:
+        return self.do(self.engine.abort_leg(AbortLeg(leg.key, choice)))
+
     def step(self, plan_no: int, *sampled: SampledToken) -> list[Instruction]:
         """The oldest plan has been computed, and gave this."""
         assert self.unreported.pop(0).plan_no == plan_no
-        return self.do(self.engine.step_done(result(plan_no, *sampled), self.now_s, 0.0))
+        return self.do(self.engine.step_done(result(plan_no, *sampled), self.now))
 
     def compute(self) -> list[Instruction]:
         """The oldest plan has been computed; it samples other tokens each time, 100, 101 and so on."""
@@ -201,31 +257,22 @@ class Unit:
 class Prefill(Unit):
     """A prefill engine."""
 
-    engine: PrefillEngine
+    dials = False
 
     def __init__(self, facts: EngineFacts, linked: bool = True) -> None:
         super().__init__()
-        self.engine = PrefillEngine(facts)
+        self.engine = prefill_engine(facts)
+        prompts, sender = self.engine.stages
+        assert isinstance(prompts, Prompts) and isinstance(sender, Sender)
+        self.prompts, self.sender = prompts, sender
         self._entry_ids = itertools.count(16)
         self._ring = RingAllocator(4096, 4096)
         if linked:
-            assert to_lane(self.engine.link_up(LINK, hello(D_REF))) == [AddPeer(LINK, 0, b"agent", 4096, 0, 8192)]
-
-    def start(self, leg: StartLeg) -> list[Instruction]:
-        return self.do(self.engine.start_leg(1, leg, self.now_s, 0.0))
-
-    def link(self, message: m.LinkMessage) -> list[Instruction]:
-        return self.do(self.engine.link_message(LINK, message, self.now_s))
-
-    def lane(self, report: LaneReport) -> list[Instruction]:
-        return self.do(self.engine.lane_report(0, report, self.now_s))
-
-    def abort(self, leg: StartLeg) -> list[Instruction]:
-        return self.do(self.engine.abort_leg(AbortLeg(leg.key)))
+            assert to_transfer(self.link_up(hello(D_REF))) == [AddPeer(LINK, 0, b"agent", 4096, 0, 8192)]
 
     def open_ring(self) -> None:
         """Unless it is open."""
-        if not self.engine._links[LINK].rings:
+        if not self.sender.links[LINK].rings:
             assert self.link(m.OpenRing(0, 0, 4096, (4096,))) == []
 
     def granted(self, leg: StartLeg) -> m.OfferPieces:
@@ -240,7 +287,7 @@ class Prefill(Unit):
         """Up to the first write."""
         self.granted(leg)
         entry = m.Entry(3, 0, 0, 0, 0, 2, 0, 200)
-        (send,) = to_lane(self.link(m.AssignEntries(leg.key, 0, (entry,))))
+        (send,) = to_transfer(self.link(m.AssignEntries(leg.key, 0, (entry,))))
         assert isinstance(send, SendPiece)
         return send
 
@@ -248,13 +295,13 @@ class Prefill(Unit):
         """Each of these pieces gets an entry, and room in the ring for its write."""
         entries = []
         for piece_no, piece in enumerate(offer.pieces, start=offer.first_piece_no):
-            group = self.engine.facts.groups[piece.group]
+            group = self.engine.core.facts.model.groups[piece.group]
             nbytes = group_piece_bytes(piece, group.kv_heads, group)
             entry_id = next(self._entry_ids)
             entries.append(
                 m.Entry(entry_id, piece_no, 0, 0, 0, group.kv_heads, self._ring.assign(nbytes).position, nbytes)
             )
-        sends = to_lane(self.link(m.AssignEntries(leg.key, 0, tuple(entries))))
+        sends = to_transfer(self.link(m.AssignEntries(leg.key, 0, tuple(entries))))
         assert len(sends) == len(entries)
         return [send for send in sends if isinstance(send, SendPiece)]
 
@@ -262,8 +309,8 @@ class Prefill(Unit):
         """A leg whose first tokens are known ends, whatever has been sent of it."""
         out = self.link(m.Complete(leg.key))
         assert outcomes(out) == [Outcome.DONE]
-        if DropSends(LINK, leg.key) in to_lane(out):
-            self.lane(SendsDropped(LINK, leg.key))
+        if DropSends(LINK, leg.key) in to_transfer(out):
+            self.event(SendsDropped(LINK, leg.key))
 
     def through(self, leg: StartLeg) -> None:
         """A leg from its start to its end: what stays is what the cache keeps."""
@@ -279,31 +326,22 @@ def sent(send: SendPiece) -> PieceSent:
 class Decode(Unit):
     """A decode engine."""
 
-    engine: DecodeEngine
+    dials = True
 
     def __init__(self, facts: EngineFacts, linked: bool = True) -> None:
         super().__init__()
-        self.engine = DecodeEngine(facts)
+        self.engine = decode_engine(facts)
+        choices, receiver = self.engine.stages
+        assert isinstance(choices, Choices) and isinstance(receiver, Receiver)
+        self.choices, self.receiver, self.batch = choices, receiver, self.engine.core.batch
         self._next_piece: dict[LegKey, int] = {}
         if linked:
-            added = to_lane(self.engine.link_up(LINK, hello(P_REF), 0.0, 0.0))
+            added = to_transfer(self.link_up(hello(P_REF)))
             assert added == [AddPeer(LINK, 0, b"agent", 0, 0, 0)], "nothing is written into prefill"
-
-    def start(self, leg: StartLeg) -> list[Instruction]:
-        return self.do(self.engine.start_leg(1, leg, self.now_s, 0.0))
-
-    def link(self, message: m.LinkMessage) -> list[Instruction]:
-        return self.do(self.engine.link_message(LINK, message, self.now_s, 0.0))
-
-    def lane(self, report: LaneReport) -> list[Instruction]:
-        return self.do(self.engine.lane_report(0, report, self.now_s, 0.0))
 
     def tick(self, now_s: float) -> list[Instruction]:
         self.now_s = now_s
-        return self.do(self.engine.tick(now_s, 0.0))
-
-    def abort(self, leg: StartLeg, choice: int | None = None) -> list[Instruction]:
-        return self.do(self.engine.abort_leg(AbortLeg(leg.key, choice), self.now_s))
+        return self.do(self.engine.tick(self.now))
 
     def announced(self, leg: StartLeg) -> list[Instruction]:
         """Up to the binding, if there are pages for it."""
@@ -315,14 +353,14 @@ class Decode(Unit):
         return self.bound(leg)
 
     def bound(self, leg: StartLeg) -> m.Grant:
-        (grant,) = to_link(self.lane(Bound(leg.key)))
+        (grant,) = to_link(self.event(Bound(leg.key)))
         assert isinstance(grant, m.Grant)
         return grant
 
     def wanted(self, leg: StartLeg, grant: m.Grant) -> list[Piece]:
         """All that a grant wants, a piece for each group."""
         pieces = []
-        for g, (group, want) in enumerate(zip(self.engine.facts.groups, grant.wants, strict=True)):
+        for g, (group, want) in enumerate(zip(self.engine.core.facts.model.groups, grant.wants, strict=True)):
             stop = 1 if group.is_state else len(leg.token_ids)
             if want < stop:
                 pieces.append(Piece(g, 0, len(group.layers), want, stop))
@@ -332,7 +370,7 @@ class Decode(Unit):
         """Up to the entries of these pieces."""
         first = self._next_piece.get(leg.key, 0)
         self._next_piece[leg.key] = first + len(pieces)
-        expects = to_lane(self.link(m.OfferPieces(leg.key, first, pieces)))
+        expects = to_transfer(self.link(m.OfferPieces(leg.key, first, pieces)))
         assert len(expects) == len(pieces)
         return [expect for expect in expects if isinstance(expect, ExpectPiece)]
 
@@ -343,11 +381,11 @@ class Decode(Unit):
 
     def land(self, expect: ExpectPiece, ok: bool = True) -> list[Instruction]:
         reason = "" if ok else "checksum"
-        return self.lane(Landing(LINK, expect.entry_id, expect.slice.key, ok, reason, 192, 0.0, 0.0))
+        return self.event(Landing(LINK, expect.entry_id, expect.slice.key, ok, reason, 192, 0.0, 0.0))
 
     def missed(self, expect: ExpectPiece) -> list[Instruction]:
         """A rank has waited for this in vain, and forgets it."""
-        return self.lane(Landing(LINK, expect.entry_id, expect.slice.key, False, "lost", 0, 0.0, 0.0))
+        return self.event(Landing(LINK, expect.entry_id, expect.slice.key, False, "lost", 0, 0.0, 0.0))
 
     def first_tokens(self, leg: StartLeg, token: int = 9) -> list[Instruction]:
         first = tuple(m.FirstToken(choice, token, None, None) for choice in leg.choices)
@@ -367,7 +405,7 @@ class Decode(Unit):
 
     def joined(self, leg: StartLeg) -> list[Instruction]:
         """As `running`, and no rank has its pages bound any more."""
-        return [*self.running(leg), *self.lane(Unbound(leg.key))]
+        return [*self.running(leg), *self.event(Unbound(leg.key))]
 
     def through(self, leg: StartLeg) -> list[Instruction]:
         """A leg from its start to its end: what stays is what the cache keeps."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.memory.allocator import PageAllocator, adjacent_runs
+from disagg.memory.allocator import PageAllocator
 from disagg.memory.groups import GroupSpec
 from disagg.memory.layout import PageSizing, plan_layout
+from disagg.memory.runs import adjacent_runs
 from disagg.messages.layout import GroupKind
 
 ALICE, BOB, CAROL = 1, 2, 3

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from disagg.memory import allocator, cache
+from disagg.memory import allocator, cache, eviction, small_pages
 from tests.memory import machines, test_allocator_machine, test_cache_machine
 
 Change = Callable[[str], str]  # of a method's source, in the form that `ast.unparse` gives it
@@ -122,12 +122,6 @@ OF_ALLOCATOR = (
         "of one age the shortest prefix goes first", "PageAllocator.release", replaced("-prefix_len", "prefix_len")
     ),
     Mutation("of one age any prefix goes first", "PageAllocator.release", replaced("-prefix_len", "0")),
-    Mutation(
-        "what was used last goes first", "EvictionQueue.pop", replaced("self._last_uses[0]", "self._last_uses[-1]")
-    ),
-    Mutation(
-        "what comes later is not put in order", "EvictionQueue.add", replaced("last_use == self._sorted", "False")
-    ),
     Mutation("the last use is not noted on release", "PageAllocator.release", replaced(NEWER_USE, "max(0, last_use)")),
     Mutation("the last use goes back", "PageAllocator.release", replaced(NEWER_USE, "last_access")),
     Mutation(
@@ -175,6 +169,15 @@ OF_ALLOCATOR = (
     ),
     Mutation("nothing is kept", "PageAllocator.keep", does_nothing),
     Mutation("nothing is forgotten", "PageAllocator.forget", does_nothing),
+)
+
+OF_EVICTION = (
+    Mutation(
+        "what was used last goes first", "EvictionQueue.pop", replaced("self._last_uses[0]", "self._last_uses[-1]")
+    ),
+    Mutation(
+        "what comes later is not put in order", "EvictionQueue.add", replaced("last_use == self._sorted", "False")
+    ),
 )
 
 OF_FORESIGHT = (
@@ -255,6 +258,7 @@ LONGEST_VALID = test_cache_machine.test_a_hit_is_the_longest_prefix_valid_in_eve
 
 TABLE = [
     *((mutation, allocator, partial(FIVE_STEPS, MANY)) for mutation in OF_ALLOCATOR),
+    *((mutation, eviction, partial(FIVE_STEPS, MANY)) for mutation in OF_EVICTION),
     *((mutation, allocator, partial(FORESIGHT)) for mutation in OF_FORESIGHT),
     *((mutation, cache, partial(LONGEST_VALID, MANY)) for mutation in OF_CACHE),
 ]
@@ -266,6 +270,10 @@ def put_into_tests(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], No
 
     def put(copy: ModuleType) -> None:
         monkeypatch.setattr(machines, "campaign", partial(machines.campaign, shrink=False))
+        if copy.__name__.startswith(eviction.__name__):
+            monkeypatch.setattr(allocator.PageAllocator, "check_integrity", lambda self: None)
+            for module in (allocator, small_pages):  # that make queues
+                monkeypatch.setattr(module, "EvictionQueue", copy.EvictionQueue)
         for tests in (test_allocator_machine, test_cache_machine):
             for name in ("PageAllocator", "PrefixCache"):
                 if hasattr(tests, name) and hasattr(copy, name):

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from disagg.memory.groups import GroupSpec
 from disagg.memory.hashing import chain_root
 from disagg.memory.layout import plan_layout
-from disagg.memory.sequence import KvMemory, SequencePages, last_checkpoint, window_start
+from disagg.memory.sequence import KvMemory, SequencePages
+from disagg.memory.spans import last_checkpoint, window_start
 from disagg.messages.layout import GroupKind
 
 ROOT = chain_root("weights")

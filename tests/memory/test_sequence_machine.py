@@ -24,7 +24,8 @@ from hypothesis.stateful import (
 from disagg.memory.groups import GroupSpec
 from disagg.memory.hashing import chain_root, extend_hashes
 from disagg.memory.layout import PageSizing, PoolLayout, plan_layout
-from disagg.memory.sequence import KvMemory, SequencePages, last_checkpoint, pages_for, window_start
+from disagg.memory.sequence import KvMemory, SequencePages
+from disagg.memory.spans import last_checkpoint, pages_for, window_start
 from disagg.messages.layout import GroupKind, GroupPages
 from disagg.messages.plan import PageCopy
 from tests.memory.machines import EXAMPLES, PICK, pick, run_campaign

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from disagg.messages.mirror import RunView
+from disagg.messages.sequence_diff import RunView, page_table
 from disagg.models.attention.backend import DecodeWork, PrefillWork, Scoring
 from disagg.models.batch import AttentionTables, ForwardBatch
 from disagg.models.pool import AttentionPages
@@ -19,7 +19,7 @@ def run_with_pages(computed: int, count: int, page_tokens: int, free: list[int],
     sequence = sequence_of([1] * (computed + count), 1, computed)
     num_pages = math.ceil((computed + count) / page_tokens)
     first_page = max(0, computed + 1 - (window or STALE)) // page_tokens
-    sequence.tables[0] = [STALE] * first_page + [free.pop() for _ in range(num_pages - first_page)]
+    sequence.tables[0] = page_table([STALE] * first_page + [free.pop() for _ in range(num_pages - first_page)])
     return run_of(sequence, count)
 
 

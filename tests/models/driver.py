@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from disagg.memory.layout import PageSizing
-from disagg.messages.mirror import MirrorSequence, RunView
+from disagg.messages.sequence_diff import KnownSequence, RunView, page_table
 from disagg.models.batch import ForwardBatch
 from disagg.models.model import PagedModel
 from disagg.types.sampling import SamplingParams
@@ -28,7 +28,7 @@ STALE = 1 << 40
 class Sequence:
     """known: what a worker knows of it; chunk: tokens per prefill step; logits: one row per output."""
 
-    known: MirrorSequence
+    known: KnownSequence
     chunk: int
     logits: list[torch.Tensor] = field(default_factory=list)
     released: list[int] = field(default_factory=list)  # pages of each group's table that are gone
@@ -47,13 +47,13 @@ class Sequence:
         return 1 if self.decoding else min(self.chunk, self.known.num_prompt - self.known.computed)
 
 
-def sequence_of(tokens: SequenceOf[int], num_groups: int, computed: int = 0) -> MirrorSequence:
+def sequence_of(tokens: SequenceOf[int], num_groups: int, computed: int = 0) -> KnownSequence:
     """A sequence of those tokens without any pages."""
-    tables: list[list[int]] = [[] for _ in range(num_groups)]
-    return MirrorSequence(0, list(tokens), len(tokens), computed, tables, SamplingParams(max_tokens=1), ())
+    tables = [page_table() for _ in range(num_groups)]
+    return KnownSequence(0, list(tokens), len(tokens), computed, tables, SamplingParams(max_tokens=1), ())
 
 
-def run_of(sequence: MirrorSequence, num_tokens: int) -> RunView:
+def run_of(sequence: KnownSequence, num_tokens: int) -> RunView:
     """The sequence's next tokens; sampled from, if they are the last ones known."""
     stop = sequence.computed + num_tokens
     last_pages = tuple(table[-1] if table else -1 for table in sequence.tables)

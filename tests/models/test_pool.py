@@ -104,7 +104,7 @@ def test_gathered_units_are_the_pages_in_order(sizing: PageSizing, group: int) -
     pages = torch.tensor([3, 0, 3, view.num_pages - 1])
     for slot in range(len(view.group.layers)):
         units = torch.empty(2 * heads * 4, T * dim)
-        view.gather(slot, view.unit_index(pages), units)
+        view.gather(slot, view.head_page_index(pages), units)
         expected = view.kv[pages, slot].permute(1, 2, 0, 3, 4)  # [K or V, heads, pages, tokens, dims]
         assert torch.equal(units.view(expected.shape), expected)
 

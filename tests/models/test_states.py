@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from disagg.messages.layout import LayerGroup, StatePart
 from disagg.messages.plan import PageCopy
-from disagg.models import loader, mamba1, states
+from disagg.models import layers, mamba1, states
 from disagg.models.attention.calls import LayerSlot
 from disagg.models.batch import DecodeRun, ForwardBatch, PrefillRun, StateTables
 from disagg.models.families import FAMILIES
@@ -156,7 +156,7 @@ def test_a_copied_state_goes_on_as_the_original_does(family: str, tmp_path: Path
     copy.known.computed, copy.released = original.known.computed, list(original.released)
     for group, table in enumerate(original.known.tables):
         pages = [STALE if page == STALE else driver.take_page(group) for page in table]
-        copy.known.tables[group] += pages
+        copy.known.tables[group].extend(pages)
         live = [pair for pair in zip(table, pages, strict=True) if STALE not in pair]
         driver.pool.copy_pages([PageCopy(group, *pair) for pair in live])
     driver.run([original, copy], outputs=12)
@@ -182,7 +182,7 @@ def test_a_layer_that_attends_and_recurs_is_in_two_groups(tmp_path: Path) -> Non
 def test_a_model_without_attention_has_states_only(tmp_path: Path) -> None:
     model = PagedModel.load(make_tiny("mamba", tmp_path), "float32", "cpu")
     assert [(group.name, group.layers) for group in model.groups] == [("states", (0, 1, 2))]
-    assert model.max_model_len == loader.LONGEST_RECURRENCE
+    assert model.max_model_len == layers.LONGEST_RECURRENCE
 
 
 @pytest.mark.parametrize("family", ["jamba", "falcon_h1", "qwen3_next"])

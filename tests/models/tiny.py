@@ -239,12 +239,15 @@ def _randomise(model: torch.nn.Module, weight_scale: float) -> None:
                 weight.copy_(noise * weight_scale * (2.0 if attention else 1.0) / weight.shape[-1] ** 0.5)
 
 
-def write_tokenizer(directory: Path) -> None:
-    """A byte-level BPE tokenizer in which all 512 ids mean something: 256 bytes, special tokens, letter pairs."""
+def write_tokenizer(directory: Path, vocab_size: int = VOCAB_SIZE) -> None:
+    """A byte-level BPE tokenizer in which all ids mean something: 256 bytes, special tokens, letter pairs up to 512, and
+    after those words that no text becomes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = [(a, b) for a in string.ascii_lowercase for b in string.ascii_lowercase]
     pairs = pairs[: VOCAB_SIZE - len(alphabet) - len(SPECIAL_TOKENS)]
-    vocab = {token: index for index, token in enumerate([*alphabet, *SPECIAL_TOKENS, *(a + b for a, b in pairs)])}
+    words = (f"word{number}" for number in range(VOCAB_SIZE, vocab_size))
+    tokens = [*alphabet, *SPECIAL_TOKENS, *(a + b for a, b in pairs), *words]
+    vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry
 
-from disagg.api.connections import HttpMetrics
+from disagg.api.crowd import HttpMetrics
 from disagg.config.load import dump_config
 from disagg.config.tree import Config
 from disagg.messages.legs import Outcome

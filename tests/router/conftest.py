@@ -71,7 +71,8 @@ class Cluster:
         facts: dict[str, Any] = {"model_name": MODEL, "max_model_len": 512, "files": files or {}}
         self.router = Router(tree, TOKENIZER, registry=self.registry, linger_s=0.1, **facts)
         await self.router.start()
-        if ready:
+        if ready:  # all of them: a router that is healthy may still be greeting the second server of a role
+            await self.until(lambda: all(server["connected"] for server in self.router.status()["servers"]))
             await self.until(self.router.healthy)
         return self.router
 
@@ -94,7 +95,7 @@ class Cluster:
 
 
 def request(prompt: str | tuple[int, ...] = "hi", **params: Any) -> GenerateRequest:
-    names = ("model", "deadline_s", "seed", "cache_salt", "tenant")
+    names = ("model", "deadline_s", "seed", "cache_salt", "tenant", "prompt_name", "call", "too_large")
     outer = {name: params.pop(name) for name in names if name in params}
     return GenerateRequest(
         prompt=prompt, params=SamplingParams(**{"max_tokens": 8, **params}), **{"model": MODEL, **outer}

@@ -16,11 +16,13 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from disagg.config.tree import Config, ModelConfig
-from disagg.messages.legs import AbortLeg, PeerRef, StartLeg
-from disagg.router import grpc_service
+from disagg.messages.channel import Frame, ReliableChannel
+from disagg.messages.legs import AbortLeg, KvEvents, PeerRef, StartLeg
+from disagg.router import grpc_service, view
 from disagg.router.main import run_router
 from disagg.router.service import Router
-from disagg.router.streams import MAX_FRAME_TOKENS, frame_length
+from disagg.router.streams import MAX_FRAME_TOKENS, num_tokens
+from disagg.streams.state import frame_length
 from disagg.text import stops
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import InvalidRequest, Overloaded
@@ -48,7 +50,7 @@ def with_a_token_beyond() -> Tokenizer:
 
 async def test_a_text_whose_token_the_model_has_no_row_for_is_refused_and_reaches_no_server(cluster: Cluster) -> None:
     router = await cluster.up(NORMAL)
-    router._tokenizer = with_a_token_beyond()
+    router._intake.tokenizer = with_a_token_beyond()
     for text in (BEYOND, f"what is {BEYOND}?", "a" * 400 + BEYOND):
         with pytest.raises(InvalidRequest, match="prompt has token 257; the vocabulary has ids 0 to 256"):
             await cluster.ask(text)
@@ -115,14 +117,14 @@ async def test_requests_whose_text_is_being_read_have_their_place_in_the_queue(c
         await gate.wait()
         return (1,)
 
-    router._encoded = encoded  # type: ignore[method-assign]
+    router._intake.encoded = encoded  # type: ignore[method-assign]
     tasks = [asyncio.create_task(anext(router.generate(request("hi")))) for _ in range(2)]
-    await cluster.until(lambda: router._arriving == 2)
+    await cluster.until(lambda: router._dispatch.places.arriving == 2)
     with pytest.raises(Overloaded):
         await anext(router.generate(request("hi")))
     gate.set()
     await asyncio.gather(*tasks)
-    assert router._arriving == 0
+    assert router._dispatch.places.arriving == 0
     await router.close(0.0)
 
 
@@ -137,20 +139,20 @@ async def test_one_table_of_stop_strings_serves_all_choices_of_all_prompts(
             made.append(strings)
             super().__init__(strings)
 
-    monkeypatch.setattr("disagg.router.service.StopTable", Counted)
+    monkeypatch.setattr("disagg.router.intake.StopTable", Counted)
     monkeypatch.setattr("disagg.router.choice_text.StopTable", Counted)
     strings = tuple(f"stop{number}" for number in range(16))
     await asyncio.gather(*(cluster.ask(f"prompt {number}", n=4, stop=strings) for number in range(32)))
     assert made == [strings]
     gc.collect()
-    assert not router._stop_tables
+    assert not router._intake.stop_tables
 
 
 async def test_a_choice_that_has_said_nothing_costs_nothing(cluster: Cluster) -> None:
     router = await cluster.up({"p0": silent, "d0": silent})
     updates = router.generate(request("hi", n=64))
     await anext(updates)
-    [live] = router._live.values()
+    [live] = router._dispatch.live.values()
     assert live.texts == {}
     await updates.aclose()
 
@@ -186,6 +188,8 @@ async def test_lists_that_are_too_long_are_refused_by_their_length(face: Face) -
         (generate("a", stop=("s",) * 17), "stop holds 17 strings; at most 16"),
         (generate("a", stop_token_ids=(1,) * 5000), "stop_token_ids holds 5000 ids; at most 256"),
         (generate("a", logit_bias=((1, 1.0),) * 5000), "logit_bias holds 5000 entries; at most 1024"),
+        (generate("a", logit_bias=((7, 1.0), (8, 1.0), (7, 1.0))), "logit_bias names token 7 more than once"),
+        (generate("a", logit_bias=((7, 1.0), (8, 1000.0))), "logit_bias of token 8 is 1000.0"),
         (generate("a", stop=("s" * 1025, "t" * 1024)), "stop holds 2049 characters in all; at most 2048"),
     )
     for message, words in cases:
@@ -249,11 +253,11 @@ def test_a_frame_to_a_server_carries_as_many_legs_as_its_loop_reads_at_once() ->
         return StartLeg(LegKey("r", 1, 0), (1,) * tokens, tokens, SamplingParams(max_tokens=1), (0,), peer, 1.0)
 
     abort = AbortLeg(LegKey("r", 1, 0))
-    assert frame_length([leg(10), abort, leg(20)]) == 3
+    assert frame_length([leg(10), abort, leg(20)], num_tokens, MAX_FRAME_TOKENS) == 3
     half = MAX_FRAME_TOKENS // 2
-    assert frame_length([leg(half), abort, leg(half), leg(1), abort]) == 3
-    assert frame_length([leg(2 * MAX_FRAME_TOKENS), leg(1)]) == 1
-    assert frame_length([abort] * 3000) == 1024
+    assert frame_length([leg(half), abort, leg(half), leg(1), abort], num_tokens, MAX_FRAME_TOKENS) == 3
+    assert frame_length([leg(2 * MAX_FRAME_TOKENS), leg(1)], num_tokens, MAX_FRAME_TOKENS) == 1
+    assert frame_length([abort] * 3000, num_tokens, MAX_FRAME_TOKENS) == 256
 
 
 async def test_many_long_prompts_reach_a_server_in_several_frames(
@@ -264,3 +268,37 @@ async def test_many_long_prompts_reach_a_server_in_several_frames(
     prompt = tuple(range(250)) * 2
     answers = await asyncio.gather(*(cluster.ask(prompt, max_tokens=1) for _ in range(20)))
     assert all(answer.text for answer in answers)
+
+
+class Deaf(ReliableChannel[Any]):
+    """Takes everything and acknowledges nothing."""
+
+    def ack_frame(self) -> Frame[Any]:
+        return replace(super().ack_frame(), ack=0)
+
+    def push(self, messages: tuple[Any, ...], now_s: float) -> Frame[Any]:
+        return replace(super().push(messages, now_s), ack=0)
+
+
+async def test_a_server_that_acknowledges_nothing_is_lost_before_what_is_kept_for_it_grows_large(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tests.router.fake_server.ReliableChannel", Deaf)
+    monkeypatch.setattr("disagg.router.streams.MAX_KEPT_TOKENS", 400)
+    await cluster.up(NORMAL)
+    for _ in range(2):
+        assert (await cluster.ask(tuple(range(250)), max_tokens=1)).text
+    async with asyncio.timeout(30):
+        while "more legs unacknowledged than are kept for it" not in caplog.text:
+            await asyncio.sleep(0.01)
+
+
+def test_what_a_server_says_of_its_cache_is_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view, "MAX_CACHED_PAGES", 10)
+    cached = view.CachedPages()
+    for start in range(0, 40, 4):
+        cached.apply(KvEvents(stored=tuple((n % 2, b"%d" % n) for n in range(start, start + 4))))
+    assert sum(cached.counts()) == 10
+    cached.apply(KvEvents(removed=((0, b"0"),)))
+    cached.apply(KvEvents(stored=((0, b"new"),)))
+    assert cached.holds(0, b"new") and sum(cached.counts()) == 10

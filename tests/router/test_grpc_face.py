@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from disagg.config.tree import Config, ModelConfig, ServerRef
 from disagg.convert.inspect import inspect_model
 from disagg.router.main import RunningRouter, max_model_len, run_router
-from disagg.types.errors import ConfigError
+from disagg.types.errors import ConfigError, DisaggError
 from disagg.types.ids import FinishReason, Role
 from disagg.types.sampling import SamplingParams
 from disagg.wire import pb
@@ -111,6 +111,18 @@ async def test_servers_are_told_whose_a_request_is(face: Face) -> None:
 def salted(salt: str) -> pb.inference.GenerateRequest:
     sampling = SamplingParams(max_tokens=1)
     return generate_request_to_proto(model="tiny", prompt="hi", params=sampling, cache_salt=salt)
+
+
+async def test_a_deadline_of_a_millisecond_is_said_to_have_passed(face: Face) -> None:
+    face.servers["d0"].script = silent
+    asked = generate_request_to_proto(
+        model="tiny", prompt="a" * 200, params=SamplingParams(max_tokens=4), deadline_s=0.001
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_to_end(face.stub.generate(asked))
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    details = caught.value.details() or ""
+    assert "deadline of 0.001 s passed" in details and "loading" not in details
 
 
 async def test_max_tokens_left_out_means_as_many_as_fit(face: Face) -> None:
@@ -225,10 +237,11 @@ async def test_reflection_lists_the_service(face: Face) -> None:
     assert "disagg.v1.Inference" in {service.name for service in reply.list_services_response.service}
 
 
-async def test_a_port_that_is_taken_is_a_configuration_error(face: Face, model_dir: Path) -> None:
+async def test_a_port_that_is_taken_is_named_and_may_be_free_later(face: Face, model_dir: Path) -> None:
     taken = Config(model=ModelConfig(name="tiny"), router=replace(CONFIG, grpc_port=face.running.grpc_port))
-    with pytest.raises(ConfigError, match=r"router\.grpc_port"):
+    with pytest.raises(DisaggError, match=r"router\.grpc_port") as refused:
         await run_router(taken, model_dir, registry=CollectorRegistry())
+    assert not isinstance(refused.value, ConfigError)
 
 
 def test_names_and_lengths_come_from_the_configuration_or_the_model(model_dir: Path) -> None:

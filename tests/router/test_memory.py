@@ -91,7 +91,7 @@ async def test_a_client_that_does_not_read_loses_its_request_and_nobody_else_doe
     router = await cluster.up(NORMAL, answer_bytes=MIB)
     slow = router.generate(request("hi", n=8, max_tokens=400, logprobs=2))
     await anext(slow)
-    await cluster.until(lambda: not router._live, timeout_s=60.0)
+    await cluster.until(lambda: not router._dispatch.live, timeout_s=60.0)
     assert (await cluster.ask("hi")).text == {0: answer(0, 8)}
     with pytest.raises(Overloaded, match="wait for the client to read them"):
         async for _ in slow:

@@ -7,7 +7,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from disagg.messages.legs import KvEvents, LoadReport, PeerRef, ServerHello, ServerState
-from disagg.router.policies import LeastLoaded, RequestFacts, RoundRobin, pick_pair
+from disagg.router.placement import pick_pair
+from disagg.router.policies import LeastLoaded, RequestFacts, RoundRobin
 from disagg.router.view import CachedPages, ClusterView, NoPair, NoPairReason, Pair, ServerView
 from disagg.types.ids import Role, ServerName
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from disagg.messages.legs import (
     AbortLeg,
     GroupMemory,
+    HostMemory,
     KvEvents,
     LegTokens,
     LoadReport,
@@ -21,9 +22,11 @@ from disagg.messages.legs import (
     PeerRef,
     ServerState,
     StartLeg,
+    StorageState,
 )
 from disagg.router.requests import ChoiceDelta, Started
-from disagg.router.streams import FIRST_BACKOFF_S, MAX_FRAME_TOKENS, frame_length
+from disagg.router.streams import FIRST_BACKOFF_S, MAX_FRAME_TOKENS, num_tokens
+from disagg.streams.state import frame_length
 from disagg.types.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -119,6 +122,44 @@ async def test_a_wrong_request_is_refused_by_name(
     await cluster.up(NORMAL)
     with pytest.raises(error, match=says):
         await cluster.ask(prompt, **params)
+    assert not cluster.servers["p0"].started
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("", r"prompt\[3\] is empty"),
+        ("\ud800", r"prompt\[3\] has half of a surrogate pair"),
+        ((1, 257), r"prompt\[3\] has token 257"),
+        ("x" * 512, r"prompt\[3\] has 512 tokens; the model's context holds 512 tokens"),
+        ("x" * 511, r"prompt\[3\] has 511 tokens and max_tokens is 8, 519 in all"),
+    ],
+)
+async def test_a_wrong_prompt_of_several_is_named(cluster: Cluster, prompt: Any, says: str) -> None:
+    await cluster.up(NORMAL)
+    with pytest.raises(InvalidRequest, match=says):
+        await cluster.ask(prompt, prompt_name="prompt[3]")
+
+
+@pytest.mark.parametrize(
+    ("biases", "says"),
+    [
+        (((5, 1.0), (6, 1.0), (5, 2.0)), "logit_bias names token 5 more than once"),
+        (((5, 1.0), (6, 101.0)), "logit_bias of token 6 is 101.0; it must be between -100.0 and 100.0"),
+    ],
+)
+async def test_a_bias_that_is_refused_is_named(cluster: Cluster, biases: Any, says: str) -> None:
+    await cluster.up(NORMAL)
+    with pytest.raises(InvalidRequest, match=says):
+        await cluster.ask(logit_bias=biases)
+
+
+async def test_an_answer_that_the_face_could_not_hold_is_refused_once_all_else_is_in_order(cluster: Cluster) -> None:
+    await cluster.up(NORMAL)
+    with pytest.raises(InvalidRequest, match="the model's context holds 512 tokens"):
+        await cluster.ask("hi", max_tokens=511, too_large="too much")
+    with pytest.raises(InvalidRequest, match="too much"):
+        await cluster.ask("hi", max_tokens=510, too_large="too much")
     assert not cluster.servers["p0"].started
 
 
@@ -562,6 +603,15 @@ async def test_a_server_whose_process_came_back_with_other_weights_is_said_to_ha
     await cluster.until(lambda: reason() == "")
 
 
+async def test_a_deadline_that_has_passed_at_once_says_so_with_its_number(cluster: Cluster) -> None:
+    await cluster.up(NORMAL, max_inflight=1)
+    with pytest.raises(DeadlineExceeded, match=r"deadline of 1e-06 s passed \((?!.*loading)"):
+        await cluster.ask("x" * 400, deadline_s=1e-6)
+    cluster.servers["d0"].script = silent
+    with pytest.raises(DeadlineExceeded, match=r"deadline of 0.5 s passed \(running, with 1 tokens"):
+        await cluster.ask(deadline_s=0.5)
+
+
 async def test_the_deadline_ends_a_running_request_and_frees_the_servers(cluster: Cluster) -> None:
     await cluster.up({"p0": prefill, "d0": silent})
     with pytest.raises(DeadlineExceeded, match="running, with 1 tokens"):
@@ -613,6 +663,72 @@ async def test_a_queue_that_one_tenant_has_filled_takes_another_one(cluster: Clu
         await cluster.ask(deadline_s=1.0, tenant="b")
     results = await asyncio.gather(*flood, return_exceptions=True)
     assert [type(result) for result in results] == [DeadlineExceeded] * 3 + [Overloaded], "the youngest went for it"
+
+
+async def test_one_tenant_leaves_places_for_others(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "d0": silent}, max_inflight=4)
+    inflight = lambda: cluster.router.status()["routers"][0]["inflight"]  # noqa: E731
+    flood = [asyncio.create_task(cluster.ask(deadline_s=4.0, tenant="a")) for _ in range(3)]
+    await cluster.until(lambda: len(cluster.servers["d0"].started) == 3)
+    flood += [asyncio.create_task(cluster.ask(deadline_s=1.5, tenant="a")) for _ in range(5)]
+    await cluster.until(lambda: cluster.router.status()["routers"][0]["queued"] == 5)
+    assert inflight() == 3
+    other = asyncio.create_task(cluster.ask(deadline_s=0.4, tenant="b"))
+    await cluster.until(lambda: [leg.tenant for leg in cluster.servers["d0"].started] == ["a", "a", "a", "b"])
+    results = await asyncio.gather(other, *flood, return_exceptions=True)
+    assert all(isinstance(result, DeadlineExceeded) for result in results)
+    assert sum("share of the router's requests in flight" in str(result) for result in results) == 5
+
+
+async def test_the_prompts_of_one_call_go_to_prefill_as_others_of_it_are_done(cluster: Cluster) -> None:
+    """And a single prompt of the same client does not wait for those that are held back."""
+    gate = asyncio.Event()
+
+    async def slow(server: FakeServer, leg: StartLeg) -> None:
+        if leg.num_prompt > 1:
+            await gate.wait()
+        await prefill(server, leg)
+
+    async def quiet(server: FakeServer, leg: StartLeg) -> None:
+        if leg.num_prompt > 1:
+            await gate.wait()
+        await decode(server, leg)
+
+    await cluster.up({"p0": slow, "d0": quiet})
+    many = [asyncio.create_task(cluster.ask("xx", n=8, max_tokens=2, tenant="a", call="c")) for _ in range(10)]
+    await cluster.until(lambda: len(cluster.servers["p0"].started) == 4)
+    assert (await cluster.ask("y", max_tokens=2, tenant="a")).text[0] == answer(0, 2)
+    assert len(cluster.servers["p0"].started) == 5
+    with pytest.raises(DeadlineExceeded, match="other prompts of the same call or client"):
+        await cluster.ask("xx", n=8, tenant="a", call="c", deadline_s=0.2)
+    gate.set()
+    assert all(got.text[7] == answer(7, 2) for got in await asyncio.gather(*many))
+
+
+async def test_many_choices_of_one_tenant_leave_prefill_to_others(cluster: Cluster) -> None:
+    """Each of its requests takes 64 slots there: while others are there, one follows another."""
+    gate = asyncio.Event()
+
+    async def slow(server: FakeServer, leg: StartLeg) -> None:
+        if leg.tenant == "a":
+            await gate.wait()
+        await prefill(server, leg)
+
+    async def quiet(server: FakeServer, leg: StartLeg) -> None:
+        if leg.tenant == "a" or leg.params.max_tokens == 9:
+            await gate.wait()
+        await decode(server, leg)
+
+    await cluster.up({"p0": slow, "d0": quiet})
+    other = asyncio.create_task(cluster.ask("y", max_tokens=9, tenant="b"))
+    await cluster.until(lambda: len(cluster.servers["p0"].started) == 1)
+    many = [asyncio.create_task(cluster.ask("xx", n=64, max_tokens=1, tenant="a")) for _ in range(4)]
+    await cluster.until(lambda: len(cluster.servers["p0"].started) == 2)
+    assert (await cluster.ask("y", max_tokens=2, tenant="b")).text[0] == answer(0, 2)
+    assert [leg.tenant for leg in cluster.servers["p0"].started] == ["b", "a", "b"]
+    gate.set()
+    assert all(len(got.text) == 64 for got in await asyncio.gather(*many))
+    assert (await other).text[0] == answer(0, 9)
 
 
 async def test_silences_within_a_stream_are_measured(cluster: Cluster) -> None:
@@ -709,14 +825,17 @@ async def test_status_is_what_operators_were_promised(cluster: Cluster) -> None:
 
 async def test_status_shows_a_servers_memory_and_how_much_its_prefix_cache_has(cluster: Cluster) -> None:
     group = GroupMemory("full", "full", 1024, empty_pages=1, evictable_pages=2, used_pages=3)
-    memory = MemoryReport("lcm", 4096, 10, 20, 34, 1024, (group,))
-    await cluster.up(NORMAL, hello={"d0": {"load": LoadReport(ServerState.READY, 0, 0, 34, 10, 20, 64, memory)}})
+    memory = MemoryReport("lcm", 4096, 10, 20, 34, 1024, (group,), HostMemory(3, 128, 128 * 4096))
+    load = LoadReport(ServerState.READY, 0, 0, 34, 10, 20, 64, memory, StorageState.DEGRADED)
+    await cluster.up(NORMAL, hello={"d0": {"load": load}})
 
     def shown(name: str) -> dict[str, Any]:
         return next(s for s in cluster.router.status()["servers"] if s["name"] == name)
 
     assert shown("p0")["memory"] is None
     assert (shown("d0")["memory"]["large_used"], shown("d0")["memory"]["groups"][0]["name"]) == (34, "full")
+    assert shown("p0")["offload"] == {"host_pages_used": 0, "host_pages_total": 0, "store": "off"}
+    assert shown("d0")["offload"] == {"host_pages_used": 3, "host_pages_total": 128, "store": "degraded"}
     assert shown("d0")["cached_pages"] == []
     cluster.servers["d0"].tell_cache(KvEvents(stored=((0, b"a"), (0, b"b"), (1, b"a"))), reset=True)
     await cluster.until(lambda: shown("d0")["cached_pages"] == [2, 1])
@@ -770,7 +889,7 @@ def test_a_frame_to_a_server_holds_what_it_reads_at_once_and_always_something() 
         peer = PeerRef("d", "d:1", "i")
         return StartLeg(LegKey("r", 1, 0), ids, tokens, SamplingParams(max_tokens=1), (0,), peer, 1.0)  # type: ignore[arg-type]
 
-    assert frame_length([leg(MAX_FRAME_TOKENS // 2)] * 3) == 2
-    assert frame_length([leg(2 * MAX_FRAME_TOKENS)] * 2) == 1
-    assert frame_length([AbortLeg(LegKey("r", 1, 0))] * 5000) == 1024
-    assert frame_length([leg(1), AbortLeg(LegKey("r", 1, 0))]) == 2
+    assert frame_length([leg(MAX_FRAME_TOKENS // 2)] * 3, num_tokens, MAX_FRAME_TOKENS) == 2
+    assert frame_length([leg(2 * MAX_FRAME_TOKENS)] * 2, num_tokens, MAX_FRAME_TOKENS) == 1
+    assert frame_length([AbortLeg(LegKey("r", 1, 0))] * 5000, num_tokens, MAX_FRAME_TOKENS) == 256
+    assert frame_length([leg(1), AbortLeg(LegKey("r", 1, 0))], num_tokens, MAX_FRAME_TOKENS) == 2

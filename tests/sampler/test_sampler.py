@@ -375,6 +375,23 @@ def test_an_empty_batch_samples_nothing():
     assert sampled.token_ids.shape == (0,) and sampled.rows() == []
 
 
+def test_logits_of_any_dtype_are_chosen_from_as_their_float32() -> None:
+    logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    mix = (
+        params(temperature=0.0),
+        params(temperature=0.7, seed=3, logprobs=2),
+        params(top_k=5, repetition_penalty=1.3),
+    )
+    got, right = step(sampler_of(64, *mix), logits), step(sampler_of(64, *mix), logits.float())
+    assert got.rows()[1:] == right.rows()[1:] and got.token_ids.tolist() == right.token_ids.tolist()
+
+
+def test_greedy_rows_take_the_first_maximum_that_is_known() -> None:
+    here = sampler_of(64, params(temperature=0.0), params(temperature=0.0))
+    known = torch.tensor([5, 6, 7])
+    assert here.sample(torch.zeros(3, 64), torch.tensor([2, 0]), [0, 1], known).token_ids.tolist() == [7, 5]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_chooses_as_the_cpu_does_and_never_waits():
     vocab, mix = 8192, [

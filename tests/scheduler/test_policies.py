@@ -10,6 +10,7 @@ from disagg.scheduler.policies import (
     POLICIES,
     PREEMPTION,
     Candidate,
+    Phase,
     Running,
     StepRun,
     decode_only,
@@ -19,8 +20,14 @@ from disagg.scheduler.policies import (
 )
 
 lengths = st.lists(st.integers(0, 40), max_size=8)
-prompts = st.lists(st.tuples(st.integers(0, 40), st.sampled_from((0, 0, 1, 7))), max_size=8).map(
-    lambda each: tuple(Candidate(seq_id, remaining, most) for seq_id, (remaining, most) in enumerate(each))
+# One token of a prompt is left as often as one is decoded: nothing but its phase says which it is.
+phases = st.tuples(st.just(Phase.PREFILL), st.integers(0, 40)) | st.tuples(
+    st.sampled_from((Phase.PREFILL, Phase.DECODE)), st.just(1)
+)
+prompts = st.lists(st.tuples(phases, st.sampled_from((0, 0, 1, 7))), max_size=8).map(
+    lambda each: tuple(
+        Candidate(seq_id, phase, remaining, most) for seq_id, ((phase, remaining), most) in enumerate(each)
+    )
 )
 batches = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(
     lambda tokens: tuple(Running(seq_id, 100 - seq_id, each) for seq_id, each in enumerate(tokens))
@@ -51,7 +58,7 @@ def test_prefill_computes_every_token_once_and_samples_with_the_last(remaining: 
     computed = dict.fromkeys(left, 0)
     steps = 0
     while any(left.values()):
-        plan = prefill_only(tuple(Candidate(s, tokens) for s, tokens in left.items()), budget)
+        plan = prefill_only(tuple(Candidate(s, Phase.PREFILL, tokens) for s, tokens in left.items()), budget)
         assert plan.num_tokens == min(budget, sum(left.values())), "no token of the budget is left over"
         for run in plan.runs:
             earlier = [s for s, tokens in left.items() if s < run.seq_id and tokens]
@@ -71,27 +78,34 @@ def test_prefill_computes_every_token_once_and_samples_with_the_last(remaining: 
 def test_decode_gives_one_token_to_each_that_decodes_before_anything_is_computed_again(
     candidates: tuple[Candidate, ...], budget: int
 ) -> None:
-    decoding = [c.seq_id for c in candidates if c.remaining == 1][:budget]
+    decoding = [c.seq_id for c in candidates if c.phase is Phase.DECODE][:budget]
     runs = decode_only(candidates, budget).runs
     assert runs[: len(decoding)] == tuple(StepRun(s, 1, True) for s in decoding)
-    again = tuple(c for c in candidates if c.remaining > 1)
+    again = tuple(c for c in candidates if c.phase is Phase.PREFILL)
     assert runs[len(decoding) :] == prefill_only(again, budget - len(decoding)).runs
 
 
 def test_a_long_prompt_is_cut_where_the_budget_ends() -> None:
-    plan = prefill_only((Candidate(1, 5), Candidate(2, 9), Candidate(3, 1)), 8)
+    plan = prefill_only(
+        tuple(Candidate(seq_id, Phase.PREFILL, tokens) for seq_id, tokens in ((1, 5), (2, 9), (3, 1))), 8
+    )
     assert plan.runs == (StepRun(1, 5, True), StepRun(2, 3, False))
 
 
 def test_a_run_that_stops_at_a_checkpoint_leaves_the_rest_of_the_budget_to_the_next() -> None:
-    plan = prefill_only((Candidate(1, 9, most=2), Candidate(2, 9)), 8)
+    plan = prefill_only((Candidate(1, Phase.PREFILL, 9, most=2), Candidate(2, Phase.PREFILL, 9)), 8)
     assert plan.runs == (StepRun(1, 2, False), StepRun(2, 6, False))
 
 
 def test_what_is_computed_again_takes_what_decoding_leaves_and_samples_at_its_end() -> None:
-    recomputed, short = Candidate(1, 9, most=4), Candidate(3, 2)
-    plan = decode_only((recomputed, Candidate(2, 1), short, Candidate(4, 1)), 8)
+    recomputed, short = Candidate(1, Phase.PREFILL, 9, most=4), Candidate(3, Phase.PREFILL, 2)
+    plan = decode_only((recomputed, Candidate(2, Phase.DECODE, 1), short, Candidate(4, Phase.DECODE, 1)), 8)
     assert plan.runs == (StepRun(2, 1, True), StepRun(4, 1, True), StepRun(1, 4, False), StepRun(3, 2, True))
+
+
+def test_the_last_token_of_a_prompt_is_no_decode() -> None:
+    prompt, decoding = Candidate(1, Phase.PREFILL, 1), Candidate(2, Phase.DECODE, 1)
+    assert decode_only((prompt, decoding), 1).runs == (StepRun(2, 1, True),)
 
 
 @pytest.mark.parametrize("name", sorted(PREEMPTION))

@@ -1,6 +1,6 @@
 """A real worker in which one thing fails with an exception of any kind: for `test_workers.py`.
 
-Arguments: those of a worker, after what fails (plan, job or lane) and the exception's name.
+Arguments: those of a worker, after what fails (plan, job or transfer) and the exception's name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from disagg.worker import process
 from disagg.worker.__main__ import main
 
 WHAT, NAME = sys.argv.pop(1), sys.argv.pop(1)
-METHODS = {"plan": "_run_plan", "job": "_try", "lane": "_beat"}
+METHODS = {"plan": "_run_plan", "job": "_try", "transfer": "_beat"}
 
 
 class Unheard(Exception):

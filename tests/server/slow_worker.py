@@ -12,7 +12,7 @@ import time
 import zmq
 
 from disagg.messages.control import Dump, Dumped, Profiled, Shutdown, decode_request, encode_reply
-from disagg.messages.lane import Beat, LaneReportFrame, encode_report
+from disagg.messages.transfer import Beat, EventFrame, encode_events
 
 
 def main() -> None:
@@ -29,8 +29,8 @@ def main() -> None:
         socket.connect(f"ipc://{arguments.sockets}/{name}")
         return socket
 
-    control, lane = dealer("control"), dealer("lane")
-    lane.send(encode_report(LaneReportFrame(arguments.rank, 0, (Beat(-1, 0.0, 0, 0),))))
+    control, transfer = dealer("control"), dealer("transfer")
+    transfer.send(encode_events(EventFrame(arguments.rank, 0, (Beat(-1, 0.0, 0, 0),))))
     while True:
         request = decode_request(control.recv())
         if isinstance(request, Shutdown):

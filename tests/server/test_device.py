@@ -7,7 +7,7 @@ import ctypes
 import pytest
 
 from disagg.server import device
-from disagg.server.device import choose_device, count_gpus, ucx_choice
+from disagg.server.device import choose_device, choose_dtype, count_gpus, memory_bytes, ucx_choice
 
 
 def test_a_device_that_was_named_is_taken() -> None:
@@ -62,3 +62,13 @@ def test_ucx_is_restrained_on_a_cpu_and_free_on_a_gpu_unless_told() -> None:
     assert ucx_choice("auto", "cuda", "lo") == ""
     for setting in ("", "tcp"):
         assert ucx_choice(setting, "cpu", "lo") == ucx_choice(setting, "cuda", "lo") == setting
+
+
+def test_the_memory_of_this_machine_is_a_plausible_number() -> None:
+    assert 1 << 28 < memory_bytes() < 1 << 50
+
+
+def test_a_dtype_that_is_left_open_follows_the_device() -> None:
+    assert choose_dtype("auto", "cpu", "bfloat16") == "float32"
+    assert choose_dtype("auto", "cuda", "bfloat16") == "bfloat16"
+    assert choose_dtype("float16", "cpu", "bfloat16") == "float16"

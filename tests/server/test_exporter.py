@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
-from disagg.engine.instructions import Tally
-from disagg.messages.legs import GroupMemory, LoadReport, MemoryReport, ServerState
+from disagg.config.tree import Config
+from disagg.engine.instructions import Counters
+from disagg.messages.legs import GroupMemory, HostMemory, LoadReport, MemoryReport, ServerState, StorageState
+from disagg.messages.tiers import CopiedIn, CopiedOut, PartsRead, PartsWritten
+from disagg.offload.causes import Cause
 from disagg.server.exporter import Exporter
+from disagg.server.offloading import Offloading
 from disagg.telemetry.metrics import EngineMetrics
 
 MEMORY = MemoryReport("lcm", 4096, 10, 20, 34, 512, (GroupMemory("full", "full", 1024, 1, 2, 3),))
@@ -20,10 +26,13 @@ class FakeEngine:
     """What an exporter reads of an engine."""
 
     def __init__(self) -> None:
-        self.tally = Tally()
+        self.counters = Counters()
 
     def arena_bytes(self) -> tuple[int, int, int]:
         return (1, 2, 3)
+
+    def parked(self, now_s: float) -> tuple[int, float]:
+        return (0, 0.0)
 
 
 class Exported:
@@ -40,11 +49,11 @@ class Exported:
 
 def test_what_memory_counts_is_exported_by_its_labels() -> None:
     exported, engine = Exported(), FakeEngine()
-    tally = engine.tally
-    tally.query_tokens, tally.hit_tokens, tally.recomputed_tokens = 100, 60, 7
-    tally.evictions["full"], tally.evictions["window-512"] = 3, 0
-    tally.preemptions["age"] += 2
-    tally.observe("run_pages", 12.0)
+    counters = engine.counters
+    counters.query_tokens, counters.hit_tokens, counters.recomputed_tokens = 100, 60, 7
+    counters.evictions["full"], counters.evictions["window-512"] = 3, 0
+    counters.preemptions["age"] += 2
+    counters.observe("run_pages", 12.0)
     exported.export(engine)
     assert exported.value("disagg_prefix_query_tokens_total") == 100
     assert exported.value("disagg_prefix_hit_tokens_total", tier="gpu") == 60
@@ -67,14 +76,50 @@ def test_the_pool_is_that_of_the_load_report_and_gone_with_it() -> None:
     assert exported.value("disagg_kv_pages", group="full", state="used") is None
 
 
+def test_the_host_pool_is_that_of_the_load_report() -> None:
+    exported = Exported()
+    with_host = replace(LOAD, memory=replace(MEMORY, host=HostMemory(30, 128, 128 * 4096)))
+    for load, pages in ((with_host, [30, 98]), (LOAD, [0, 0])):
+        exported.export(FakeEngine(), load)
+        assert [exported.value("disagg_host_pages", state=state) for state in ("used", "empty")] == pages
+
+
+def test_what_tiers_did_is_exported_by_tier_and_cause() -> None:
+    exported, offloading = Exported(), Offloading(Config())
+    sums = offloading.sums
+    for report in (CopiedOut(1, 100, 0.5), CopiedOut(2, 50, 0.25), CopiedIn(1, 7, 0.1), PartsRead(1, "", 9, 1.0)):
+        sums.count(report)
+    sums.count(PartsWritten(1, "", (), 11, 2.0))
+    sums.misses[Cause.CORRUPT] += 2
+    sums.published_pages, sums.duplicate_pages, sums.failures = 5, 3, 1
+    for _ in range(2):  # sums are not added twice
+        exported.exporter.export_tiers(offloading)
+    moved = [("host", "out", 150, 0.75), ("host", "in", 7, 0.1), ("storage", "out", 11, 2.0), ("storage", "in", 9, 1.0)]
+    for tier, direction, nbytes, seconds in moved:
+        assert exported.value("disagg_tier_bytes_total", tier=tier, direction=direction) == nbytes
+        assert exported.value("disagg_tier_seconds_total", tier=tier, direction=direction) == seconds
+    assert exported.value("disagg_store_misses_total", cause="corrupt") == 2
+    assert exported.value("disagg_store_published_pages_total") == 5
+    assert exported.value("disagg_store_duplicate_pages_total") == 3
+    assert exported.value("disagg_store_failures_total") == 1
+    assert exported.value("disagg_store_up") == 1
+
+
+def test_a_store_that_fails_is_not_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    exported, offloading = Exported(), Offloading(Config())
+    monkeypatch.setattr(Offloading, "state", StorageState.DEGRADED)
+    exported.exporter.export_tiers(offloading)
+    assert exported.value("disagg_store_up") == 0
+
+
 def test_counters_go_on_when_another_incarnation_begins_at_zero() -> None:
     exported, engine = Exported(), FakeEngine()
-    engine.tally.hit_tokens, engine.tally.evictions["full"] = 5, 2
+    engine.counters.hit_tokens, engine.counters.evictions["full"] = 5, 2
     exported.export(engine)
-    engine.tally.hit_tokens = 8
-    exported.exporter.retire(engine.tally)
+    engine.counters.hit_tokens = 8
+    exported.exporter.retire(engine.counters)
     again = FakeEngine()
-    again.tally.hit_tokens, again.tally.evictions["full"] = 4, 1
+    again.counters.hit_tokens, again.counters.evictions["full"] = 4, 1
     exported.export(again)
     assert exported.value("disagg_prefix_hit_tokens_total", tier="gpu") == 12
     assert exported.value("disagg_kv_evictions_total", group="full") == 3
@@ -82,7 +127,7 @@ def test_counters_go_on_when_another_incarnation_begins_at_zero() -> None:
 
 def test_what_is_observed_is_counted_once() -> None:
     exported, engine = Exported(), FakeEngine()
-    engine.tally.observe("step", 0.5)
+    engine.counters.observe("step", 0.5)
     exported.export(engine)
     exported.export(engine)
     assert exported.value("disagg_step_seconds_count") == 1

@@ -39,6 +39,7 @@ from disagg.wire import pb
 from disagg.wire.peer import LinkGreeting, link_frame_to_proto, link_greeting_to_proto
 from disagg.wire.server import AttachReply, KvUpdate, ServerSays, server_says_to_proto
 from disagg.wire.services import PEER, SERVER, make_server
+from tests.campaigns import Campaign
 from tests.router.fake_server import TOKENIZER
 from tests.server.test_hostile_streams import CAMPAIGNS
 from tests.server.test_links import RANKS
@@ -121,15 +122,22 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def campaign(examples: int, talks: Any, body: Callable[[list[bytes]], None]) -> None:
+    counted = Campaign(examples)
+
+    def one(messages: list[bytes]) -> None:
+        counted.begin()
+        body(messages)
+
     limits = settings(
-        max_examples=examples,
+        max_examples=counted.examples,
         derandomize=True,
         deadline=None,
         database=None,
         phases=(Phase.explicit, Phase.generate),
         suppress_health_check=list(HealthCheck),
     )
-    limits(given(talks)(body))()
+    limits(given(talks)(one))()
+    counted.check()
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ from disagg.wire import pb
 from disagg.wire.peer import LinkGreeting, link_frame_to_proto, link_greeting_to_proto
 from disagg.wire.server import RouterHello, router_frame_to_proto, router_hello_to_proto
 from disagg.wire.services import PEER, SERVER, open_channel
+from tests.campaigns import Campaign, sizes
 from tests.server.test_links import RANKS, Dialled, Prefill, decode_hello
 from tests.server.test_routers import KEY, Router, Server, attach
 from tests.wire.wire_hostile import conversation
@@ -41,14 +42,7 @@ CLEAR = {
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-CAMPAIGNS = pytest.mark.parametrize(
-    "examples",
-    [
-        200,
-        pytest.param(2_000, marks=[pytest.mark.long, pytest.mark.timeout(900)]),
-        pytest.param(50_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
-    ],
-)
+CAMPAIGNS = sizes()
 
 LEG = StartLeg(KEY, (1, 2, 3), 3, SamplingParams(max_tokens=5), (0,), PeerRef("D", "d:1", "d1"), 60.0)
 ROUTER_HELLOS = [
@@ -127,8 +121,8 @@ class AttachVictim:
         await self._router.acknowledge()
         streams = self._server.streams
         for lease in [lease for number, lease in streams._leases.items() if number]:
-            lease.heard_s = float("-inf")
-        streams._leases[0].heard_s = float("inf")
+            lease.stream.state.heard_s = float("-inf")
+        streams._leases[0].stream.state.heard_s = float("inf")
         streams.tick()
 
     def left(self) -> object:
@@ -159,7 +153,7 @@ class LinkVictim:
         async with asyncio.timeout(DEADLINE_S):
             assert await self._healthy.next_message() == sent
         for number, (_, link) in list(self._prefill.links._by_number.items()):
-            link.heard_s = float("-inf") if number else float("inf")
+            link.stream.state.heard_s = float("-inf") if number else float("inf")
         self._prefill.links.tick()
         for number in list(self._prefill.links._lost):
             self._prefill.links.forget(number)
@@ -200,6 +194,8 @@ def campaign(examples: int, victim: Callable[[], Awaitable[Victim]], path: str, 
     """Each example is one hostile stream; after each the healthy one is tried."""
     seen: set[grpc.StatusCode] = set()
     grown: list[int] = []
+    counted = Campaign(examples)
+    examples = counted.examples
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as servers run
         target = runner.run(victim())
 
@@ -211,6 +207,7 @@ def campaign(examples: int, victim: Callable[[], Awaitable[Victim]], path: str, 
             await target.ping()
 
         def body(messages: list[bytes]) -> None:
+            counted.begin()
             runner.run(one(messages))
             if len(grown) < 2 * examples:
                 grown.append(0)
@@ -227,6 +224,7 @@ def campaign(examples: int, victim: Callable[[], Awaitable[Victim]], path: str, 
             suppress_health_check=list(HealthCheck),
         )
         limits(given(talks)(body))()
+        counted.check()
         runner.run(channel.close())
         runner.run(until(lambda: not any(target.left()), target.ping))
         after = resident_bytes()

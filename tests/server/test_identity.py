@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -11,12 +12,13 @@ from disagg.config.tree import Config
 from disagg.messages.control import Loaded
 from disagg.messages.layout import LayerGroup
 from disagg.messages.legs import LegEnd, Outcome, PeerRef, ServerState, StartLeg
-from disagg.server import server as server_module
-from disagg.server.identity import ModelIdentity, changed, disagreement, identity_of
-from disagg.server.server import Server
+from disagg.prefill_server.role import PREFILL
+from disagg.server import lifecycle
+from disagg.server.lifecycle import Server
+from disagg.server.model_identity import ModelIdentity, changed, disagreement, identity_of
 from disagg.server.workers import GroupLost
 from disagg.types.errors import ConfigError
-from disagg.types.ids import LegKey, Role
+from disagg.types.ids import LegKey
 from disagg.types.sampling import SamplingParams
 
 GROUPS = (LayerGroup("full", (0,), 1, 8, "float32"),)
@@ -54,13 +56,9 @@ def test_only_another_model_than_before_is_said() -> None:
     assert "tokenizer.json" in said and "weights" not in said
 
 
-class _Group:
-    incarnation = "new"
-
-
 def ready_server(monkeypatch: pytest.MonkeyPatch) -> tuple[Server, list[LegEnd], list[StartLeg]]:
     """A server whose engine and routers only remember."""
-    made = Server(Config(), Role.PREFILL, lambda: None)
+    made = Server(Config(), PREFILL, lambda: None)
     ends: list[LegEnd] = []
     started: list[StartLeg] = []
 
@@ -69,10 +67,10 @@ def ready_server(monkeypatch: pytest.MonkeyPatch) -> tuple[Server, list[LegEnd],
             started.append(leg)
             return []
 
-    monkeypatch.setattr(made, "_state", ServerState.READY)
-    monkeypatch.setattr(made, "_group", _Group())
-    monkeypatch.setattr(made, "_engine", _Engine())
-    monkeypatch.setattr(made, "_do", lambda instructions: None)
+    monkeypatch.setattr(made._identity, "state", ServerState.READY)
+    monkeypatch.setattr(made._identity, "incarnation", SimpleNamespace(facts=SimpleNamespace(incarnation="new")))
+    monkeypatch.setattr(made._dispatch, "engine", _Engine())
+    monkeypatch.setattr(made._dispatch, "_do", lambda instructions: None)
     monkeypatch.setattr(made._routers, "tell", lambda router, message: ends.append(message))
     return made, ends, started
 
@@ -82,11 +80,11 @@ async def test_a_leg_that_was_meant_for_earlier_workers_is_given_back(monkeypatc
     server, ends, started = ready_server(monkeypatch)
     params = SamplingParams(max_tokens=1)
     leg = StartLeg(LegKey("r", 1, 0), (1,), 1, params, (0,), PeerRef("d0", "d0:1", "i"), 9.0, incarnation="old")
-    server._router_message(0, leg)
+    server._dispatch.router_message(0, leg)
     assert [end.outcome for end in ends] == [Outcome.GIVEN_BACK] and "other workers" in ends[0].reason
     assert started == []
     for meant in ("new", ""):  # a router of an older version does not say it
-        server._router_message(0, replace(leg, incarnation=meant))
+        server._dispatch.router_message(0, replace(leg, incarnation=meant))
     assert len(started) == 2 and len(ends) == 1
 
 
@@ -94,13 +92,13 @@ async def test_another_model_after_a_restart_is_logged_counted_and_told_to_route
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _, _ = ready_server(monkeypatch)
-    server._take_identity(IDENTITY)
-    server._take_identity(IDENTITY)
-    assert server._note == "" and not caplog.records
+    server._take_model(IDENTITY)
+    server._take_model(IDENTITY)
+    assert server._identity.note == "" and not caplog.records
     with caplog.at_level(logging.ERROR):
-        server._take_identity(ModelIdentity("b" * 64, IDENTITY.files))
+        server._take_model(ModelIdentity("b" * 64, IDENTITY.files))
     assert "aaaaaaaaaaaa and bbbbbbbbbbbb" in caplog.text
-    assert "aaaaaaaaaaaa and bbbbbbbbbbbb" in server._note
+    assert "aaaaaaaaaaaa and bbbbbbbbbbbb" in server._identity.note
     assert server._registry.get_sample_value("disagg_model_changes_total") == 1
 
 
@@ -122,6 +120,8 @@ async def test_a_model_that_cannot_be_loaded_for_a_while_does_not_end_a_server_t
     outcomes = [IDENTITY, fault, fault, IDENTITY]
 
     class _Lost:
+        silent_exit = ""
+
         async def wait_lost(self) -> str:
             return "rank 0 was killed by SIGKILL"
 
@@ -129,23 +129,23 @@ async def test_a_model_that_cannot_be_loaded_for_a_while_does_not_end_a_server_t
         if not outcomes:
             raise _Over
         outcome = outcomes.pop(0)
-        notes.append(made._note)
+        notes.append(made._identity.note)
         if isinstance(outcome, Exception):
             raise outcome
         made._group = _Lost()  # type: ignore[assignment]
-        made._take_identity(outcome)
+        made._take_model(outcome)
 
     async def take_down(reason: str) -> None:
         made._group = None
 
-    monkeypatch.setattr(server_module, "RESTART_FIRST_S", 0.001)
+    monkeypatch.setattr(lifecycle, "RESTART_FIRST_S", 0.001)
     for name, value in (("_find_device", lambda: None), ("_find_model", lambda: None), ("_bring_up", bring_up)):
         monkeypatch.setattr(made, name, value)
     monkeypatch.setattr(made, "_take_down", take_down)
     with pytest.raises(_Over):
         await made._supervise(_Health())  # type: ignore[arg-type]
     assert notes[:2] == ["", ""] and str(fault) in notes[2] and str(fault) in notes[3]
-    assert made._note == ""  # all is well again
+    assert made._identity.note == ""  # all is well again
 
 
 async def test_a_model_that_cannot_be_loaded_at_first_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from disagg.router.streams import Connection, NameTaken
 from disagg.router.view import CachedPages
 from disagg.server import door, routers
 from disagg.server.kv_feed import KvFeed
-from disagg.server.routers import FRAME_BYTES, LOGPROB_BYTES, Lease, RouterStreams
+from disagg.server.routers import FRAME_BYTES, LOGPROB_BYTES, Lease, MergingOutbox, RouterStreams
 from disagg.types.errors import Unavailable
 from disagg.types.ids import LegKey, Role
 from disagg.wire.server import RouterHello, ServerSays
@@ -447,24 +447,20 @@ async def test_a_router_that_acknowledges_nothing_loses_its_lease(
 
 
 def test_a_frame_holds_a_bounded_number_of_messages_and_none_is_lost() -> None:
-    lease = Lease(0, RouterHello("r", "i", "s", 0), "here")
+    stream = Lease(0, RouterHello("r", "i", "s", 0), "here", heartbeat_s=3600.0).stream.state
     ends = [LegEnd(LegKey(f"r{number}", 1, 0), Outcome.DONE, "") for number in range(2500)]
     for end in ends:
-        lease.put(end)
+        stream.put(end)
     taken: list[ServerMessage] = []
-    lease.ready = True
-    while lease.ready:
-        messages = lease.take()
-        assert len(messages) <= 1024
-        taken += lease.channel.push(messages, 0.0).messages
+    stream.flush()
+    while (frame := stream.next_frame(0.0)) is not None:
+        assert len(frame.messages) <= 1024
+        taken += frame.messages
     assert taken == ends
-    assert lease.pending_bytes == 0
-    lease.channel.take(Frame(number=0, ack=99, messages=()), 0.0)
-    assert lease.kept_bytes == 0
-
-
-def lease() -> Lease:
-    return Lease(0, RouterHello("r", "i", "s", 0), "here")
+    assert stream.outbox.size == 0
+    assert stream.kept > 0
+    stream.hear(Frame(number=0, ack=99, messages=()), 0.0)
+    assert stream.kept == 0
 
 
 def tokens(first: int, count: int, choice: int = 0, top: int = 0) -> LegTokens:
@@ -473,18 +469,17 @@ def tokens(first: int, count: int, choice: int = 0, top: int = 0) -> LegTokens:
 
 
 def test_what_waited_for_a_router_goes_out_in_frames_that_its_loop_reads_at_once() -> None:
-    waiting = lease()
+    waiting = MergingOutbox()
     for step in range(2000):
         for choice in range(4):
             waiting.put(tokens(step, 1, choice, top=20))
-    before = waiting.pending_bytes
+    before = waiting.size
     frames = []
-    while waiting.pending:
+    while len(waiting):
         frames.append(waiting.take())
-        assert waiting.ready == bool(waiting.pending)
         if len(frames) == 3:
             waiting.put(tokens(2000, 1, 0, top=20))  # more comes meanwhile
-    assert waiting.pending_bytes == 0
+    assert waiting.size == 0
     assert len(frames) > 8
     sizes = [sum(LOGPROB_BYTES * 21 * len(m.logprobs) for m in frame) for frame in frames]
     assert max(sizes) <= FRAME_BYTES < before
@@ -495,7 +490,7 @@ def test_what_waited_for_a_router_goes_out_in_frames_that_its_loop_reads_at_once
 
 
 def test_a_message_larger_than_a_frame_goes_out_alone() -> None:
-    waiting = lease()
+    waiting = MergingOutbox()
     waiting.put(tokens(0, 2000, top=20))
     waiting.put(tokens(2000, 1))
     assert [len(waiting.take()) for _ in range(2)] == [1, 1]

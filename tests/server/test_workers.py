@@ -17,7 +17,7 @@ from disagg.messages.control import Dump, Dumped, Profile, Profiled
 from disagg.messages.plan import WorkerPlan
 from disagg.server.workers import GroupLost, WorkerGroup, make_sockets_dir
 from disagg.types.errors import ConfigError
-from tests.cli.small_disk import small_disk as small_disk
+from tests.small_disk import small_disk as small_disk
 
 SILENT_S = 1.0
 WORKER = Path(__file__).with_name("slow_worker.py")
@@ -33,6 +33,56 @@ async def group_of(reply_after_s: float) -> AsyncIterator[WorkerGroup]:
         yield group
     finally:
         await group.kill()
+
+
+def no_such_program(directory: Path) -> tuple[str, ...]:
+    return (str(directory / "nothing"), "-m")
+
+
+def a_directory(directory: Path) -> tuple[str, ...]:
+    return (str(directory),)
+
+
+def no_executable(directory: Path) -> tuple[str, ...]:
+    (directory / "text").write_text("print()")
+    return (str(directory / "text"),)
+
+
+def no_program(directory: Path) -> tuple[str, ...]:
+    (directory / "text").write_bytes(b"\x00\x01\x02")
+    (directory / "text").chmod(0o755)
+    return (str(directory / "text"),)
+
+
+def with_a_nul(directory: Path) -> tuple[str, ...]:
+    return ("a\0b",)
+
+
+@pytest.mark.parametrize("made", [no_such_program, a_directory, no_executable, no_program, with_a_nul])
+async def test_a_command_that_cannot_be_run_is_a_configuration_error(
+    tmp_path: Path, made: Callable[[Path], tuple[str, ...]]
+) -> None:
+    ignore: Callable[..., None] = lambda *_: None  # noqa: E731
+    group = WorkerGroup("test", WorkerConfig(command=made(tmp_path)), LogConfig(), 1, ignore, ignore)
+    with pytest.raises(ConfigError, match=r"worker.command = \[.*\]: it cannot be run: .*; it must be a program"):
+        group.start()
+    await group.kill()
+
+
+async def test_a_rank_that_exits_without_a_word_is_told_from_one_that_is_killed_or_has_spoken() -> None:
+    ignore: Callable[..., None] = lambda *_: None  # noqa: E731
+    group = WorkerGroup("test", WorkerConfig(command=(sys.executable, "-c", "exit(7)")), LogConfig(), 1, ignore, ignore)
+    group.start()
+    assert await asyncio.wait_for(group.wait_lost(), 30.0) == group.silent_exit == "rank 0 exited with status 7"
+    await group.kill()
+    async with group_of(60.0) as group:
+        group._processes[0].kill()
+        await asyncio.wait_for(group.wait_lost(), 30.0)
+        assert group.silent_exit == ""
+    async with group_of(0.0) as group:
+        await group.call(Dump(), 30.0)
+        group._exited_with(0, 1)
+        assert group.silent_exit == ""
 
 
 async def test_a_rank_may_be_silent_while_it_does_what_it_was_called_for() -> None:
@@ -77,7 +127,7 @@ async def test_a_call_is_lost_when_its_time_is_over_though_the_rank_lives() -> N
 
 @pytest.mark.parametrize(
     ("what", "error"),
-    [("plan", "IndexError"), ("plan", "Unheard"), ("job", "ZeroDivisionError"), ("lane", "IndexError")],
+    [("plan", "IndexError"), ("plan", "Unheard"), ("job", "ZeroDivisionError"), ("transfer", "IndexError")],
 )
 async def test_whatever_a_worker_raises_its_server_learns_the_cause(what: str, error: str) -> None:
     ignore: Callable[..., None] = lambda *_: None  # noqa: E731

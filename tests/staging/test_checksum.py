@@ -9,8 +9,9 @@ import torch
 from msgspec.structs import replace
 
 from disagg.messages.pieces import HeadSlice
-from disagg.staging.checksum import MASK, checksum, key_seed, splitmix64
+from disagg.staging.checksum import checksum
 from disagg.staging.identity import identity_seed
+from disagg.staging.nh import MASK, key_seed, splitmix64, sum_bytes
 from tests.staging.identities import IDENTITY, slice_of
 
 SEED = identity_seed(slice_of())
@@ -39,6 +40,13 @@ def some_bytes(n: int) -> bytes:
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 24, 1000, 16384 * 8, 16384 * 8 + 8, 300_001])
 def test_it_is_what_the_definition_says(n: int) -> None:
     assert sum_of(some_bytes(n)) == reference(some_bytes(n), SEED)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 24, 1000, 16384 * 8 + 3])
+def test_of_bytes_wherever_they_lie_it_is_the_same(n: int) -> None:
+    for offset in (0, 1, 3, 8):
+        lying = memoryview(bytes(offset) + some_bytes(n))[offset:]
+        assert sum_bytes(lying, SEED) == reference(some_bytes(n), SEED)
 
 
 def test_splitmix64_gives_its_published_numbers() -> None:

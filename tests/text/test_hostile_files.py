@@ -17,6 +17,7 @@ from disagg.text.chat import ChatTemplate
 from disagg.text.model_files import LIMITS
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import ConfigError, InvalidRequest
+from tests.campaigns import Campaign, sizes
 from tests.text.conftest import STYLES
 
 TEXT = "the ab a\n日 <s> x▁y <tool> é, and more"
@@ -101,10 +102,10 @@ def spoilt(draw: st.DrawFn, bases: list[dict[str, Any]]) -> bytes:
     return bytes(content)
 
 
-def fuzz(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def fuzz(campaign: Campaign) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         limits = settings(
-            max_examples=examples,
+            max_examples=campaign.examples,
             deadline=None,
             database=None,
             phases=(Phase.explicit, Phase.generate, Phase.shrink),
@@ -156,14 +157,16 @@ def use(tokenizer: Tokenizer) -> None:
     decoder.flush()
 
 
-@pytest.mark.parametrize("examples", [2000, pytest.param(50_000, marks=pytest.mark.slow)])
+@sizes()
 def test_a_spoilt_tokenizer_is_one_error_or_works(folder: Path, examples: int) -> None:
     before, taken = resident_bytes(), 0
+    campaign = Campaign(examples)
 
-    @fuzz(examples)
+    @fuzz(campaign)
     @given(content=spoilt(TOKENIZERS))
     def run(content: bytes) -> None:
         nonlocal taken
+        campaign.begin()
         (folder / "tokenizer.json").write_bytes(content)
         tokenizer = load(folder)
         if tokenizer is not None:
@@ -171,15 +174,19 @@ def test_a_spoilt_tokenizer_is_one_error_or_works(folder: Path, examples: int) -
             use(tokenizer)
 
     run()
-    assert taken > examples // 50  # it is not all refused at once
+    campaign.check()
+    assert taken > campaign.examples // 50  # it is not all refused at once
     assert resident_bytes() - before < MOST_GROWTH
 
 
-@pytest.mark.parametrize("examples", [500, pytest.param(20_000, marks=pytest.mark.slow)])
+@sizes(50)
 def test_spoilt_settings_of_a_tokenizer_are_one_error_or_work(folder: Path, examples: int) -> None:
-    @fuzz(examples)
+    campaign = Campaign(examples)
+
+    @fuzz(campaign)
     @given(content=spoilt([SETTINGS, *({**SETTINGS, "chat_template": each} for each in TEMPLATES)]))
     def run(content: bytes) -> None:
+        campaign.begin()
         (folder / "tokenizer_config.json").write_bytes(content)
         tokenizer, template = load(folder), load_template(folder)
         if tokenizer is not None and template is not None and b"*" not in content:
@@ -187,6 +194,7 @@ def test_spoilt_settings_of_a_tokenizer_are_one_error_or_work(folder: Path, exam
                 assert isinstance(template.render(MESSAGES), str)
 
     run()
+    campaign.check()
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=range(len(TEMPLATES)))

@@ -100,7 +100,13 @@ async def test_a_chat_is_rendered_with_the_special_tokens() -> None:
         await renderer.render(HELLO, MOST_CHARS)
 
 
-@pytest.mark.parametrize("misdeed", MISDEEDS)
+# The short part has one of each way to be ended: by time, by memory, by the interpreter, by length, by its own words.
+SHORT_LIST = ("loop", "center", "deep", "long", "raise", "halves")
+
+
+@pytest.mark.parametrize(
+    "misdeed", [pytest.param(name, marks=() if name in SHORT_LIST else pytest.mark.long) for name in MISDEEDS]
+)
 async def test_a_template_that_takes_too_much_is_ended_and_the_next_chat_is_rendered(
     obeying: Renderer, misdeed: str
 ) -> None:
@@ -201,6 +207,36 @@ async def test_what_waits_has_a_bound_and_a_deadline() -> None:
     ended = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(each) for each in ended] == [DeadlineExceeded] * 3
     await renderer.close()
+
+
+async def test_one_tenants_chats_do_not_stand_before_anothers_one(obeying: Renderer) -> None:
+    order: list[str] = []
+
+    async def ask(tenant: str) -> None:
+        await obeying.render(said("x" * 20_000), MOST_CHARS, tenant)
+        order.append(tenant)
+
+    tasks = [asyncio.create_task(ask("a")) for _ in range(50)]
+    await asyncio.sleep(0)
+    tasks.append(asyncio.create_task(ask("b")))
+    await asyncio.gather(*tasks)
+    assert order.index("b") <= 3, "one under way, one turn of the other's"
+
+
+async def test_a_queue_that_one_tenant_has_filled_takes_anothers_chat() -> None:
+    renderer = await Renderer.start(TemplateSource(OBEYS), RenderBounds(deadline_s=30.0, max_waiting=3))
+    tasks = [asyncio.create_task(renderer.render(said("loop"), MOST_CHARS, "a"))]
+    await asyncio.sleep(0.05)
+    tasks += [asyncio.create_task(renderer.render(HELLO, MOST_CHARS, "a")) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await renderer.render(HELLO, MOST_CHARS, "a")
+    tasks.append(asyncio.create_task(renderer.render(HELLO, MOST_CHARS, "b")))
+    await asyncio.sleep(0.05)
+    assert [task.done() for task in tasks] == [False, False, False, True, False], "the youngest of who has most"
+    assert isinstance(tasks[3].exception(), Overloaded)
+    await renderer.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_closing_ends_what_is_rendered_and_what_waits(obeying: Renderer) -> None:

@@ -14,6 +14,7 @@ from disagg.text.chat import TemplateSource
 from disagg.text.render_messages import packed
 from disagg.text.renderer import RenderBounds, Renderer
 from disagg.types.errors import InvalidRequest
+from tests.campaigns import Campaign, sizes
 from tests.text.test_renderer import resident_bytes
 
 MOST_CHARS = 20_000
@@ -143,9 +144,9 @@ async def outcome(renderer: Renderer, source: str, messages: list[Any]) -> str:
     return "text"
 
 
-def fuzzed(examples: int, test: Any) -> Any:
+def fuzzed(campaign: Campaign, test: Any) -> Any:
     limits = settings(
-        max_examples=examples,
+        max_examples=campaign.examples,
         deadline=None,
         database=None,
         phases=(Phase.explicit, Phase.generate),
@@ -154,31 +155,26 @@ def fuzzed(examples: int, test: Any) -> Any:
     return seed(20261122)(limits(test))
 
 
-@pytest.mark.parametrize(
-    "examples",
-    [
-        pytest.param(60, id="60"),
-        pytest.param(2000, id="2000", marks=pytest.mark.long),
-        pytest.param(50_000, id="50000", marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
-    ],
-)
+@sizes(60)
 def test_any_template_makes_a_text_or_one_error_of_any_messages(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("disagg.text.renderer.PROGRAM", "tests.text.any_template")
     loop = asyncio.new_event_loop()
     found: Counter[str] = Counter()
     processes: set[int | None] = set()
+    campaign = Campaign(examples)
     renderer = loop.run_until_complete(Renderer.start(TemplateSource(""), RenderBounds(deadline_s=DEADLINE_S)))
     grown = 0  # while it is rendered: hypothesis keeps much of what it has drawn
 
     def run(source: str, messages: list[Any]) -> None:
         nonlocal grown
+        campaign.begin()
         before = resident_bytes()
         begun = "{% set ns = namespace(a='x') %}" + source
         found[loop.run_until_complete(outcome(renderer, begun, messages))] += 1
         processes.add(renderer.pid)
         grown += resident_bytes() - before
 
-    fuzzed(examples, given(source=statements, messages=conversations)(run))()
+    fuzzed(campaign, given(source=statements, messages=conversations)(run))()
     last = loop.run_until_complete(
         renderer.render(packed(["{{ messages[0].content }}", {"role": "user", "content": "well"}]), 9)
     )
@@ -186,7 +182,8 @@ def test_any_template_makes_a_text_or_one_error_of_any_messages(examples: int, m
     loop.close()
     assert last == "well"
     assert grown < MOST_GROWTH
-    assert sum(found.values()) >= examples
-    if examples >= 1000:
-        assert min(found[kind] for kind in ("text", "refused", "uncompiled")) > examples // 100
+    campaign.check()
+    assert sum(found.values()) >= campaign.examples
+    if campaign.examples >= 1000:
+        assert min(found[kind] for kind in ("text", "refused", "uncompiled")) > campaign.examples // 100
         assert found["ended"] > 0 and len(processes) > 1

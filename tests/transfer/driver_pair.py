@@ -9,20 +9,20 @@ import torch
 from msgspec.structs import replace
 
 from disagg.messages.control import OpenTransfer
-from disagg.messages.lane import (
+from disagg.messages.layout import GroupKind, GroupPages, LayerGroup, StatePart
+from disagg.messages.pieces import HeadSlice, Piece, RankSlice
+from disagg.messages.transfer import (
     AddPeer,
     Bind,
     Bound,
     ExpectPiece,
     Landing,
-    LaneReport,
-    LaneRequest,
     PeerAdded,
     PieceSent,
     SendPiece,
+    TransferCommand,
+    TransferEvent,
 )
-from disagg.messages.layout import GroupKind, GroupPages, LayerGroup, StatePart
-from disagg.messages.pieces import HeadSlice, Piece, RankSlice
 from disagg.models.pool import Pool
 from disagg.staging.pieces import group_piece_bytes
 from disagg.types.ids import LegKey
@@ -66,10 +66,10 @@ class Pair:
         opened = self.opened
         return AddPeer(LINK, 0, opened.metadata, opened.arena_address, opened.arena_device, opened.arena_bytes)
 
-    def tell(self, driver: TransferDriver, *requests: LaneRequest) -> list[LaneReport]:
+    def tell(self, driver: TransferDriver, *requests: TransferCommand) -> list[TransferEvent]:
         for request in requests:
             driver.handle(request)
-        return list(driver.take_reports())
+        return list(driver.take_events())
 
     def bind(self, *tables: GroupPages) -> None:
         assert self.tell(self.dst, Bind(KEY, tables)) == [Bound(KEY)]
@@ -92,9 +92,9 @@ class Pair:
         self.tell(self.dst, expect)
         self.tell(self.src, send)
         self.src.turn()
-        assert [type(report) for report in self.src.take_reports()] == [PieceSent]
+        assert [type(report) for report in self.src.take_events()] == [PieceSent]
         self.dst.turn()
-        (landing,) = self.dst.take_reports()
+        (landing,) = self.dst.take_events()
         assert isinstance(landing, Landing)
         return landing
 

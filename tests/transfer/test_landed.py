@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, rule
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 from disagg.messages.pieces import HeadSlice, Piece, RankSlice
@@ -104,5 +105,7 @@ class LandedMachine(RuleBasedStateMachine):
                 assert not whole <= self.verified, "a page that landed whole may be in a cache"
 
 
-LandedMachine.TestCase.settings = settings(derandomize=True, deadline=None, max_examples=150, stateful_step_count=30)
-TestLanded = LandedMachine.TestCase
+@pytest.mark.parametrize("examples", [50, pytest.param(150, marks=pytest.mark.long)])
+def test_whatever_lands_in_whichever_order_is_told_from_what_is_spoiled(examples: int) -> None:
+    campaign = settings(derandomize=True, deadline=None, database=None, max_examples=examples, stateful_step_count=30)
+    run_state_machine_as_test(LandedMachine, settings=campaign)

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from disagg.engine.rings import RingState
-from disagg.transfer.session import ReceiveState, SendState
-from tests.engine.sim import Faults, World
+from disagg.engine.handoff.receive import Receiver
+from disagg.engine.handoff.receiving import Receiving
+from disagg.engine.handoff.ring_table import RingState
+from disagg.engine.handoff.send import Sender
+from disagg.engine.sequences import Sequence
+from disagg.transfer.states import ReceiveState, SendState
+from tests.engine.sim import Faults, Server, World
 from tests.transfer.order_model import Explored, Model, Order, Sizes, Spec, explore
 
 
@@ -40,10 +44,10 @@ SPECS = {
 
 
 def small_models() -> list[Any]:
-    """(specs, pages, entries). Models of five requests reach ten times as many states as the others: one of them is short."""
+    """(specs, pages, entries). Models of five requests, and large ones of one prefill server, reach many more states."""
     models = []
     for (name, specs), pages, entries in itertools.product(SPECS.items(), (2, 3), (1, 2)):
-        large = name == "crossed" and (pages, entries) != (2, 1)
+        large = name == "crossed" or (name, pages) == ("one prefill", 3)
         marks = pytest.mark.long if large else ()
         models.append(pytest.param(specs, pages, entries, marks=marks, id=f"{name}-{pages}-{entries}"))
     return models
@@ -119,38 +123,51 @@ def test_without_the_oldest_first_a_large_request_may_be_overtaken_for_ever() ->
 # ---- the engines do what the model says
 
 
+def receiver_of(server: Server) -> Receiver:
+    (receiver,) = (stage for stage in server.engine.stages if isinstance(stage, Receiver))
+    return receiver
+
+
 def check_order(world: World) -> None:
     """Who waits for something holds nothing that comes later in the order."""
     for server in world.decodes:
-        engine = server.engine
-        live = {entry.key for ring in engine.rings.table.links.values() for entry in ring.live.values()}
-        for leg in engine._legs.values():
+        receiver = receiver_of(server)
+        live = {entry.key for ring in receiver.rings.table.links.values() for entry in ring.live.values()}
+        for leg in receiver.transfers.values():
             if leg.session.state in (ReceiveState.WAITING, ReceiveState.QUEUED):
                 assert leg.pages is None and not leg.slots, f"{leg.key} holds pages and was granted nothing"
                 assert leg.key not in live, f"{leg.key} has a ring entry and was granted nothing"
             if leg.session.state in (ReceiveState.BINDING, ReceiveState.RECEIVING):
-                ring = engine.rings.table.links[leg.link]
+                assert leg.link is not None
+                ring = receiver.rings.table.links[leg.link]
                 assert leg.pages is not None, "pages for all of it, or no grant"
                 assert ring.state is RingState.OPEN, "a grant waits for no segment"
-        for sequence in engine.batch.parked:
+        for sequence in server.engine.core.batch.parked:
             assert sequence.pages is None, "who gave way holds nothing"
-        for each in engine._queued:
+        for turn in server.engine.core.turns.queue:
+            each = turn.what
+            assert isinstance(each, Receiving | Sequence)
             assert each.pages is None and each.key not in live, "who has not begun holds nothing"
     for server in world.prefills:
-        engine = server.engine
-        waiting = {key for key, leg in engine._legs.items() if leg.session.state is SendState.WAITING}
-        for link in engine._links.values():
+        _, sender = server.engine.stages
+        assert isinstance(sender, Sender)
+        waiting = {key for key, leg in sender.transfers.items() if leg.session.state is SendState.WAITING}
+        for link in sender.links.values():
             named = {key for key, _ in link.writing.values()}
-            named |= {key for ring in link.rings.values() for pending in ring.pending.values() for key, _ in pending}
+            named |= {of.key for ring in link.rings.values() for part in ring.ranks.values() for of, _ in part.pending}
             assert not named & waiting, "an entry before the grant"
         for worker in server.workers:
-            gathered = {write.request.slice.key for write in worker.writing} | {
-                send.slice.key for send in worker.to_send
+            gathered = {write.command.slice.key for write in worker.transfer.writing} | {
+                send.slice.key for send in worker.transfer.to_send
             }
             assert not gathered & waiting, "staging before the grant"
 
 
-@pytest.mark.parametrize("faults", [Faults(), Faults(abort_share=0.3)], ids=["nothing", "aborts"])
+@pytest.mark.parametrize(
+    "faults",
+    [Faults(abort_share=0.3), pytest.param(Faults(), marks=pytest.mark.long)],
+    ids=["aborts", "nothing"],
+)
 def test_two_by_two_servers_with_pools_and_arenas_as_small_as_can_be_come_to_an_end_in_that_order(
     faults: Faults,
 ) -> None:
@@ -160,15 +177,15 @@ def test_two_by_two_servers_with_pools_and_arenas_as_small_as_can_be_come_to_an_
             break
         world = World(seed, faults, tight=True)
         for server in world.servers:
-            assert server.facts.arena_bytes == server.facts.segment_bytes
+            assert server.facts.transfer.arena_bytes == server.facts.transfer.segment_bytes
         while not all(request.done for request in world.requests) or world._arrivals:
             world.step()
             check_order(world)
             assert world.steps < world.max_steps, f"hangs (seed {seed}):\n{world.dump()}"
-            waited += any(server.engine.rings.table._wanted for server in world.decodes)
+            waited += any(receiver_of(server).rings.table._wanted for server in world.decodes)
         world.check_answers()
         world.settle()
-        preempted += sum(sum(server.engine.tally.preemptions.values()) for server in world.decodes)
+        preempted += sum(sum(server.engine.counters.preemptions.values()) for server in world.decodes)
         world.check_nothing_leaked()
     assert waited, "links waited for the one segment"
     assert preempted, "sequences gave way"

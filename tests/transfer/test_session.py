@@ -14,17 +14,8 @@ from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 from disagg.messages.link import Entry, FirstToken
 from disagg.messages.pieces import Piece
 from disagg.staging.pieces import Coverage
-from disagg.transfer.session import (
-    RECEIVE_NEXT,
-    SEND_NEXT,
-    Offer,
-    ReceiveEvent,
-    ReceiveSession,
-    ReceiveState,
-    SendEvent,
-    SendSession,
-    SendState,
-)
+from disagg.transfer.session import Offer, ReceiveSession, SendSession
+from disagg.transfer.states import RECEIVE_NEXT, SEND_NEXT, ReceiveEvent, ReceiveState, SendEvent, SendState
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import FinishReason
 

@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 from disagg.messages.link import Entry, FirstToken
 from disagg.messages.pieces import Piece
-from disagg.transfer.session import MAX_WANTS, Offer, ReceiveSession, ReceiveState, SendSession, SendState, Write
+from disagg.transfer.session import MAX_WANTS, Offer, ReceiveSession, SendSession, Write
+from disagg.transfer.states import ReceiveState, SendState
 
 PAGE, CHUNK = 2, 4  # checkpoints at multiples of CHUNK
 WINDOW = 5

@@ -6,7 +6,9 @@ import msgspec
 import pytest
 import torch
 
-from disagg.messages.lane import (
+from disagg.messages.layout import GroupPages
+from disagg.messages.pieces import Piece
+from disagg.messages.transfer import (
     DropSends,
     ForgetEntry,
     Landing,
@@ -18,8 +20,6 @@ from disagg.messages.lane import (
     Unbind,
     Unbound,
 )
-from disagg.messages.layout import GroupPages
-from disagg.messages.pieces import Piece
 from disagg.staging.pieces import group_payload_bytes
 from disagg.types.errors import ProtocolError
 from disagg.worker.entries import notification_of
@@ -120,7 +120,7 @@ def test_a_piece_may_arrive_before_the_engine_has_said_what_it_is(hub: Hub) -> N
     pair.tell(pair.src, send)
     pair.src.turn()
     pair.dst.turn()
-    assert pair.dst.take_reports() == ()
+    assert pair.dst.take_events() == ()
     (landing,) = pair.tell(pair.dst, expect)
     assert isinstance(landing, Landing) and landing.ok
     assert torch.equal(pair.rows(pair.dst_pool, 2, (400,)), pair.rows(pair.src_pool, 2, (77,)))
@@ -139,7 +139,7 @@ def test_a_piece_is_gathered_only_after_the_plan_that_makes_it_final(hub: Hub) -
     pair.src.plan_computed(5)
     pair.src.turn()
     pair.dst.turn()
-    assert [type(report) for report in pair.dst.take_reports()] == [Landing]
+    assert [type(report) for report in pair.dst.take_events()] == [Landing]
     assert bool((pair.dst_pool.attention(0).kv[9] == 1.5).all())
 
 
@@ -153,7 +153,7 @@ def test_layers_go_as_soon_as_they_are_computed_and_states_when_the_plan_is(hub:
 
     def sent() -> list[int]:
         pair.src.turn()
-        return [report.entry_id for report in pair.src.take_reports() if isinstance(report, PieceSent)]
+        return [report.entry_id for report in pair.src.take_events() if isinstance(report, PieceSent)]
 
     assert not pair.src.layer_written(4, 2), "of an earlier plan"
     assert not pair.src.layer_written(5, 1), "nothing waits for this layer by itself"
@@ -176,7 +176,7 @@ def test_what_arrives_after_the_unbinding_writes_nothing(hub: Hub) -> None:
     pair.tell(pair.src, send)
     pair.src.turn()
     pair.dst.turn()
-    (landing,) = pair.dst.take_reports()
+    (landing,) = pair.dst.take_events()
     assert isinstance(landing, Landing)
     assert (landing.ok, landing.reason, landing.entry_id) == (False, "unbound", expect.entry_id)
     assert torch.equal(pair.dst_pool.bytes, before)
@@ -197,11 +197,11 @@ def test_only_the_writer_of_an_entry_is_listened_to(hub: Hub, early: bool) -> No
     pair.dst.turn()
     if early:
         pair.tell(pair.dst, expect)
-    assert pair.dst.take_reports() == ()
+    assert pair.dst.take_events() == ()
     pair.tell(pair.src, send)
     pair.src.turn()
     pair.dst.turn()
-    assert [(landing.entry_id, landing.ok) for landing in pair.dst.take_reports()] == [(expect.entry_id, True)]
+    assert [(landing.entry_id, landing.ok) for landing in pair.dst.take_events()] == [(expect.entry_id, True)]
 
 
 def test_a_forgotten_entry_is_lost_and_its_notification_may_still_come(hub: Hub) -> None:
@@ -215,7 +215,7 @@ def test_a_forgotten_entry_is_lost_and_its_notification_may_still_come(hub: Hub)
     pair.tell(pair.src, send)
     pair.src.turn()
     pair.dst.turn()
-    assert pair.dst.take_reports() == ()
+    assert pair.dst.take_events() == ()
     assert torch.equal(pair.dst_pool.bytes, before)
 
 
@@ -245,7 +245,7 @@ def test_sends_are_dropped_only_once_no_write_is_under_way(hub: Hub) -> None:
     assert not pair.src.waits_for_plans, "what was not begun is forgotten"
     pair.hub.freeze(pair.opened.metadata.decode(), False)
     pair.src.turn()
-    sent, dropped = pair.src.take_reports()
+    sent, dropped = pair.src.take_events()
     assert isinstance(sent, PieceSent) and sent.entry_id == writing.entry_id
     assert dropped == SendsDropped(LINK, KEY)
 

@@ -7,25 +7,25 @@ import torch
 from msgspec.structs import replace
 
 from disagg.messages.control import OpenTransfer
-from disagg.messages.lane import (
+from disagg.messages.layout import GroupPages
+from disagg.messages.pieces import Piece
+from disagg.messages.transfer import (
     AddPeer,
     Bind,
     Bound,
     DropSends,
     ExpectPiece,
     Landing,
-    LaneReport,
     PeerRemoved,
     PieceFailed,
     PieceSent,
     RemovePeer,
     SendPiece,
     SendsDropped,
+    TransferEvent,
     Unbind,
     Unbound,
 )
-from disagg.messages.layout import GroupPages
-from disagg.messages.pieces import Piece
 from disagg.transfer import buffers
 from disagg.types.ids import LegKey
 from disagg.worker import transfer_driver
@@ -58,9 +58,9 @@ def freeze(pair: Pair, frozen: bool = True) -> None:
     pair.hub.freeze(pair.opened.metadata.decode(), frozen)
 
 
-def turn(driver: TransferDriver) -> list[LaneReport]:
+def turn(driver: TransferDriver) -> list[TransferEvent]:
     driver.turn()
-    return list(driver.take_reports())
+    return list(driver.take_events())
 
 
 def page(pair: Pair, number: int, *, source: bool = False) -> torch.Tensor:
@@ -275,7 +275,7 @@ def test_a_frozen_peer_takes_no_more_than_half_of_the_buffers_and_none_once_it_i
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 100.0
-    monkeypatch.setattr("disagg.worker.sends.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("disagg.worker.sender.time.monotonic", lambda: now_s)
     pair = Pair(hub, (FULL, WINDOW, FLOAT_STATE), buffers=4)
     other = TransferDriver(0, OpenTransfer("loopback", "E", 16 * ENTRY_STRIDE, 0, 0, "", ""), pair.dst_pool)
     opened = other.opened(pid=2)

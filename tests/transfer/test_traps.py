@@ -11,17 +11,18 @@ import itertools
 import pytest
 import torch
 
-from disagg.engine.rings import RingTable
-from disagg.messages.lane import Landing, Unbind
+from disagg.engine.handoff.ring_table import RingTable
 from disagg.messages.layout import GroupPages, LayerGroup
 from disagg.messages.link import Entry, FirstToken
 from disagg.messages.pieces import HeadSlice, Piece, RankSlice
+from disagg.messages.transfer import Landing, Unbind
 from disagg.staging.copy import gather, scatter
 from disagg.staging.identity import identity_seed
 from disagg.staging.pieces import group_piece_bytes, split_group_piece
 from disagg.staging.ring import RingAllocator, RingEntry, RingWriterView
 from disagg.staging.rows import PagedRows, PageShape
-from disagg.transfer.session import ReceiveSession, ReceiveState, SendSession
+from disagg.transfer.session import ReceiveSession, SendSession
+from disagg.transfer.states import ReceiveState
 from disagg.types.ids import LegKey
 from disagg.worker import transfer_driver
 from tests.transfer.test_transfer_driver import Pair
@@ -168,7 +169,7 @@ def test_a_piece_that_arrives_before_its_request_is_registered_is_not_lost(pair:
     pair.tell(pair.src, send)
     pair.src.turn()
     pair.dst.turn()
-    assert pair.dst.take_reports() == (), "the bytes and their notification are here; what they are, nobody has said"
+    assert pair.dst.take_events() == (), "the bytes and their notification are here; what they are, nobody has said"
     (landing,) = pair.tell(pair.dst, expect)
     assert isinstance(landing, Landing)
     assert landing.ok
@@ -190,7 +191,7 @@ def test_a_notification_after_success_changes_nothing(pair: Pair) -> None:
     pair.tell(pair.src, send)
     pair.src.turn()
     pair.dst.turn()
-    (late,) = (report for report in pair.dst.take_reports() if isinstance(report, Landing))
+    (late,) = (report for report in pair.dst.take_events() if isinstance(report, Landing))
     assert (late.ok, late.reason) == (False, "unbound")
     assert (pair.dst_pool.bytes == 7).all()
 

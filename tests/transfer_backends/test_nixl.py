@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+import re
 import subprocess
 import sys
 
@@ -65,6 +66,7 @@ def close_after_writing_to_a_dead_peer() -> None:
     backend.close()
 
 
+@pytest.mark.long
 def test_closing_right_after_a_write_to_a_dead_peer_does_not_abort_the_process() -> None:
     process = multiprocessing.get_context("spawn").Process(target=close_after_writing_to_a_dead_peer)
     process.start()
@@ -72,3 +74,13 @@ def test_closing_right_after_a_write_to_a_dead_peer_does_not_abort_the_process()
     exit_code = process.exitcode
     process.kill()
     assert exit_code == 0
+
+
+def test_an_agent_that_cannot_start_says_where_the_reason_is_and_what_is_likely() -> None:
+    starts = (
+        "from disagg.transfer.backends.base import BackendError, create\n"
+        "try: create('nixl', name='a', ucx_tls='nonsense')\n"
+        "except BackendError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", starts], capture_output=True, text=True, timeout=60, check=True)
+    assert re.search(r"NIXL agent 'a' cannot start: .*; UCX says why .* UCX_\* variable .*`ulimit -f`", done.stdout)

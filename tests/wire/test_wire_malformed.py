@@ -119,6 +119,10 @@ def server_hello(**changes):
         (server_frame(), r"ServerFrame.messages\[0\] of frame 1 is of no kind"),
         (pb.server.ServerFrame(load=pb.server.LoadReport()), "LoadReport.state is missing"),
         (pb.server.ServerFrame(load=pb.server.LoadReport(state=50)), "LoadReport.state is 50"),
+        (
+            pb.server.ServerFrame(load=pb.server.LoadReport(state=pb.server.SERVER_STATE_READY, store=9)),
+            "LoadReport.store is 9",
+        ),
         (server_hello(name=""), "ServerHello.name is empty"),
         (server_hello(role=0), "ServerHello.role is missing"),
         (server_hello(role=3), "ServerHello.role is 3"),
@@ -133,6 +137,14 @@ def server_hello(**changes):
         (
             pb.server.ServerFrame(kv=pb.server.KvUpdate(removed_groups=[1])),
             "KvUpdate.removed_groups has 1 entries for 0 of removed",
+        ),
+        (
+            pb.server.ServerFrame(kv=pb.server.KvUpdate(stored=[b"a", b"b"], stored_groups=[0, 2**31 - 1])),
+            "KvUpdate.stored_groups has a layer group 2147483647; at most 4096",
+        ),
+        (
+            pb.server.ServerFrame(kv=pb.server.KvUpdate(removed=[b"a" * 65], removed_groups=[0])),
+            "KvUpdate.removed has a name of 65 bytes; at most 64",
         ),
     ],
 )

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
-from wire_strategies import (
+
+from disagg.messages.channel import Frame, ReliableChannel
+from disagg.messages.legs import LegTokens, RouterMessage, ServerMessage
+from disagg.messages.link import LinkMessage
+from disagg.messages.plan import TokenLogprobs
+from disagg.router import requests
+from disagg.types.ids import LegKey
+from disagg.types.sampling import SamplingParams
+from disagg.wire import inference, pb, peer, server
+from tests.wire.wire_strategies import (
     LINK_MESSAGES,
     ROUTER_MESSAGES,
     SERVER_MESSAGES,
@@ -25,15 +34,6 @@ from wire_strategies import (
     text,
     token_ids,
 )
-
-from disagg.messages.channel import Frame, ReliableChannel
-from disagg.messages.legs import LegTokens, RouterMessage, ServerMessage
-from disagg.messages.link import LinkMessage
-from disagg.messages.plan import TokenLogprobs
-from disagg.router import requests
-from disagg.types.ids import LegKey
-from disagg.types.sampling import SamplingParams
-from disagg.wire import inference, pb, peer, server
 
 
 def through_bytes(message):
@@ -160,7 +160,8 @@ def test_generate_request_survives(fields):
 
 def test_generate_fields_are_the_routers_generate_request():
     names = {field.name for field in structs.fields(requests.GenerateRequest)}
-    assert names - {"tenant"} == set(inference.GenerateFields.__annotations__), "whose it is, no message says"
+    of_faces = {"tenant", "prompt_name", "call", "too_large"}  # which no message says
+    assert names - of_faces == set(inference.GenerateFields.__annotations__)
 
 
 def test_the_least_request_has_a_model_and_a_prompt_and_gets_the_defaults():

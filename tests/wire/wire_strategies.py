@@ -21,7 +21,7 @@ from disagg.wire.inference import (
     UsageView,
 )
 from disagg.wire.peer import LinkGreeting
-from disagg.wire.server import AttachReply, KvUpdate, RouterHello, ServerSays
+from disagg.wire.server import MAX_GROUPS, AttachReply, KvUpdate, RouterHello, ServerSays
 
 settings.register_profile("wire", derandomize=True, deadline=None, max_examples=60, database=None)
 WIRE = settings.get_profile("wire")
@@ -101,9 +101,11 @@ def leg_tokens(draw):
 verdicts = {legs.ServerState.DEAD, legs.ServerState.MISMATCH}  # of routers
 states = st.sampled_from([state for state in legs.ServerState if state not in verdicts])
 group_memories = st.builds(legs.GroupMemory, text, text, u64, u64, u64, u64)
-memories = st.builds(legs.MemoryReport, text, u64, u64, u64, u64, u64, tuples(group_memories))
-loads = st.builds(legs.LoadReport, states, u32, u32, u64, u64, u64, u64, st.none() | memories)
-cached_pages = tuples(st.tuples(u32, st.binary(max_size=36)))
+hosts = st.builds(legs.HostMemory, u64, u64, u64)
+memories = st.builds(legs.MemoryReport, text, u64, u64, u64, u64, u64, tuples(group_memories), st.none() | hosts)
+stores = st.sampled_from(legs.StorageState)
+loads = st.builds(legs.LoadReport, states, u32, u32, u64, u64, u64, u64, st.none() | memories, stores)
+cached_pages = tuples(st.tuples(st.integers(0, MAX_GROUPS - 1), st.binary(max_size=36)))
 kv_updates = st.builds(KvUpdate, st.builds(legs.KvEvents, cached_pages, cached_pages), st.booleans())
 server_hellos = st.builds(
     legs.ServerHello,
@@ -163,8 +165,8 @@ LINK_MESSAGES = {
     link.FirstTokens: st.builds(link.FirstTokens, keys, tuples(first_tokens)),
     link.SentAll: st.builds(link.SentAll, keys, u32),
     link.Complete: st.builds(link.Complete, keys),
-    link.Revoke: st.builds(link.Revoke, keys, text),
-    link.Withdraw: st.builds(link.Withdraw, keys, text),
+    link.Revoke: st.builds(link.Revoke, keys, text, st.booleans()),
+    link.Withdraw: st.builds(link.Withdraw, keys, text, st.booleans()),
     link.Drained: st.builds(link.Drained, keys),
     link.WantPieces: st.builds(link.WantPieces, keys, tuples(pieces())),
     link.AskWritten: st.builds(link.AskWritten, u32, tuples(u64)),

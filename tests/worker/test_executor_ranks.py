@@ -38,7 +38,7 @@ def run(ranks: Ranks, model_dir: Path, meeting: Path) -> tuple[list[int], list[i
         result = executor.run(plan)
         assert result.rank == ranks.rank
         sampled += [token.token_id for token in result.sampled]
-    return sampled, executor._mirror.sequences[0].tokens[len(PROMPT) :], pool_bytes
+    return sampled, executor._known.sequences[0].tokens[len(PROMPT) :], pool_bytes
 
 
 def test_one_rank_reports_what_all_of_them_take(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_token_need_not_be_on_the_host_for_the_next_step(family: str, tmp_path
     results = run_ahead(executor, plans_of(executor))
     assert [result.plan_no for result in results] == list(range(len(results)))
     assert [sampled.token_id for result in results for sampled in result.sampled] == answer.outputs
-    (sequence,) = executor._mirror.sequences.values()
+    (sequence,) = executor._known.sequences.values()
     assert UNKNOWN not in sequence.tokens and sequence.tokens == PROMPT + answer.outputs
 
 

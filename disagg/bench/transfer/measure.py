@@ -22,9 +22,10 @@ from disagg.bench.transfer.processes import STEP_TIMEOUT_S, RankProcesses
 from disagg.bench.transfer.report import curve_of, heading, legend, table_of
 from disagg.bench.transfer.rows import FIRST_CONTACT, IDLE_S, STAGED, UNSTAGED, Plan, Row
 from disagg.messages.control import OpenTransfer
-from disagg.messages.lane import AddPeer
+from disagg.messages.transfer import AddPeer
 from disagg.staging.pieces import TRAILER_BYTES
 from disagg.staging.slices import SliceError, heads_per_rank
+from disagg.types.arithmetic import ceil_div
 from disagg.types.errors import ConfigError, DisaggError
 
 MIB = 1 << 20
@@ -196,7 +197,7 @@ class PairBench:
         self._pair = pair
         self._ranks = ranks
         self.placement = trial.place(pair, plan.num_gpus)
-        self._num_pages = -(-plan.most_tokens // plan.page_tokens) * SPARE_PAGES // (SPARE_PAGES - 1) + 1
+        self._num_pages = ceil_div(plan.most_tokens, plan.page_tokens) * SPARE_PAGES // (SPARE_PAGES - 1) + 1
         self._random = random.Random(7)
         self._trials = 0
         self._entries = 0
@@ -414,7 +415,7 @@ class PairBench:
 
     def _pick_pages(self, tokens: int) -> tuple[int, ...]:
         """Random pages in random order, as in a pool that has served for a while."""
-        return tuple(self._random.sample(range(self._num_pages), -(-tokens // self._plan.page_tokens)))
+        return tuple(self._random.sample(range(self._num_pages), ceil_div(tokens, self._plan.page_tokens)))
 
     def _fill(self, seed: int, src_pages: tuple[int, ...], dst_pages: tuple[int, ...]) -> None:
         for processes, pages in ((self._ranks.src, src_pages), (self._ranks.dst, dst_pages)):

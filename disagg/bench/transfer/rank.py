@@ -21,7 +21,7 @@ import torch
 
 from disagg.bench.transfer import trial
 from disagg.bench.transfer.unstaged import UnstagedAgent
-from disagg.messages.lane import Bound, Landing, LaneReport, PeerAdded, PieceFailed, PieceSent, Unbind, Unbound
+from disagg.messages.transfer import Bound, Landing, PeerAdded, PieceFailed, PieceSent, TransferEvent, Unbind, Unbound
 from disagg.models.pool import Pool
 from disagg.staging.ring import RingAllocator, RingEntry, RingWriterView
 from disagg.telemetry.process import die_with_parent
@@ -29,7 +29,7 @@ from disagg.transfer.backends.memory import allocate
 from disagg.types.errors import DisaggError
 from disagg.worker.transfer_driver import TransferDriver
 
-Report = TypeVar("Report", bound=LaneReport)
+Report = TypeVar("Report", bound=TransferEvent)
 
 POLL_IDLE_S = 0.0002
 COPY_WARM_UPS = 3
@@ -144,7 +144,7 @@ class Rank:
     def _check_peers(self) -> None:
         """Take what a driver reports between trials: raises DisaggError for a peer that was lost."""
         assert self._driver is not None
-        for report in self._driver.take_reports():
+        for report in self._driver.take_events():
             if isinstance(report, PeerAdded) and report.error:
                 raise DisaggError(report.error)
 
@@ -283,7 +283,7 @@ def _take(driver: TransferDriver, kind: type[Report], deadline_s: float) -> list
     """One turn: its reports of one kind. Raises DisaggError for a failed write, TimeoutError past the deadline."""
     driver.turn()
     wanted: list[Report] = []
-    for report in driver.take_reports():
+    for report in driver.take_events():
         if isinstance(report, PieceFailed):
             raise DisaggError(f"a piece was not written: {report.reason}")
         if isinstance(report, kind):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from disagg.bench.transfer import trial
+from disagg.types.arithmetic import ceil_div
 
 FIRST_CONTACT = "first contact"
 STAGED, UNSTAGED = "staged", "unstaged"
@@ -45,7 +46,7 @@ class Plan(Struct, frozen=True):
         """Whole pages of a chunk that goes before the one that is measured, as in prefill that runs in chunks."""
         if self.idle:
             return 0
-        pages = -(-LEAD_PIECES * self.piece_bytes // (self.shape.bytes_per_token * self.page_tokens))
+        pages = ceil_div(LEAD_PIECES * self.piece_bytes, self.shape.bytes_per_token * self.page_tokens)
         return pages * self.page_tokens
 
 

@@ -22,12 +22,13 @@ import msgspec
 from msgspec import Struct
 
 from disagg.messages.control import OpenTransfer, TransferOpen
-from disagg.messages.lane import AddPeer, Bind, ExpectPiece, SendPiece
 from disagg.messages.layout import DTYPE_BYTES, GroupPages, LayerGroup
 from disagg.messages.pieces import HeadSlice, Piece, RankSlice
+from disagg.messages.transfer import AddPeer, Bind, ExpectPiece, SendPiece
 from disagg.staging.pieces import TRAILER_BYTES, group_payload_bytes, group_piece_bytes, split_group_piece
 from disagg.staging.ring import RingAllocator
 from disagg.staging.slices import head_slices, heads_per_rank
+from disagg.types.arithmetic import ceil_div, round_up
 from disagg.types.ids import LegKey
 
 LINK = 0
@@ -286,7 +287,7 @@ class Rings(Struct, frozen=True):
     @classmethod
     def of(cls, arena_bytes: int, piece_bytes: int) -> Rings:
         """As many segments as fit, each for one piece of the largest size."""
-        segment = -(-(piece_bytes + TRAILER_BYTES) // SEGMENT_ALIGN) * SEGMENT_ALIGN
+        segment = round_up(piece_bytes + TRAILER_BYTES, SEGMENT_ALIGN)
         segments = arena_bytes // segment
         if not segments:
             raise ValueError(f"pieces of {piece_bytes} bytes do not fit an arena of {arena_bytes}")
@@ -351,7 +352,7 @@ def plan_trial(
     entry_id, payload, largest = first_entry_id, 0, 0
     leads = [0] * pair.src_tp
     for computed_by, piece in pieces:
-        first, stop = piece.token_start // page_tokens, -(-piece.token_stop // page_tokens)
+        first, stop = piece.token_start // page_tokens, ceil_div(piece.token_stop, page_tokens)
         for part in slices:
             rank_slice = RankSlice(key, piece, part, "P", "D")
             nbytes = group_piece_bytes(piece, part.heads, group)

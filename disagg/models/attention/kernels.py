@@ -19,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from disagg.models.overlap import follow
+
 _LOWEST = tl.constexpr(-1e30)  # a score of no weight. Not -inf, of which the difference to itself is NaN
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -94,7 +96,7 @@ def _split(
     query_row, query_head, pages_row, page_stride, layer_offset, scale, softcap,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     HEADS: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One item of work. query: row r, head h at r * query_row + h * query_head.
 
@@ -104,6 +106,7 @@ def _split(
     """
     item = tl.program_id(1)
     row = tl.load(items + item * 4).to(tl.int64)
+    follow(OVERLAP)
     if row >= 0:
         begin = tl.load(items + item * 4 + 1)
         end = tl.load(items + item * 4 + 2)
@@ -154,6 +157,7 @@ def _split(
 def _merge(
     part_acc, part_top, splits, num_splits, sinks, out,
     QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """What `_split` left of sequences of several parts, PARTS of them at a time. Grid: QUERY_HEADS, most splits."""
     head = tl.program_id(0)
@@ -161,7 +165,9 @@ def _merge(
     row = tl.load(splits + split * 3).to(tl.int64)
     first = tl.load(splits + split * 3 + 1)
     count = tl.load(splits + split * 3 + 2)
-    if split < tl.load(num_splits):
+    there_are = tl.load(num_splits)
+    follow(OVERLAP)
+    if split < there_are:
         dims = tl.arange(0, DIMS)
         top = tl.full([1], _LOWEST, tl.float32)
         total = tl.zeros([1], tl.float32)

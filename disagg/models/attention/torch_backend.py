@@ -49,14 +49,14 @@ class PageSpan:
     def __init__(self, view: AttentionPages, pages: torch.Tensor, num_sequences: int, first: int, last: int) -> None:
         """pages: [n * pages per sequence] int64."""
         self._view = view
-        self._unit_index = view.unit_index(pages)
+        self._head_page_index = view.head_page_index(pages)
         self._num_sequences = num_sequences
         self._first = first
         self._last = last
 
     @property
     def num_units(self) -> int:
-        return self._unit_index.shape[0]
+        return self._head_page_index.shape[0]
 
     def bind(self, scratch: torch.Tensor) -> None:
         """scratch: [at least num_units, page_tokens * head_dim]; others may use it between two gathers' uses."""
@@ -68,7 +68,7 @@ class PageSpan:
 
     def gather(self, layer_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, each [n, kv_heads, last - first, head_dim]."""
-        self._view.gather(layer_slot, self._unit_index, self._units)
+        self._view.gather(layer_slot, self._head_page_index, self._units)
         return self._keys, self._values
 
 

@@ -15,6 +15,7 @@ import triton
 
 from disagg.models.attention import kernels
 from disagg.models.attention.backend import DecodeWork, Scoring
+from disagg.models.overlap import overlap
 
 NO_WINDOW = 1 << 30  # tokens; above every position
 LOG2_E = math.log2(math.e)
@@ -26,7 +27,7 @@ STAGES = 3
 NUM_WARPS = 4
 PROGRAMS_PER_PROCESSOR = 4  # two at a time, twice
 INTERPRETED_PROGRAMS = 16  # in Triton's interpreter, which has no processors to fill
-MERGED_PARTS = 64  # at a time: one sequence on one GPU has few more
+MERGED_PARTS = 4, 64  # at a time: least, of many sequences, and most: one sequence on one GPU has few more
 CUT_ELEMENTS = 8192  # rows by items of a program of `_cut`: what its registers hold
 
 
@@ -54,7 +55,10 @@ class TritonDecodePlan:
         self._splits_any = _may_split(work, window, shares, self._block)
 
         padded_rows = triton.next_power_of_2(rows)
-        block = max(1, CUT_ELEMENTS // padded_rows)
+        # One long sequence beside many short ones is merged in several steps.
+        alike = triton.next_power_of_2(-(-self._most_items // rows))
+        self._merged_parts = min(max(alike, MERGED_PARTS[0]), MERGED_PARTS[1])
+        block = max(1, min(CUT_ELEMENTS // padded_rows, triton.next_power_of_2(self._most_items)))
         blocks = -(-self._most_items // block)
         ints = torch.empty(blocks * block * 4 + rows * 3 + 1, dtype=torch.int32, device=view.device)
         self._num_splits, self._splits, self._items = ints[:1], ints[1 : 1 + rows * 3], ints[1 + rows * 3 :]
@@ -123,6 +127,7 @@ class TritonDecodePlan:
             SINKS=scoring.sinks is not None,
             STAGES=STAGES,
             num_warps=NUM_WARPS,
+            **overlap(view.device),
         )
         if self._splits_any:
             kernels._merge[(query_heads, self._most_splits)](
@@ -135,9 +140,10 @@ class TritonDecodePlan:
                 QUERY_HEADS=query_heads,
                 HEAD_DIM=head_dim,
                 DIMS=self._dims,
-                PARTS=MERGED_PARTS,
+                PARTS=self._merged_parts,
                 SINKS=scoring.sinks is not None,
                 num_warps=NUM_WARPS,
+                **overlap(view.device),
             )
 
 

@@ -81,6 +81,7 @@ class Rotator:
         """qkv: [N, heads * head_dim], rotated in place; rotation: [1, N, head_dim] each; norms: of query and key heads, or
         None. Returns views of qkv: queries, keys and values, [heads, N, head_dim] each."""
         from disagg.models.fused import kernels
+        from disagg.models.overlap import overlap
 
         view, group = self._view, self._view.group
         num_rows, width = qkv.shape
@@ -111,6 +112,7 @@ class Rotator:
             HALF_BLOCK=1 << (dim // 2 - 1).bit_length(),
             NORM=norms is not None,
             num_warps=NUM_WARPS,
+            **overlap(view.device),
         )
         heads = qkv.view(num_rows, -1, dim).transpose(0, 1)
         return heads[:query_heads], heads[query_heads:-kv_heads], heads[-kv_heads:]

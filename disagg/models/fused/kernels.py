@@ -8,21 +8,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from disagg.models.overlap import follow
+
 
 @triton.jit
 def _rms_norm(
-    x, residual, weight, out, total, x_row, residual_row, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
+    x, residual, weight, out, total, x_row, x_part, residual_row, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out = norm(x) * weight, rows contiguous. ADD: total = residual + x, and that is normed.
 
-    OFFSET: Gemma's: (1 + weight), multiplied in float32. Grid: rows.
+    PARTS: x is the sum of so many, x_part apart. OFFSET: Gemma's: (1 + weight), multiplied in float32. Grid: rows.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     real = columns < SIZE
     w = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
+    follow(OVERLAP)
     value = tl.load(x + row * x_row + columns, mask=real, other=0.0)
+    if PARTS > 1:
+        for part in tl.static_range(1, PARTS):
+            value += tl.load(x + part * x_part + row * x_row + columns, mask=real, other=0.0)
+        value = value.to(out.dtype.element_ty)
     if ADD:
         value = (
             value.to(tl.float32) + tl.load(residual + row * residual_row + columns, mask=real, other=0.0).to(tl.float32)
@@ -38,11 +46,14 @@ def _rms_norm(
 
 
 @triton.jit
-def _gate(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, TANH: tl.constexpr):
+def _gate(
+    both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, TANH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """out = act(gate) * up. both: [rows, 2 * SIZE], gate before up. TANH: GELU by tanh, else SiLU. Grid: rows, blocks."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < SIZE
+    follow(OVERLAP)
     gate = tl.load(both + row * 2 * SIZE + columns, mask=real, other=0.0)
     up = tl.load(both + row * 2 * SIZE + SIZE + columns, mask=real, other=0.0)
     wide = gate.to(tl.float32)
@@ -78,6 +89,7 @@ def _rotate_and_write(
     qkv_row, page_stride, layer_offset, eps,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     QUERY_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """RoPE of a row's queries and keys, in place, and its K and V to their slot; a row whose page is negative has none.
 
@@ -92,6 +104,8 @@ def _rotate_and_write(
     cos_high = tl.load(cos + row * HEAD_DIM + HALF + low, mask=there, other=0.0).to(tl.float32)
     sin_low = tl.load(sin + row * HEAD_DIM + low, mask=there, other=0.0).to(tl.float32)
     sin_high = tl.load(sin + row * HEAD_DIM + HALF + low, mask=there, other=0.0).to(tl.float32)
+    page = tl.load(slot_pages + row)
+    follow(OVERLAP)
 
     heads = tl.arange(0, QUERY_BLOCK)[:, None]
     real = (heads < QUERY_HEADS) & there
@@ -106,7 +120,6 @@ def _rotate_and_write(
     first, second = _rotated(at, key_weight, cos_low, cos_high, sin_low, sin_high, eps, heads, low, real, HALF, NORM)
     tl.store(at + low, first, mask=real)
     tl.store(at + HALF + low, second, mask=real)
-    page = tl.load(slot_pages + row)
     if page >= 0:
         unit: tl.constexpr = PAGE_TOKENS * HEAD_DIM
         slot = kv + page * page_stride + layer_offset + tl.load(slot_offsets + row) * HEAD_DIM + heads * unit

@@ -4,6 +4,8 @@
     residual  with the addition before it, also across layers; needs `norm`
     gate_up   gate and up projections as one product, and act(gate) * up in one launch
     qkv       query, key and value projections as one product; RoPE, norms of heads and the writing of K and V in one launch
+    few_rows  products of up to 128 rows by kernels that also norm, gate, or leave partial sums to the next norm
+              (models/products); needs `residual`, `gate_up` and `qkv`
 
 Each is a switch. A module is replaced only if its code is, statement for statement, that of a class known here (shapes); what
 is not, runs as it is. Merged weights are not held twice. Knows modules; nothing of batches or pools.
@@ -27,7 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from disagg.models.fused.modules import FusedAttention, FusedLayer, FusedMLP, FusedRMSNorm
 from disagg.models.fused.shapes import hands_on_unseen, same_code, same_functions
 
-FUSIONS = ("norm", "residual", "gate_up", "qkv")
+FUSIONS = ("norm", "residual", "gate_up", "qkv", "few_rows")
 
 _SILU = (type(ACT2FN["silu"]), torch.nn.SiLU)
 _GELU_TANH = (type(ACT2FN["gelu_pytorch_tanh"]),)
@@ -51,7 +53,10 @@ def fuse(module: PreTrainedModel, wanted: Collection[str], whole_heads: Collecti
         if name in wanted
     }
     if {"norm", "residual"} <= set(wanted):
-        found["residual"] = _fuse_layers(module)
+        layers = _fuse_layers(module)
+        found["residual"] = len(layers)
+        if "few_rows" in wanted:
+            found["few_rows"] = sum([_fuse_few_rows(layer) for layer in layers])
     return found
 
 
@@ -101,7 +106,7 @@ def _fuse_attention(part: Any) -> bool:
     return True
 
 
-def _fuse_layers(module: PreTrainedModel) -> int:
+def _fuse_layers(module: PreTrainedModel) -> list[FusedLayer]:
     """Decoder layers with two norms that were fused."""
     layers: list[Any] = [part for part in module.modules() if same_code(type(part), llama.LlamaDecoderLayer)]
     layers = [
@@ -115,11 +120,24 @@ def _fuse_layers(module: PreTrainedModel) -> int:
         and isinstance(getattr(model, "norm", None), FusedRMSNorm)
         and hands_on_unseen(type(model).forward, "hidden_states")
     )
-    for part in layers:
+    behind = [*(part.input_layernorm for part in layers[1:]), getattr(model, "norm", None)]
+    for index, part in enumerate(layers):
         part.__class__ = FusedLayer
         assert isinstance(part, FusedLayer)
-        part.hands_sums = chained
-    return len(layers)
+        part.next_norm = (behind[index],) if chained else ()
+        part.few_rows = False
+    return layers
+
+
+def _fuse_few_rows(layer: FusedLayer) -> bool:
+    """A projection that is cut over ranks is none of torch's own."""
+    attention, mlp = layer.self_attn, layer.mlp
+    layer.few_rows = (
+        isinstance(attention, FusedAttention)
+        and isinstance(mlp, FusedMLP)
+        and type(attention.o_proj) is type(mlp.down_proj) is torch.nn.Linear
+    )
+    return layer.few_rows
 
 
 def _merge(parts: list[Any]) -> tuple[Tensor, Tensor | None] | None:

@@ -64,13 +64,16 @@ def _definition(function: Callable[..., Any] | None) -> ast.FunctionDef | None:
 def hands_on_unseen(function: Callable[..., Any], name: str) -> bool:
     """Whether a model's forward does nothing with `name` but hand it from layer to layer and at last to its norm.
 
-    Then layers may hand on anything that the next one and the norm understand.
+    Then layers may hand on anything that the next one and the norm understand. Before the first layer it is a tensor still,
+    of which anything may be asked.
     """
     definition = _definition(function)
     if definition is None:
         return False
     loops = [node for node in ast.walk(definition) if isinstance(node, ast.For)]
-    layers = {loop.target.id for loop in loops if isinstance(loop.target, ast.Name)}
+    layers = {
+        name.id for loop in loops for name in ast.walk(loop.target) if isinstance(name, ast.Name)
+    }  # with an index before it, in some
     allowed: set[ast.AST] = set()
     norms = 0
     for node in ast.walk(definition):
@@ -86,4 +89,6 @@ def hands_on_unseen(function: Callable[..., Any], name: str) -> bool:
         for node in ast.walk(definition)
         if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
     ]
-    return norms == 1 and len(layers) == 1 and all(use in allowed for use in uses)
+    # A loop's body comes again: what is above the loop does not.
+    first_line = min((loop.lineno for loop in loops), default=0)
+    return norms == 1 and len(loops) == 1 and all(use in allowed or use.lineno < first_line for use in uses)

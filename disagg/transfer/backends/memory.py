@@ -13,6 +13,7 @@ import ctypes
 import torch
 
 from disagg.transfer.backends.base import BackendError
+from disagg.types.arithmetic import round_up
 
 _GPU_PAGE_BYTES = 2 << 20  # the largest that the driver maps
 
@@ -25,7 +26,7 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     with torch.cuda.device(device):
-        whole = -(-nbytes // _GPU_PAGE_BYTES) * _GPU_PAGE_BYTES
+        whole = round_up(nbytes, _GPU_PAGE_BYTES)
         tensor = torch.as_tensor(_DriverMemory(whole), device=device)[:nbytes]
     assert tensor.device == torch.device("cuda", device.index or 0), f"memory of {device} came out on {tensor.device}"
     return tensor

@@ -41,6 +41,11 @@ from disagg.transfer.backends.base import (
 
 _WIRE_UP, _CALLER = b"\x00", b"\x01"  # first byte of every notification
 _DIGEST_BYTES = 16
+# NIXL says no more than an error's name.
+_CAUSES = (
+    "UCX says why in this process' log, before this; likely are a UCX_* variable of the environment that does not fit, a limit "
+    "of files or locked memory (`ulimit -f`, `-n`, `-l`), or a full /dev/shm"
+)
 
 # UCX aborts the process ("arbiter group is empty") when it is torn down right after a write to a dead peer; a few
 # rounds of progress let it sort out what failed.
@@ -99,7 +104,7 @@ class NixlBackend:
         try:
             self._agent: Any = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         except self._errors as error:
-            raise BackendError(f"NIXL agent {name!r} cannot start: {error}") from error
+            raise BackendError(f"NIXL agent {name!r} cannot start: {error}; {_CAUSES}") from error
         if "UCX" not in self._agent.backends:
             raise BackendError(f"NIXL agent {name!r} cannot start: its UCX plugin is missing")
         self._name = name

@@ -11,7 +11,7 @@ import random
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from disagg.server import links, server
+from disagg.server import lifecycle, links
 from disagg.wire.services import PeerStub
 from tests.cluster.wire_faults.plan import Fault, FaultPlan
 
@@ -122,5 +122,5 @@ def install(plan: FaultPlan, role: str) -> None:
         def link(self) -> Any:
             return _DisturbedCall(super().link(), disturbed)
 
-    server.Links = DisturbedLinks
+    lifecycle.Links = DisturbedLinks  # type: ignore[misc]
     links.PeerStub = DisturbedStub

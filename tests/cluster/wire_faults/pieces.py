@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from disagg.messages.lane import Landing, LaneReport
+from disagg.messages.transfer import Landing, TransferEvent
 from disagg.staging import copy
 from disagg.staging.pieces import TRAILER_BYTES
 from disagg.transfer.backends.base import FailedWrite, Peer, Polled, Region
 from disagg.transfer.backends.nixl import NixlBackend
-from disagg.worker import landings, transfer_driver
+from disagg.worker import receiver, transfer_driver
 from tests.cluster.wire_faults.plan import Fault, FaultPlan, FrozenWrite
 
 _INTACT, _FLIPPED = b"\x00", b"\x01"  # the mark, last in every notification
@@ -211,8 +211,8 @@ def install(plan: FaultPlan, server: str) -> None:
         return FaultyBackend(NixlBackend(**options), plan, server, flipped)
 
     class LoggingDriver(transfer_driver.TransferDriver):
-        def take_reports(self) -> tuple[LaneReport, ...]:
-            reports = super().take_reports()
+        def take_events(self) -> tuple[TransferEvent, ...]:
+            reports = super().take_events()
             for report in reports:
                 if isinstance(report, Landing) and (not report.ok or report.entry_id in flipped):
                     damage = "damaged" if report.entry_id in flipped else "intact"
@@ -222,4 +222,4 @@ def install(plan: FaultPlan, server: str) -> None:
     transfer_driver.create = lambda backend, **options: faulty(**options)
     transfer_driver.TransferDriver = LoggingDriver
     if plan.ignore_checksums:
-        copy.checksum = landings.checksum = lambda staged, payload, seed: 0
+        copy.checksum = receiver.checksum = lambda staged, payload, seed: 0

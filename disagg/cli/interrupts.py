@@ -1,0 +1,29 @@
+"""What Ctrl-C does before a command has anything to tidy up: it ends the process, silently, with the status of shells.
+
+KeyboardInterrupt would be raised in the middle of imports, which print a traceback, or take it for an error of their own.
+Imports nothing that takes time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+from disagg.types.status import INTERRUPTED
+
+
+def end_at_ctrl_c() -> None:
+    """From now on, until the command says otherwise. Where Ctrl-C is ignored (a shell's background job), it stays so."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def raise_at_ctrl_c() -> None:
+    """For a command that has processes or files to end: they are ended by whoever lets KeyboardInterrupt through."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os._exit(INTERRUPTED)

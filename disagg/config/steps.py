@@ -1,0 +1,53 @@
+"""How much a step may compute where the configuration leaves it open. Pure.
+
+A GPU reads all weights in every step, so steps should be large: products of 8192 tokens reach what the chip can do, and those
+of 512 tokens five sixths of it (docs/benchmarks.md). Other prompts wait for a step that has begun, so it should be short, too:
+8192 tokens of a model of 8e9 parameters take a fifth of a second. A CPU is busy with few tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from disagg.config.staging import Device
+from disagg.config.tree import EngineConfig
+
+MOST_CHUNK_TOKENS = 8192
+LEAST_CHUNK_TOKENS = 1024
+STEP_PARAMETERS = 9_000_000_000  # of a rank, whose MOST_CHUNK_TOKENS take as long as a step may
+
+
+class _Steps(Struct, frozen=True):
+    chunk_tokens: int
+    max_running: int
+
+
+_CPU = _Steps(chunk_tokens=256, max_running=64)
+_GPU_MAX_RUNNING = 256  # more sequences bring little: products of so many rows take as long as reading their weights
+
+
+def size_steps(engine: EngineConfig, device: Device, rank_parameters: int) -> tuple[EngineConfig, str]:
+    """The same, with sizes for the device and the model where they are 0; and what was chosen, for the log: maybe nothing.
+
+    rank_parameters: weights of one rank.
+    """
+    steps = _CPU if device == "cpu" else _Steps(_gpu_chunk_tokens(rank_parameters), _GPU_MAX_RUNNING)
+    open_ones: Mapping[str, int] = {
+        name: getattr(steps, name) for name in steps.__struct_fields__ if not getattr(engine, name)
+    }
+    if not open_ones:
+        return engine, ""
+    said = " and ".join(f"engine.{name} = {value}" for name, value in open_ones.items())
+    where = "a CPU" if device == "cpu" else f"a GPU with {rank_parameters / 1e9:.1f}e9 parameters on each rank"
+    return replace(engine, **open_ones), f"{said}, chosen for {where}"
+
+
+def _gpu_chunk_tokens(rank_parameters: int) -> int:
+    """A power of 2, by the time that the products of so many tokens take."""
+    tokens = MOST_CHUNK_TOKENS
+    while tokens > LEAST_CHUNK_TOKENS and tokens * rank_parameters > MOST_CHUNK_TOKENS * STEP_PARAMETERS:
+        tokens //= 2
+    return tokens

@@ -1,0 +1,306 @@
+"""Choices: what goes on after a prompt, from the second token of each to its end.
+
+    KV here (landed, or computed) ──> fork: a sequence for every choice that goes on ──> tokens, one a step ──> LegEnd
+                                        └ a choice that has no slot yet waits, and begins when one is free
+
+Each choice has a slot of its own. As many as there are slots for begin at once, and share the pages that are full of the
+prompt; the others wait and join one by one, computing from the prefix cache on. A choice has *begun* when it has its slot,
+and is not heard of before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from disagg.engine.core import Core
+from disagg.engine.finish import finish_of
+from disagg.engine.legs import Leg, Stage
+from disagg.engine.lookahead import Begun
+from disagg.engine.now import Now
+from disagg.engine.pool import answer_fits
+from disagg.engine.sequences import Sequence, State
+from disagg.engine.turns import Begins, Turn
+from disagg.memory.sequence import SequencePages
+from disagg.messages.legs import LegTokens, Outcome, StartLeg, TimelineEvent
+from disagg.messages.link import FirstToken
+from disagg.messages.plan import SampledToken, StepResult, WorkerPlan
+from disagg.scheduler.admission import Growing
+from disagg.types.ids import LegKey
+from disagg.types.sampling import MAX_CHOICES
+
+
+class PromptKv(Struct, frozen=True):
+    """A prompt's KV, in pages that are the choices' from now on."""
+
+    pages: SequencePages
+    slots: tuple[int, ...]  # of the choices that begin at once
+    root: bytes
+    hashes: list[bytes]
+    age: int  # see Choices.next_age
+    in_transfer: bool  # a rank may still write to the pages
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """The choices of one leg."""
+
+    leg: Leg
+    sequences: list[Sequence] = field(default_factory=list)  # of those that go on, once the KV is here
+    dropped: set[int] = field(default_factory=set)  # choices that the router wants nothing more of
+    first_tokens: dict[int, FirstToken] = field(default_factory=dict)  # by choice, once all of them are here
+    here_unix_s: float = 0.0  # when the prompt's KV was
+    turns: dict[int, Turn] = field(default_factory=dict)  # of choices that wait for their slots
+
+    def going_on(self) -> list[FirstToken]:
+        """The first tokens of the choices that go on after them."""
+        return [t for t in self.first_tokens.values() if not t.finish and t.choice not in self.dropped]
+
+
+class Choices(Stage):
+    """See the module."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._facts = core.facts
+        self._legs = core.legs
+        self._batch = core.batch
+        self._turns = core.turns
+        self._lookahead = core.lookahead
+        self._counters = core.counters
+        self._answers: dict[LegKey, Answer] = {}
+        self._ages = 0
+
+    # ---- what the engine calls
+
+    def refusal(self, start: StartLeg) -> str:
+        total = self.total_tokens(start)
+        if answer_fits(self._facts, self._core.pool.kv, total, len(start.token_ids)):
+            return ""
+        return (
+            f"prompt and max_tokens come to {total} tokens for each of {len(start.choices)} choices; the "
+            f"decode server has KV memory for {self._core.pool.longest_alone} tokens of one"
+        )
+
+    def start(self, leg: Leg, now: Now) -> None:
+        self._answers[leg.key] = Answer(leg)
+
+    def drop_choice(self, leg: Leg, choice: int) -> bool:
+        self._counters.aborts += 1
+        answer = self._answers[leg.key]
+        answer.dropped.add(choice)
+        for sequence in answer.sequences:
+            if sequence.choice == choice:
+                self._stop(answer, sequence)
+        return bool(answer.sequences) and all(sequence.done for sequence in answer.sequences)
+
+    def close(self, leg: Leg, outcome: Outcome, reason: str) -> None:
+        answer = self._answers[leg.key]
+        for sequence in answer.sequences:
+            self._stop(answer, sequence)
+
+    def holds(self, leg: Leg) -> bool:
+        return any(sequence.pages is not None for sequence in self._answers[leg.key].sequences)
+
+    def forget(self, leg: Leg) -> None:
+        del self._answers[leg.key]
+
+    @property
+    def waiting(self) -> int:
+        return sum(len(answer.turns) for answer in self._answers.values())
+
+    def describe(self, leg: Leg) -> dict[str, object]:
+        return {
+            "sequences": {
+                s.choice: {"seq": s.seq_id, "state": s.state.value, "tokens": len(s.tokens)}
+                for s in self._answers[leg.key].sequences
+            }
+        }
+
+    def check_integrity(self) -> None:
+        for answer in self._answers.values():
+            for choice, turn in answer.turns.items():
+                (sequence,) = (s for s in answer.sequences if s.choice == choice)
+                assert turn in self._turns.queue and sequence.state is State.WAITING and sequence.pages is None
+
+    # ---- the prompt is here
+
+    def takes(self, leg: Leg) -> bool:
+        """Its prompt is computed here."""
+        return leg.key in self._answers
+
+    @property
+    def may_admit(self) -> bool:
+        return True
+
+    def holds_back(self, leg: Leg, pages: SequencePages) -> None:
+        """Nothing: they go on in the same pages."""
+
+    def scheduled(self, leg: Leg, sequence: Sequence, start: int, plan_no: int) -> None:
+        """It is told of the whole prompt."""
+
+    def prompt_done(self, leg: Leg, sequence: Sequence, tokens: tuple[FirstToken, ...], now: Now) -> None:
+        """One choice begins in the prompt's pages; the others wait for slots, as they do after a transfer."""
+        pages, slots = self._batch.part(sequence)
+        self._batch.slots.give(slots[1:])
+        kv = PromptKv(pages, slots[:1], sequence.root, sequence.hashes, self.next_age(), in_transfer=False)
+        if self.kv_here(leg, tokens, len(kv.slots), now):
+            self.begin(leg, kv)
+        else:
+            pages.close(self._batch.pipeline.clock)
+            self._batch.slots.give(kv.slots)
+            self.end(leg, now)
+
+    def next_age(self) -> int:
+        """In the order in which answers begin."""
+        self._ages += 1
+        return self._ages - 1
+
+    def kv_here(self, leg: Leg, tokens: tuple[FirstToken, ...], num_slots: int, now: Now) -> bool:
+        """The prompt's KV and first tokens are here, and so many slots. True if some choice goes on."""
+        answer = self._answers[leg.key]
+        answer.here_unix_s = now.unix_s
+        answer.first_tokens = {token.choice: token for token in tokens}
+        going_on = answer.going_on()
+        beginning = {token.choice for token in going_on[:num_slots]}
+        for token in tokens:
+            if token.finish or token.choice in beginning:
+                self._legs.tell_first(leg, token)
+        return bool(going_on)
+
+    def begun(self, leg: Leg) -> bool:
+        """Its choices have the prompt's pages."""
+        return bool(self._answers[leg.key].sequences)
+
+    def begin(self, leg: Leg, kv: PromptKv) -> None:
+        """A sequence for every choice that goes on. As many as there are slots for begin now."""
+        answer = self._answers[leg.key]
+        going_on = answer.going_on() or list(answer.first_tokens.values())[:1]  # all dropped: one ends at once
+        answer.sequences = [self._sequence(leg, kv, number, token) for number, token in enumerate(going_on)]
+        beginning = answer.sequences[: len(kv.slots)]
+        forks, copies = kv.pages.fork(len(beginning))
+        for sequence, pages, slot in zip(beginning, forks, kv.slots, strict=False):
+            sequence.pages, sequence.slots = pages, (slot,)
+            sequence.shared_tokens = leg.num_tokens if len(beginning) > 1 else leg.cached_tokens
+            self._batch.join(sequence)
+            sequence.in_transfer = kv.in_transfer
+        self._batch.copy_pages(beginning, copies)
+        self._batch.slots.give(kv.slots[len(beginning) :])
+        for sequence in answer.sequences[len(beginning) :]:
+            sequence.state = State.WAITING
+            self._wait(answer, sequence)
+        for sequence in beginning:
+            if sequence.choice in answer.dropped:
+                self._stop(answer, sequence)
+            else:
+                self._legs.tell_first(leg, answer.first_tokens[sequence.choice])
+
+    def sequences(self, key: LegKey) -> tuple[Sequence, ...]:
+        """Of the choices that go on, once the prompt's KV is here."""
+        return tuple(self._answers[key].sequences)
+
+    def let_go(self, leg: Leg) -> None:
+        """No rank writes to its pages any more."""
+        for sequence in self._answers[leg.key].sequences:
+            sequence.in_transfer = False
+
+    def _sequence(self, leg: Leg, kv: PromptKv, number: int, token: FirstToken) -> Sequence:
+        start, page_tokens = leg.start, self._facts.memory.page_tokens
+        most = self._facts.model.max_model_len - start.num_prompt
+        return Sequence(
+            key=leg.key,
+            tenant=leg.tenant,
+            choices=(token.choice,),
+            is_prompt=False,
+            arrival=kv.age * MAX_CHOICES + number,
+            tokens=[*start.token_ids, token.token_id],
+            num_prompt=start.num_prompt,
+            limit=start.num_prompt + min(start.params.max_tokens, most),
+            params=start.params,
+            root=kv.root,
+            salt=start.cache_salt,
+            hashes=list(kv.hashes),
+            computed=leg.num_tokens,
+            shared_tokens=leg.num_tokens // page_tokens * page_tokens,
+        )
+
+    # ---- a choice that waits for its slot
+
+    def _wait(self, answer: Answer, sequence: Sequence) -> None:
+        turn = Turn(lambda now: self._begin_one(answer, sequence, now), sequence)
+        answer.turns[sequence.choice] = turn
+        self._turns.queue.append(answer.leg.tenant, turn, self.cost(answer.leg.start))
+
+    def _begin_one(self, answer: Answer, sequence: Sequence, now: Now) -> Begins:
+        """It computes from the prefix cache on, like one that gave way."""
+        if self._turns.slots_for_more <= 0:
+            return Begins.NOT_NOW  # the last ones are for requests that have none
+        shared = sequence.shared_tokens if any(s.pages is not None for s in answer.sequences) else 0
+        steps = sequence.limit - len(sequence.tokens)
+        growing = Growing(steps, shared - len(sequence.tokens), sequence.limit - 1 - sequence.shared_tokens)
+        releases = self._core.pool.kv.releases
+        if sequence.too_little_at == releases:
+            return Begins.TOO_LITTLE
+        if not self._lookahead.enough(Begun([growing], sequence.limit)):
+            sequence.too_little_at = releases
+            return Begins.TOO_LITTLE
+        if not self._batch.resume(sequence, now.s):
+            return Begins.TOO_LITTLE
+        self._turns.queue.take(answer.turns.pop(sequence.choice))
+        leg = answer.leg
+        self._legs.tell_first(leg, answer.first_tokens[sequence.choice])
+        return Begins.NOW
+
+    def _stop(self, answer: Answer, sequence: Sequence) -> None:
+        turn = answer.turns.pop(sequence.choice, None)
+        if turn is not None:
+            self._turns.queue.remove(turn)
+        self._batch.stop(sequence)
+
+    # ---- steps
+
+    def computed(self, plan: WorkerPlan, report: StepResult, now: Now) -> None:
+        for token in report.sampled:
+            sequence = self._batch.sequence(token.seq_id)
+            if sequence is not None and not sequence.is_prompt:
+                self._sampled(self._answers[sequence.key], sequence, token, plan.plan_no, now)
+
+    def _sampled(self, answer: Answer, sequence: Sequence, token: SampledToken, plan_no: int, now: Now) -> None:
+        leg = answer.leg
+        if sequence.done:
+            self._counters.discarded_tokens += 1
+            self._legs.late_step(leg, plan_no)
+            return
+        self._counters.decode_tokens += 1
+        index = len(sequence.tokens) - sequence.num_prompt
+        sequence.tokens.append(token.token_id)
+        model = self._facts.model
+        tokens_left = model.max_model_len - len(sequence.tokens)
+        finish = finish_of(token.token_id, index, leg.start.params, model.eos_token_ids, tokens_left)
+        logprobs = (token.logprobs,) if token.logprobs is not None else ()
+        self._legs.tell(leg, LegTokens(leg.key, token.choice, index, (token.token_id,), logprobs, finish))
+        if finish is not None:
+            self._batch.stop(sequence)
+            if all(s.done for s in answer.sequences):
+                self.end(leg, now)
+
+    def end(self, leg: Leg, now: Now) -> None:
+        """Every choice has come to its end."""
+        answer = self._answers[leg.key]
+        if answer.here_unix_s and now.unix_s and not leg.ended:
+            leg.timeline.append(TimelineEvent("decode", answer.here_unix_s, now.unix_s))
+        self._legs.end(leg, Outcome.DONE)
+
+    # ---- arithmetic of what an answer needs
+
+    def total_tokens(self, start: StartLeg) -> int:
+        """Tokens whose KV a choice may come to hold (the last output's is never written)."""
+        most = min(start.num_prompt + start.params.max_tokens, self._facts.model.max_model_len)
+        return max(len(start.token_ids), most - 1)
+
+    def cost(self, start: StartLeg) -> int:
+        """What one choice costs its tenant beside the prompt: tokens for which it may keep its slot, as far as that is looked
+        at.
+        """
+        return max(1, min(start.params.max_tokens, self._facts.scheduling.lookahead_tokens))

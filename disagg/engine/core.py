@@ -1,0 +1,38 @@
+"""What the stages of one engine share: its memory, its batch, its legs, and the instructions that they give."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from disagg.engine.batch import Batch
+from disagg.engine.facts import EngineFacts
+from disagg.engine.instructions import Counters, Instruction
+from disagg.engine.legs import Legs
+from disagg.engine.lookahead import Lookahead
+from disagg.engine.pool import EnginePool, Fits
+from disagg.engine.tiers import Tiers
+from disagg.engine.turns import Turns
+
+
+class Sharing(Struct, frozen=True):
+    """What a role decides of it."""
+
+    policy: str  # a key of scheduler.policies.POLICIES
+    step_tokens: int  # most tokens of one step
+    fits_alone: Fits  # of any sequence that this role may have
+    common_late_tokens: int = 0  # see memory.sequence.KvMemory
+
+
+class Core:
+    def __init__(self, facts: EngineFacts, sharing: Sharing) -> None:
+        self.facts = facts
+        self.counters = Counters()
+        self.out: list[Instruction] = []
+        self.pool = EnginePool(facts, self.counters, sharing.fits_alone, sharing.common_late_tokens)
+        self.tiers: Tiers | None = None
+        if facts.offload is not None:
+            self.tiers = Tiers(facts, self.pool.kv, self.counters, self.out, lambda: self.batch.pipeline.clock)
+        self.batch = Batch(facts, self.pool.kv, self.counters, sharing.policy, sharing.step_tokens, self.tiers)
+        self.legs = Legs(self.counters, self.batch.pipeline, self.out)
+        self.turns = Turns(facts.scheduling, self.batch)
+        self.lookahead = Lookahead(facts, self.pool.kv, self.batch)

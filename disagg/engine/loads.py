@@ -1,0 +1,385 @@
+"""KV that comes back: what the host and storage have of a sequence enters the prefix cache before the sequence begins.
+
+    ask ──> ASKED ──storage has answered──> planned ──┬─ nothing to gain ───────────────────────────────> OVER
+              (without storage: at once)      ^       ├─ some is in storage only ──> FETCHING (to the host) ─┐
+                                              └───────┼──────────────────────────────────────────────────────┘
+                                                      └─ all is on the host, or the GPU ──> LOADING ──> cached, OVER
+
+A load writes to pages that nobody else knows, and they enter the cache when every rank has written them: so nothing of it can be
+read before, whoever waits may stop waiting at any time, and a load that fails leaves nothing behind. A sequence that
+waits for its load holds nothing, and lets others go on. Then it begins as always, behind the longest prefix that is cached.
+
+Which prefixes are of use, the rules of the cache say (offload/rules): one of n pages needs, of each group, `needed(g, n)`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from disagg.engine.facts import EngineFacts
+from disagg.engine.instructions import Instruction, ToStore, ToTransfer
+from disagg.engine.offload import Offload
+from disagg.memory.sequence import KvMemory
+from disagg.messages.layout import GroupKind
+from disagg.messages.tiers import CopiedIn, CopyIn, PageMove, PartsRead
+from disagg.offload.acks import Acks
+from disagg.offload.host import Placed
+from disagg.offload.instructions import Ask, Fetch, ForgetAsk, StoreFound
+from disagg.offload.rates import Rates
+from disagg.types.errors import ProtocolError
+
+MOST_AT_ONCE = 16  # loads that fetch or copy; the others wait
+TRIES = 4  # of one load, whose pages may be evicted under it
+
+
+class LoadState(enum.Enum):
+    ASKED = "asked"  # storage, what it has
+    WAITING = "waiting"  # for another load, which brings the same, or for one of MOST_AT_ONCE places
+    FETCHING = "fetching"  # from storage to the host
+    LOADING = "loading"  # from the host to the GPU
+    OVER = "over"
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One sequence's. hashes: of its whole pages, as far as a hit may go. stored: by group, what storage has of them."""
+
+    salt: str
+    root: bytes
+    hashes: tuple[bytes, ...]
+    since_s: float
+    state: LoadState = LoadState.WAITING
+    ask: int = 0
+    stored: tuple[frozenset[int], ...] = ()
+    tries: int = 0
+    point: int = 0  # pages of the prefix that it brings
+    gain: int = 0  # pages that need not be computed
+    host: list[Placed] = field(default_factory=list)  # held there
+    fetched: list[Placed] = field(default_factory=list)  # of those, what comes from storage
+    gpu: list[Placed] = field(default_factory=list)  # pages that it fills
+    pinned: list[Placed] = field(default_factory=list)  # pages of the prefix that are on the GPU
+    reported: set[int] = field(default_factory=set)  # ranks that have read their parts
+    failed: bool = False
+    given_up: bool = False  # nobody waits for it any more
+    from_storage: set[int] = field(default_factory=set)  # positions that came from there
+    brought: Counter[str] = field(default_factory=Counter)  # tokens that are cached now, by tier: host, storage
+
+    @property
+    def under_way(self) -> bool:
+        return self.state in (LoadState.FETCHING, LoadState.LOADING)
+
+
+class Loads:
+    """See the module. Of one incarnation; instructions are appended to `out`."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        memory: KvMemory,
+        offload: Offload,
+        out: list[Instruction],
+        clock: Callable[[], int],
+    ) -> None:
+        assert facts.offload is not None
+        self._memory = memory
+        self._layout = facts.memory.layout
+        self._page_tokens = facts.memory.page_tokens
+        self._offload = offload
+        self._stores = facts.offload.storage
+        self._out = out
+        self._clock = clock
+        self._ranks = facts.tp
+        self._loads: dict[Hashable, Load] = {}  # by who waits
+        self._all: list[Load] = []  # that are not over
+        self._asked: dict[int, Load] = {}
+        self._fetches: dict[int, Load] = {}
+        self._copies: dict[int, Load] = {}
+        self._copy_acks = Acks(facts.tp)
+        self._arriving: set[tuple[int, bytes]] = set()  # by group and hash, what loads bring
+        self._asks = self._fetch_ops = 0
+        self.rates = Rates()
+        self.tokens: Counter[str] = Counter()  # that loads brought, by tier
+        self.failures = 0
+
+    # ---- who waits
+
+    def ask(
+        self, who: Hashable, salt: str, root: bytes, hashes: Sequence[bytes], num_tokens: int, now_s: float
+    ) -> None:
+        """A sequence of num_tokens tokens will begin: what is kept of it elsewhere is brought, as far as that pays."""
+        pages = min(len(hashes), (num_tokens - 1) // self._page_tokens)
+        load = self._loads[who] = Load(salt, root, tuple(hashes[:pages]), now_s)
+        self._all.append(load)
+        if self._stores and self._longest(load, 0) < self._offload.rules.last_point(pages):
+            self._asks += 1
+            load.ask, load.state = self._asks, LoadState.ASKED
+            self._asked[load.ask] = load
+            self._out.append(ToStore(Ask(load.ask, salt, load.hashes, 0)))
+        else:
+            self._go_on(load)
+
+    def ready(self, who: Hashable) -> bool:
+        """It can begin, as far as loads are concerned. Also if nothing was asked for it."""
+        load = self._loads.get(who)
+        return load is None or load.given_up or load.state is LoadState.OVER
+
+    def asked(self, who: Hashable) -> bool:
+        return who in self._loads
+
+    def forget(self, who: Hashable) -> Mapping[str, int]:
+        """It has begun, or has ended. What is under way goes on, and is cached. Tokens that its load brought, by tier."""
+        load = self._loads.pop(who, None)
+        if load is None:
+            return {}
+        load.given_up = True
+        if load.state is LoadState.WAITING:
+            self._over(load)
+        return load.brought
+
+    def tick(self, now_s: float) -> None:
+        """Computing would have been faster than what takes too long."""
+        for load in [*self._all]:
+            if not load.given_up and now_s - load.since_s > self.rates.patience_s(self._tokens_of(load)):
+                load.given_up = True
+                if load.state is LoadState.WAITING:
+                    self._over(load)
+
+    def _tokens_of(self, load: Load) -> int:
+        return (load.gain or len(load.hashes)) * self._page_tokens
+
+    # ---- what storage and ranks say
+
+    def found(self, answer: StoreFound) -> None:
+        """Raises ProtocolError for what was not asked."""
+        load = self._asked.pop(answer.ask, None)
+        if load is None:
+            raise ProtocolError(f"storage answers {answer.ask}, which was not asked")
+        pages = min(answer.pages, len(load.hashes))
+        load.stored = tuple(frozenset(position for position in group if position < pages) for group in answer.positions)
+        keys = [(g, load.hashes[position]) for g, group in enumerate(load.stored) for position in group]
+        self._offload.manager.found(load.hashes, pages, keys)
+        load.state = LoadState.WAITING
+        if load.given_up:
+            self._over(load)
+        else:
+            self._go_on(load)
+
+    def parts_read(self, rank: int, report: PartsRead) -> None:
+        """Raises ProtocolError for what was not asked for."""
+        load = self._fetches.get(report.op)
+        if load is None or rank in load.reported or not 0 <= rank < self._ranks:
+            raise ProtocolError(f"rank {rank} reports to have read {report.op}, which it was not asked for")
+        load.reported.add(rank)
+        load.failed |= bool(report.error)
+        if rank == 0 and not report.error:
+            self.rates.from_storage.add(report.nbytes, report.seconds)
+        if len(load.reported) == self._ranks:
+            del self._fetches[report.op]
+            self._fetched(load)
+
+    def _fetched(self, load: Load) -> None:
+        self._arriving.difference_update((g, load.hashes[position]) for g, position, _ in load.fetched)
+        if load.failed:
+            self.failures += 1
+            load.stored = ()
+            self._offload.manager.found(load.hashes, 0)
+        else:
+            host = self._offload.host
+            for g, position, page in load.fetched:
+                if host.find(g, load.hashes[position]) is None:
+                    before = load.hashes[position - 1] if position else load.root
+                    host.name(g, page, load.hashes[position], before)
+                load.from_storage.add(position)
+        self._let_go_of_host(load)
+        load.state = LoadState.WAITING
+        if load.given_up:
+            self._over(load)
+        else:
+            self._go_on(load)
+        self._let_others_go_on()
+
+    def copied_in(self, rank: int, report: CopiedIn) -> None:
+        """Raises ProtocolError for a copy that was not asked for."""
+        if rank == 0:
+            self.rates.from_host.add(report.nbytes, report.seconds)
+        for op in self._copy_acks.report(rank, report.last):
+            load = self._copies.pop(op)
+            for g, position, page in load.gpu:
+                self._memory.keep(g, load.hashes[position], page)
+            for position in range(load.point - load.gain, load.point):
+                load.brought["storage" if position in load.from_storage else "host"] += self._page_tokens
+            self.tokens.update(load.brought)
+            self._over(load)
+
+    # ---- how a load goes on
+
+    def _let_others_go_on(self) -> None:
+        for load in [load for load in self._all if load.state is LoadState.WAITING]:
+            if load.state is LoadState.WAITING:
+                self._go_on(load)
+
+    def _go_on(self, load: Load) -> None:
+        """What has to be brought is decided anew: meanwhile others have come and gone."""
+        load.tries += 1
+        cached = self._memory.cache.lookup(load.hashes, len(load.hashes) * self._page_tokens) // self._page_tokens
+        load.point = self._longest(load, cached)
+        load.gain = load.point - cached
+        if load.gain <= 0 or load.tries > TRIES:
+            self._over(load)
+            return
+        needed = [(g, position) for g, _ in enumerate(self._layout.groups) for position in self._needed(g, load.point)]
+        lacking = [(g, p) for g, p in needed if self._memory.cache.find(g, load.hashes[p]) is None]
+        busy = sum(each.under_way for each in self._all) >= MOST_AT_ONCE
+        if busy or any((g, load.hashes[p]) in self._arriving for g, p in lacking):
+            load.tries -= 1
+            load.state = LoadState.WAITING
+            return
+        remote = [(g, p) for g, p in lacking if self._offload.host.find(g, load.hashes[p]) is None]
+        if not self.rates.worth_loading(load.gain * self._page_tokens, self._bytes(lacking), self._bytes(remote)):
+            self._over(load)
+        elif remote:
+            self._fetch(load, lacking, remote)
+        else:
+            self._copy(load, needed, lacking)
+
+    def _needed(self, g: int, point: int) -> range:
+        return self._offload.rules.needed(g, point)
+
+    def _by_group(self, pages: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """Positions."""
+        return [[position for group, position in pages if group == g] for g, _ in enumerate(self._layout.groups)]
+
+    def _bytes(self, pages: Sequence[tuple[int, int]]) -> int:
+        return sum(self._layout.groups[g].page_bytes for g, _ in pages)
+
+    def _longest(self, load: Load, cached: int) -> int:
+        """Pages of the longest prefix that is of use and can be had, from wherever; `cached` if there is none longer."""
+        rules, groups = self._offload.rules, self._layout.groups
+        point = len(load.hashes)
+        for g, group in enumerate(groups):
+            if group.kind is GroupKind.FULL:
+                point = next((p for p in range(point) if not self._there(load, g, p)), point)
+        point = rules.last_point(point)
+        rest = [g for g, group in enumerate(groups) if group.kind is not GroupKind.FULL]
+        while point > cached:
+            missing = [p for g in rest for p in self._needed(g, point) if not self._there(load, g, p)]
+            if not missing:
+                return point
+            # Of states it is the one at the end that is missing; a window's page is missing to all that need it.
+            point = min(rules.last_point(max(missing)), point - rules.unit)
+        return cached
+
+    def _there(self, load: Load, g: int, position: int) -> bool:
+        page_hash = load.hashes[position]
+        return (
+            self._memory.cache.find(g, page_hash) is not None
+            or self._offload.host.find(g, page_hash) is not None
+            or (bool(load.stored) and position in load.stored[g])
+        )
+
+    def _fetch(self, load: Load, lacking: Sequence[tuple[int, int]], remote: Sequence[tuple[int, int]]) -> None:
+        """From storage to the host, where what is there already is held."""
+        host = self._offload.host
+        for g, position in set(lacking) - set(remote):
+            page = host.find(g, load.hashes[position])
+            assert page is not None
+            host.hold(g, page)
+            load.host.append((g, position, page))
+        by_group = self._by_group(remote)
+        taken = host.take([len(positions) for positions in by_group])
+        if taken is None:  # the host is full of what is being written: only what is there can be had
+            self._let_go_of_host(load)
+            load.stored = ()
+            self._go_on(load)
+            return
+        places = tuple(
+            tuple(zip(positions, pages, strict=True)) for positions, pages in zip(by_group, taken, strict=True)
+        )
+        load.fetched = [(g, position, page) for g, group in enumerate(places) for position, page in group]
+        load.host += load.fetched
+        load.state, load.failed = LoadState.FETCHING, False
+        load.reported.clear()
+        self._arriving.update((g, load.hashes[position]) for g, position, _ in load.fetched)
+        self._fetch_ops += 1
+        self._fetches[self._fetch_ops] = load
+        self._out.append(ToStore(Fetch(self._fetch_ops, load.ask, places)))
+
+    def _let_go_of_host(self, load: Load) -> None:
+        self._offload.host.release(load.host)
+        load.host, load.fetched = [], []
+
+    def _copy(self, load: Load, needed: Sequence[tuple[int, int]], lacking: Sequence[tuple[int, int]]) -> None:
+        """From the host into pages of the pool. What is there of the prefix is held, lest it make room for the rest."""
+        memory, host = self._memory, self._offload.host
+        for g, position in set(needed) - set(lacking):
+            page = memory.cache.find(g, load.hashes[position])
+            assert page is not None
+            self._offload.pin(g, page)
+            load.pinned.append((g, position, page))
+        by_group = self._by_group(lacking)
+        owner = memory.new_owner()
+        taken = memory.allocator.allocate_all([len(positions) for positions in by_group], owner)
+        memory.allocator.forget_owner(owner)
+        if taken is None:
+            self._over(load)
+            return
+        load.gpu = [(g, p, page) for g, group in enumerate(by_group) for p, page in zip(group, taken[g], strict=True)]
+        if not memory.can_go_on():
+            self._over(load)
+            return
+        moves = []
+        for g, position, page in load.gpu:
+            host_page = host.find(g, load.hashes[position])
+            assert host_page is not None
+            host.hold(g, host_page)
+            load.host.append((g, position, host_page))
+            moves.append(PageMove(g, page, host_page))
+        load.state = LoadState.LOADING
+        self._arriving.update((g, load.hashes[position]) for g, position, _ in load.gpu)
+        op = self._copy_acks.issue()
+        self._copies[op] = load
+        self._out.append(ToTransfer(None, CopyIn(op, tuple(moves))))
+
+    def _over(self, load: Load) -> None:
+        """It lets go of all that it holds; what it filled is cached until its memory is needed."""
+        if load.state is LoadState.LOADING:
+            self._arriving.difference_update((g, load.hashes[position]) for g, position, _ in load.gpu)
+        was_under_way = load.under_way
+        load.state = LoadState.OVER
+        self._all.remove(load)
+        self._let_go_of_host(load)
+        for g, position, page in load.pinned:
+            self._offload.unpin(g, position, page)
+        for g, position, page in load.gpu:
+            self._memory.release(g, [page], self._clock(), [position + 1])
+        load.pinned, load.gpu = [], []
+        if load.ask:
+            self._out.append(ToStore(ForgetAsk(load.ask)))
+        if was_under_way:
+            self._let_others_go_on()
+
+    # ---- what others need to know of it
+
+    def held(self) -> list[tuple[int, int]]:
+        """Pages of the pool that loads fill, by group and page."""
+        return [(g, page) for load in self._all for g, _, page in load.gpu]
+
+    def held_on_host(self) -> list[Placed]:
+        return [placed for load in self._all for placed in load.host]
+
+    def dump(self) -> dict[str, object]:
+        """For a person."""
+        states = [load.state.value for load in self._all]
+        return {state: states.count(state) for state in sorted(set(states))} | {"tokens": dict(self.tokens)}
+
+    def check_integrity(self) -> None:
+        """What must hold between any two calls."""
+        assert all(load.state is not LoadState.OVER for load in self._all)
+        arriving = [(g, load.hashes[p]) for load in self._all for g, p, _ in (*load.fetched, *load.gpu)]
+        assert len(arriving) == len(set(arriving)) and set(arriving) == self._arriving, (
+            "what is on its way, and what loads bring"
+        )
+        assert all(load.given_up or load.state is LoadState.OVER or load in self._all for load in self._loads.values())

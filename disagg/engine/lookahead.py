@@ -1,0 +1,90 @@
+"""Whether something new may begin: how much memory those that decode will come to need, as `scheduler/admission` sees it.
+
+Where a request begins only if those that have begun can go on beside it, none of them gives way for want of pages: not for
+`lookahead_tokens` steps after the last one that began, and not at all if no answer is longer than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
+from disagg.engine.batch import Batch
+from disagg.engine.facts import EngineFacts
+from disagg.engine.sequences import Sequence
+from disagg.memory.sequence import KvMemory
+from disagg.memory.spans import PLANS_IN_FLIGHT, pages_for, window_pages
+from disagg.messages.layout import GroupKind
+from disagg.scheduler.admission import Growing, peak_growth
+from disagg.types.ids import LegKey
+
+
+@dataclass(slots=True)
+class Begun:
+    """Choices of one leg that have pages, or would have, and run later."""
+
+    growing: list[Growing]
+    limit: int  # most tokens of each
+
+
+class Lookahead:
+    """See the module. granted: what has begun and does not run yet; whoever grants keeps it."""
+
+    def __init__(self, facts: EngineFacts, memory: KvMemory, batch: Batch) -> None:
+        self._facts = facts
+        self._memory = memory
+        self._batch = batch
+        self.granted: dict[LegKey, Begun] = {}
+
+    @property
+    def alone(self) -> bool:
+        """Nobody holds memory."""
+        return not self._memory.allocator.used_large
+
+    def enough(self, new: Begun) -> bool:
+        """All that have begun, and these, can go on together for as long as is looked ahead."""
+        running = [s for s in self._batch.running.values() if not s.is_prompt]
+        growing = [running_on(s) for s in running]
+        limits = [s.limit for s in running]
+        for begun in self.granted.values():
+            growing += begun.growing
+            limits += [begun.limit] * len(begun.growing)
+        if not growing and self.alone:
+            return True
+        growth = self._grown_to([*growing, *new.growing], [*limits, *[new.limit] * len(new.growing)])
+        return self._memory.allocator.used_large + growth <= self._facts.memory.num_large
+
+    def _grown_to(self, growing: List[Growing], limits: List[int]) -> float:
+        """Large pages, beyond those that are used, that these come to need at most. limits: most tokens of each."""
+        layout, large = self._facts.memory.layout, 0.0
+        per_page = sum(
+            1 / per_large
+            for group, per_large in zip(layout.groups, layout.per_large, strict=True)
+            if group.kind is GroupKind.FULL
+        )
+        for group, per_large in zip(layout.groups, layout.per_large, strict=True):
+            if group.kind is not GroupKind.WINDOW:
+                continue
+            most = window_pages(group.window_tokens, PLANS_IN_FLIGHT, layout.page_tokens)
+            for each, limit in zip(growing, limits, strict=True):
+                held = pages_for(max(0, limit - 1 - each.steps), layout.page_tokens)
+                large += (min(most, pages_for(limit, layout.page_tokens)) - min(most, held)) / per_large
+        ahead = self._facts.scheduling.lookahead_tokens
+        return large + per_page * peak_growth(growing, layout.page_tokens, ahead, PLANS_IN_FLIGHT + 1)
+
+
+def running_on(sequence: Sequence) -> Growing:
+    """Of one that holds pages. The KV of its last token is never written."""
+    assert sequence.pages is not None
+    total = sequence.limit - 1
+    return Growing(
+        steps=max(0, total - sequence.position),
+        room_tokens=sequence.pages.room_tokens - sequence.position,
+        own_tokens=max(0, total - sequence.shared_tokens),
+    )
+
+
+def after_grant(num_tokens: int, total_tokens: int, spare_tokens: int, shared_tokens: int, page_tokens: int) -> Growing:
+    """Of a choice that will go on after num_tokens, for which it has pages, and for spare_tokens more."""
+    room = pages_for(num_tokens + spare_tokens, page_tokens) * page_tokens
+    return Growing(total_tokens - num_tokens, room - num_tokens, total_tokens - shared_tokens)

@@ -1,0 +1,161 @@
+"""What an engine does for KV beyond its pool: the offload manager's instructions, carried out on this engine's memory.
+
+    batch ── joined, advanced, left ──> OffloadManager ── Pin, Unpin ──────────> the pool's pages
+    ranks ── CopiedOut, PartsWritten ─>                ── Copy ────────────────> CopyOut of every rank
+    store ── StorePublished, ... ─────>                ── Upload, Publish ... ─> storage
+
+Where a page is now, the prefix cache says: all that is written and whole is in it, of every kind of pages, until its memory is
+needed. So sequences let go of their pages as if there were no offload, and what is to be copied is held here once more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from disagg.engine.facts import EngineFacts
+from disagg.engine.instructions import Instruction, ToStore, ToTransfer
+from disagg.engine.sequences import Sequence
+from disagg.memory.sequence import KvMemory
+from disagg.messages.layout import GroupKind
+from disagg.messages.tiers import CopiedOut, CopyOut, PartsWritten
+from disagg.offload.host import HostPool, Placed
+from disagg.offload.instructions import Copy, Discard, Pin, Publish, StorePublished, StoreWorks, Unpin, Upload
+from disagg.offload.instructions import Instruction as Wanted
+from disagg.offload.manager import OffloadManager
+from disagg.offload.rules import offload_rules
+from disagg.types.errors import ProtocolError
+
+
+class Offload:
+    """Of one incarnation. clock: the logical time at which pages are used. Instructions are appended to `out`."""
+
+    def __init__(self, facts: EngineFacts, memory: KvMemory, out: list[Instruction], clock: Callable[[], int]) -> None:
+        assert facts.offload is not None
+        offload = facts.offload
+        self._memory = memory
+        self._out = out
+        self._clock = clock
+        self._page_tokens = facts.memory.page_tokens
+        # A state enters the cache when the run that reads it has reported.
+        self._lag_tokens = int(any(group.kind is GroupKind.STATE for group in facts.memory.layout.groups))
+        self._stores = offload.storage
+        self._published: set[int] = set()  # uploads that storage is told of, and has not answered
+        self.rules = offload_rules(facts.memory.layout, offload.stride_tokens)
+        self.manager = OffloadManager(
+            self.rules,
+            lambda layout, gone: HostPool(layout, offload.host_large, gone),
+            ranks=facts.tp,
+            storage=offload.storage,
+        )
+        self._pinned: Counter[tuple[int, int]] = Counter()  # by group and page: how often it is held here
+
+    @property
+    def host(self) -> HostPool:
+        return self.manager.host
+
+    # ---- sequences
+
+    def joined(self, sequence: Sequence) -> None:
+        """A choice runs from now on. Of prompts, see `left`."""
+        if not sequence.is_prompt:
+            self._begin(sequence)
+
+    def advanced(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many more tokens of it are written, and what is whole is in the cache."""
+        written = sequence.computed - self._lag_tokens
+        if not sequence.is_prompt and written % self._page_tokens < num_tokens:  # a page was filled
+            self._do(self.manager.progress(_name(sequence), written, partial(self._view, sequence)))
+
+    def left(self, sequence: Sequence) -> None:
+        """It has let go of its pages: it has ended, or gave way.
+
+        A prompt's KV is a decode server's to store, which has all of it; of those that went to none, and where each server has
+        only what is on its own host, it is kept here.
+        """
+        if sequence.is_prompt:
+            if self._stores and sequence.handed_over:
+                return
+            self._begin(sequence)
+        self._do(self.manager.finish(_name(sequence), sequence.computed, partial(self._view, sequence)))
+
+    def _begin(self, sequence: Sequence) -> None:
+        self.manager.begin(_name(sequence), sequence.root, sequence.hashes, sequence.num_prompt, sequence.salt)
+
+    def _view(self, sequence: Sequence, g: int, position: int) -> int | None:
+        return self._memory.cache.find(g, sequence.hashes[position])
+
+    # ---- what ranks and storage report
+
+    def copied_out(self, rank: int, report: CopiedOut) -> None:
+        """Raises ProtocolError for a copy that was not asked for."""
+        self._do(self.manager.copied(rank, report.last))
+
+    def parts_written(self, rank: int, report: PartsWritten) -> None:
+        """Raises ProtocolError for an upload that was not asked for."""
+        self._do(self.manager.uploaded(rank, report.op, (report.op,) if report.error else ()))
+
+    def published(self, answer: StorePublished) -> None:
+        """Raises ProtocolError for what was not to be published."""
+        if answer.op not in self._published:
+            raise ProtocolError(f"upload {answer.op} is said to be published, and was not to be")
+        self._published.remove(answer.op)
+        self._do(self.manager.published(answer.op, answer.pages))
+
+    def store_works(self, answer: StoreWorks) -> None:
+        self.manager.set_store(answer.works)
+        self._do(self.manager.give_up_waiting() if not answer.works else [])
+
+    # ---- what the manager wants done
+
+    def _do(self, wanted: list[Wanted]) -> None:
+        for each in wanted:
+            match each:
+                case Pin():
+                    for page in each.pages:
+                        self.pin(page.group, page.page)
+                case Unpin():
+                    for page in each.pages:
+                        self.unpin(page.group, page.position, page.page)
+                case Copy():
+                    self._out.append(ToTransfer(None, CopyOut(each.op, each.moves)))
+                case Publish():
+                    self._published.add(each.op)
+                    self._out.append(ToStore(each))
+                case Upload() | Discard():
+                    self._out.append(ToStore(each))
+
+    def pin(self, g: int, page: int) -> None:
+        """Hold a page of the pool, which is used or cached."""
+        self._memory.allocator.share(g, [page])
+        self._pinned[g, page] += 1
+
+    def unpin(self, g: int, position: int, page: int) -> None:
+        """Let go of it. position: of the page in its sequence."""
+        self._pinned[g, page] -= 1
+        if not self._pinned[g, page]:
+            del self._pinned[g, page]
+        self._memory.release(g, [page], self._clock(), [position + 1])
+
+    def held(self) -> Counter[tuple[int, int]]:
+        """Pages of the pool that are held here, and how often."""
+        return Counter(self._pinned)
+
+    def dump(self) -> dict[str, object]:
+        """For a person."""
+        manager = self.manager
+        return {
+            "host large pages": {"used": self.host.used_large, "total": self.host.num_large},
+            "pages held for copies": sum(self._pinned.values()),
+            "idle": manager.idle,
+            **manager.tally,
+        }
+
+    def check_integrity(self, others: Iterable[Placed]) -> None:
+        """others: what of the host loads hold."""
+        self.manager.check_integrity(others)
+
+
+def _name(sequence: Sequence) -> str:
+    return f"{sequence.seq_id}"

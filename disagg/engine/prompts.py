@@ -1,0 +1,295 @@
+"""Prompts: which of them are admitted, what the steps make of them, and the first token of every choice.
+
+    StartLeg ──> waiting ──> admitted (pages, slots) ──> chunks scheduled ──> first tokens ──> onward
+                                └ behind the longest prefix that is cached in every layer group
+
+Tenants take turns: in being admitted, and chunk by chunk in being computed (scheduler/fairness). What is computed enters the
+cache chunk by chunk, so that the next prompt finds it while this one still runs.
+
+What becomes of the KV is somebody else's business (`Onward`): a transfer's, or that of the choices which go on here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol
+
+from disagg.engine.core import Core
+from disagg.engine.finish import finish_of
+from disagg.engine.legs import Leg, Stage
+from disagg.engine.now import Now
+from disagg.engine.pool import prompt_fits
+from disagg.engine.sequences import Sequence
+from disagg.memory.sequence import SequencePages
+from disagg.messages.legs import Outcome, StartLeg, TimelineEvent
+from disagg.messages.link import FirstToken
+from disagg.messages.plan import Run, SampledToken, StepResult, WorkerPlan
+from disagg.scheduler.admission import common_pages, should_wait
+from disagg.scheduler.fairness import FairQueue
+from disagg.types.ids import LegKey
+
+LOADS_AHEAD = 4  # prompts at the head of the queue whose KV is looked for, and brought, before their turn
+
+
+class Onward(Protocol):
+    """Where a prompt's KV goes."""
+
+    def takes(self, leg: Leg) -> bool:
+        """This leg's goes here."""
+
+    @property
+    def may_admit(self) -> bool:
+        """It can take the KV of one more prompt."""
+
+    def holds_back(self, leg: Leg, pages: SequencePages) -> None:
+        """The prompt has got these. What must not leave them while it is computed is said now."""
+
+    def scheduled(self, leg: Leg, sequence: Sequence, start: int, plan_no: int) -> None:
+        """Tokens [start, sequence.position) are computed by this plan."""
+
+    def prompt_done(self, leg: Leg, sequence: Sequence, tokens: tuple[FirstToken, ...], now: Now) -> None:
+        """Every token is computed, and every choice has its first one. Takes the sequence out of the batch."""
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    leg: Leg
+    root: bytes = b""
+    hashes: list[bytes] = field(default_factory=list)  # of full pages
+    too_little_at: int = -1  # KvMemory.releases when there were too few pages for it
+    sequence: Sequence | None = None  # once it is admitted
+
+
+class Prompts(Stage):
+    """See the module."""
+
+    def __init__(self, core: Core, onward: tuple[Onward, ...]) -> None:
+        self._facts = core.facts.scheduling
+        self._model = core.facts.model
+        self._page_tokens = core.facts.memory.page_tokens
+        self._core = core
+        self._legs = core.legs
+        self._pool = core.pool
+        self._batch = core.batch
+        self._counters = core.counters
+        self._tiers = core.tiers
+        self._onward = onward
+        self.queue: FairQueue[Prompt] = FairQueue()
+        self._prompts: dict[LegKey, Prompt] = {}
+        self._by_seq: dict[int, Prompt] = {}  # admitted
+
+    # ---- what the engine calls
+
+    def refusal(self, start: StartLeg) -> str:
+        tokens = len(start.token_ids)
+        if not prompt_fits(self._core.facts, self._pool.kv, tokens):
+            return (
+                f"{tokens} prompt tokens do not fit the prefill server's KV pool of {self._pool.longest_alone} tokens"
+            )
+        if len(start.choices) > self._facts.max_slots:
+            return f"{len(start.choices)} choices are more than the server's {self._facts.max_slots} slots"
+        return ""
+
+    def make_room(self, leg: Leg) -> str:
+        """If the queue is full, the youngest of whoever has most there is given back."""
+        waiting = len(self.queue)
+        if waiting < self._facts.max_waiting:
+            return ""
+        other = self.queue.displaced_by(leg.tenant)
+        if other is None:
+            return f"{waiting} legs are waiting already"
+        reason = f"{waiting} legs are waiting already, most of them its tenant's"
+        self._legs.close(other.leg, Outcome.GIVEN_BACK, reason)
+        return ""
+
+    def start(self, leg: Leg, now: Now) -> None:
+        """It waits here."""
+        prompt = self._prompts[leg.key] = Prompt(leg)
+        self.queue.append(leg.tenant, prompt, leg.num_tokens)
+
+    def close(self, leg: Leg, outcome: Outcome, reason: str) -> None:
+        prompt = self._prompts[leg.key]
+        self.queue.discard(prompt)
+        if self._tiers is not None:
+            self._tiers.loads.forget(leg.key)
+        if prompt.sequence is not None:
+            self._batch.stop(prompt.sequence)
+
+    def holds(self, leg: Leg) -> bool:
+        sequence = self._prompts[leg.key].sequence
+        return sequence is not None and sequence.pages is not None
+
+    def forget(self, leg: Leg) -> None:
+        sequence = self._prompts.pop(leg.key).sequence
+        if sequence is not None:
+            del self._by_seq[sequence.seq_id]
+
+    @property
+    def waiting(self) -> int:
+        return len(self.queue)
+
+    def describe(self, leg: Leg) -> dict[str, object]:
+        sequence = self._prompts[leg.key].sequence
+        scheduled, computed = (sequence.position, sequence.computed) if sequence is not None else (0, 0)
+        return {"scheduled": scheduled, "computed": computed}
+
+    def dump(self) -> dict[str, object]:
+        return {"waiting": [str(prompt.leg.key) for prompt in self.queue]}
+
+    def check_integrity(self) -> None:
+        assert all(prompt.leg.key in self._prompts and prompt.sequence is None for prompt in self.queue)
+        assert all(self._batch.running[s].is_prompt == (s in self._by_seq) for s in self._batch.running)
+
+    # ---- admission
+
+    def schedule(self, now: Now) -> None:
+        """Tenants in turns, of each the oldest first, all or nothing. A tenant whose first prompt waits for another's prefix
+        lets the others go on; nobody overtakes one that waits for pages or slots, and nothing begins before what gave way.
+        """
+        for prompt in islice(self.queue, LOADS_AHEAD if self._tiers is not None else 0):
+            self._bring_back(prompt, now)
+        if self._batch.parked or not all(onward.may_admit for onward in self._onward):
+            return
+        held_up: set[str] = set()
+        computing = sum(sequence.is_prompt for sequence in self._batch.running.values()) if self.waiting else 0
+        for prompt in self.queue:
+            leg = prompt.leg
+            if leg.tenant in held_up:
+                continue
+            if computing >= self._facts.max_prompts or self._batch.slots.free < len(leg.start.choices):
+                return
+            if not self._brought_back(prompt, now):
+                continue
+            if self._awaits_prefix(prompt):
+                held_up.add(leg.tenant)
+            elif self._admit(prompt, now):
+                computing += 1
+            else:
+                return
+
+    def _bring_back(self, prompt: Prompt, now: Now) -> None:
+        """Ask what the host and storage have of it, once."""
+        leg = prompt.leg
+        assert self._tiers is not None
+        if not self._tiers.loads.asked(leg.key):
+            self._hash(prompt)
+            salt = leg.start.cache_salt
+            self._tiers.loads.ask(leg.key, salt, prompt.root, prompt.hashes, leg.num_tokens, now.s)
+
+    def _brought_back(self, prompt: Prompt, now: Now) -> bool:
+        """What the host and storage have of it is cached again, or is not worth waiting for. Others may go on meanwhile."""
+        if self._tiers is None:
+            return True
+        self._bring_back(prompt, now)
+        return self._tiers.loads.ready(prompt.leg.key)
+
+    def _hash(self, prompt: Prompt) -> None:
+        if not prompt.root:
+            prompt.root, prompt.hashes = self._pool.prefix(prompt.leg.start)
+
+    def _awaits_prefix(self, prompt: Prompt) -> bool:
+        """Another prompt that is being computed begins with much of what this one would have to compute."""
+        self._hash(prompt)
+        for seq_id, other in self._batch.running.items():
+            if not other.is_prompt:
+                continue
+            common = common_pages(other.hashes, prompt.hashes) * self._page_tokens
+            last = len(other.tokens) if self._pool.kv.keeps_back else common
+            cached = self._by_seq[seq_id].leg.cached_tokens
+            if should_wait(common, cached, other.computed, last, self._facts.chunk_tokens):
+                return True
+        return False
+
+    def _admit(self, prompt: Prompt, now: Now) -> bool:
+        """The cached prefix, pages for all that has to be computed after it, and slots for every choice."""
+        leg, kv, batch = prompt.leg, self._pool.kv, self._batch
+        if prompt.too_little_at == kv.releases:
+            return False
+        tokens = leg.num_tokens
+        pages = kv.open(prompt.hashes, tokens, tokens, self._facts.chunk_tokens, batch.pipeline.clock)
+        if pages is None:
+            prompt.too_little_at = kv.releases
+            return False
+        self._onward_of(leg).holds_back(leg, pages)
+        self._pool.taken(pages)
+        slots = batch.slots.take(len(leg.start.choices))
+        assert slots is not None
+        self.queue.take(prompt)
+        if self._tiers is not None:
+            self._tiers.begins(leg.key, pages.computed)
+        leg.cached_tokens = pages.computed
+        sequence = prompt.sequence = Sequence(
+            key=leg.key,
+            tenant=leg.tenant,
+            choices=leg.start.choices,
+            is_prompt=True,
+            arrival=-1,
+            tokens=list(leg.start.token_ids),
+            num_prompt=leg.start.num_prompt,
+            limit=tokens + 1,
+            params=leg.start.params,
+            root=prompt.root,
+            salt=leg.start.cache_salt,
+            hashes=prompt.hashes,
+            pages=pages,
+            slots=slots,
+            computed=pages.computed,
+        )
+        batch.join(sequence)
+        self._by_seq[sequence.seq_id] = prompt
+        self._counters.observe("queue", now.s - leg.received.s)
+        return True
+
+    # ---- steps
+
+    def planned(self, plan: WorkerPlan, now: Now) -> None:
+        for run in plan.runs:
+            prompt = self._by_seq.get(run.seq_id)
+            if prompt is None:
+                continue
+            leg, sequence = prompt.leg, prompt.sequence
+            assert sequence is not None
+            start = sequence.position - run.num_tokens
+            if start == leg.cached_tokens:
+                leg.timeline.append(TimelineEvent("queued", leg.received.unix_s, now.unix_s))
+            self._onward_of(leg).scheduled(leg, sequence, start, plan.plan_no)
+
+    def computed(self, plan: WorkerPlan, report: StepResult, now: Now) -> None:
+        sampled: dict[int, list[SampledToken]] = {}
+        for token in report.sampled:
+            sampled.setdefault(token.seq_id, []).append(token)
+        for run in plan.runs:
+            prompt = self._by_seq.get(run.seq_id)
+            if prompt is not None:
+                self._counters.prefill_tokens += run.num_tokens
+                self._chunk_done(prompt, run, plan, report)
+                if run.sample and not prompt.leg.ended:
+                    self._prompt_done(prompt, sampled.get(run.seq_id, []), report, now)
+
+    def _chunk_done(self, prompt: Prompt, run: Run, plan: WorkerPlan, report: StepResult) -> None:
+        leg, sequence = prompt.leg, prompt.sequence
+        assert sequence is not None
+        detail = f"tokens {sequence.computed - run.num_tokens}-{sequence.computed}"
+        leg.note_part(TimelineEvent("chunk", report.started_unix_s, report.ended_unix_s, detail))
+        if leg.ended:
+            self._legs.late_step(leg, plan.plan_no)
+
+    def _prompt_done(self, prompt: Prompt, sampled: List[SampledToken], report: StepResult, now: Now) -> None:
+        leg, sequence = prompt.leg, prompt.sequence
+        assert sequence is not None
+        assert len(sampled) == len(leg.start.choices)
+        tokens_left = self._model.max_model_len - leg.num_tokens - 1
+        first = []
+        for token in sampled:
+            finish = finish_of(
+                token.token_id, leg.first_index, leg.start.params, self._model.eos_token_ids, tokens_left
+            )
+            first.append(FirstToken(token.choice, token.token_id, token.logprobs, finish))
+        leg.timeline.append(TimelineEvent("first_token", report.ended_unix_s, report.ended_unix_s))
+        self._counters.observe("ttft", now.s - leg.received.s)
+        self._onward_of(leg).prompt_done(leg, sequence, tuple(first), now)
+
+    def _onward_of(self, leg: Leg) -> Onward:
+        return next(onward for onward in self._onward if onward.takes(leg))

@@ -1,0 +1,75 @@
+"""What one run after another computes: a prompt, for all choices of a leg at once, or one choice that goes on after it.
+
+    prompt    tokens ▓▓▓▓▓▓▓▓████░░░░    computed, scheduled, to come: it ends with the first token of every choice
+    choice    tokens ▓▓▓▓▓▓▓▓▓▓▓▓▓█·     one token a step; after it gave way, first what has to be computed again
+
+Knows tokens, pages and plans; nothing of legs' transfers, links or routers.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from disagg.memory.sequence import SequencePages
+from disagg.scheduler.policies import Phase
+from disagg.types.ids import LegKey
+from disagg.types.sampling import SamplingParams
+
+
+class State(enum.Enum):
+    RUNNING = "running"
+    GIVING_WAY = "giving way"  # no new plan names it; one in flight may
+    PARKED = "parked"  # holds nothing
+    WAITING = "waiting"  # has not begun, and holds nothing: other choices of its leg have
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    key: LegKey
+    tenant: str
+    choices: tuple[int, ...]  # that are sampled from its logits: a prompt's all, or the one that it is
+    is_prompt: bool
+    arrival: int  # its age, by the order in which answers began, and then by choice
+    tokens: list[int]  # of the prompt and of outputs, as far as they are known here
+    num_prompt: int
+    limit: int  # most tokens that it may have
+    params: SamplingParams
+    root: bytes
+    salt: str  # the tenant's, which is in the root
+    hashes: list[bytes]  # of full pages, as far as their tokens are known
+    pages: SequencePages | None = None
+    slots: tuple[int, ...] = ()  # of the sampler, one for each of its choices
+    seq_id: int = -1
+    state: State = State.RUNNING
+    position: int = 0  # tokens whose computation has been scheduled
+    promised: int = 0  # tokens that plans so far will have made known
+    computed: int = 0
+    last_plan: int = -1  # that names it
+    handed_over: bool = False  # a prompt whose KV a decode server has
+    in_transfer: bool = False  # a rank may still write to its pages, or send what they hold
+    recomputes: bool = False  # its pages were reserved for chunks
+    joined_tokens: int = 0  # how many it had when it last joined the batch
+    shared_tokens: int = 0  # of its first tokens, whose pages others may hold too
+    parked_s: float = 0.0
+    too_little_at: int = -1  # KvMemory.releases when there were too few pages to go on
+
+    @property
+    def choice(self) -> int:
+        """That it is, if it is not a prompt."""
+        return self.choices[0]
+
+    @property
+    def done(self) -> bool:
+        return self.state is State.DONE
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that can be scheduled: one while it decodes, more while it is computed, none at its limit."""
+        return self.promised - self.position if self.promised < self.limit else 0
+
+    @property
+    def phase(self) -> Phase:
+        """It decodes when all that it had when it joined is scheduled, but for the last token."""
+        return Phase.PREFILL if self.is_prompt or self.position < self.joined_tokens - 1 else Phase.DECODE

@@ -1,0 +1,80 @@
+"""What an engine has beside its pool: host memory and storage, for KV that goes (`offload`) and that comes back (`loads`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+
+from disagg.engine.facts import EngineFacts
+from disagg.engine.instructions import Counters, Instruction
+from disagg.engine.loads import Loads
+from disagg.engine.offload import Offload
+from disagg.memory.sequence import KvMemory
+from disagg.messages.legs import HostMemory
+from disagg.messages.tiers import CopiedIn, CopiedOut, PartsRead, PartsWritten, TierEvent
+from disagg.offload.instructions import StoreEvent, StoreFound, StorePublished, StoreWorks
+
+
+class Tiers:
+    """Of one incarnation. clock: the logical time at which pages are used. Instructions are appended to `out`."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        memory: KvMemory,
+        counters: Counters,
+        out: list[Instruction],
+        clock: Callable[[], int],
+    ) -> None:
+        self._counters = counters
+        self.offload = Offload(facts, memory, out, clock)
+        self.loads = Loads(facts, memory, self.offload, out, clock)
+
+    def begins(self, who: Hashable, cached_tokens: int) -> None:
+        """A sequence begins, so many of whose tokens are cached; none: it does not fit now, and will ask again."""
+        left = cached_tokens
+        for tier, tokens in self.loads.forget(who).items():
+            self._counters.brought_tokens[tier] += min(tokens, left)
+            left -= min(tokens, left)
+
+    def tier_event(self, rank: int, message: TierEvent) -> None:
+        """A rank's offload thread has something to say. Raises ProtocolError for what it was not asked."""
+        match message:
+            case CopiedOut():
+                self.offload.copied_out(rank, message)
+            case CopiedIn():
+                self.loads.copied_in(rank, message)
+            case PartsWritten():
+                self.offload.parts_written(rank, message)
+            case PartsRead():
+                self.loads.parts_read(rank, message)
+
+    def store_event(self, message: StoreEvent) -> None:
+        """Storage has something to say. Raises ProtocolError for what it was not asked."""
+        match message:
+            case StoreFound():
+                self.loads.found(message)
+            case StorePublished():
+                self.offload.published(message)
+            case StoreWorks():
+                self.offload.store_works(message)
+
+    def held(self) -> Counter[tuple[int, int]]:
+        """Pages of the pool that copies read or write, by group and page: how often each is held for that."""
+        held = self.offload.held()
+        held.update(self.loads.held())
+        return held
+
+    def host_memory(self) -> HostMemory:
+        """In large pages of each rank's pool."""
+        host = self.offload.host
+        return HostMemory(host.filled_large, host.num_large, host.num_large * host.layout.large_bytes)
+
+    def dump(self) -> dict[str, object]:
+        """For a person."""
+        return {"offload": self.offload.dump(), "loads": self.loads.dump()}
+
+    def check_integrity(self) -> None:
+        """What must hold between any two calls."""
+        self.offload.check_integrity(self.loads.held_on_host())
+        self.loads.check_integrity()

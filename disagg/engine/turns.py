@@ -1,0 +1,67 @@
+"""Who begins to answer next: legs that wait for a grant, and choices that wait for their slots.
+
+First those that have begun and gave way for want of pages (engine/batch), oldest first; while there are any, nothing new
+begins. Then whoever waits here, tenant by tenant in turns (scheduler/fairness). Nobody overtakes one who waits for pages or
+a slot, and nobody gives way to what has not begun.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from disagg.engine.batch import Batch
+from disagg.engine.facts import SchedulingFacts
+from disagg.engine.now import Now
+from disagg.scheduler.fairness import FairQueue
+
+FIRST_CHOICES_SHARE = 8  # one slot in so many is for the first choice of a request
+TURN_TOKENS = 16  # a sequence that joined the batch makes at least so many before it gives way to an older one
+
+
+class Begins(enum.Enum):
+    """How it went when something's turn had come."""
+
+    NOW = "now"
+    NOT_NOW = "not now"  # for a reason of its own: others need not wait for it
+    TOO_LITTLE = "too little"  # pages or a slot: nobody may overtake it
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A place in the queue. begin: tries; it takes the place out of the queue when it begins. what: for a person."""
+
+    begin: Callable[[Now], Begins]
+    what: object
+
+
+class Turns:
+    """See the module. Whoever adds a turn takes it, or removes it."""
+
+    def __init__(self, facts: SchedulingFacts, batch: Batch) -> None:
+        self._facts = facts
+        self._batch = batch
+        self.queue: FairQueue[Turn] = FairQueue()
+
+    def begin(self, now: Now) -> None:
+        """Let go on, and then begin, who can."""
+        batch = self._batch
+        if batch.short:
+            return
+        while batch.parked:
+            oldest = batch.parked[0]
+            if not batch.resume(oldest, now.s):
+                if now.s - oldest.parked_s >= self._facts.preempt_after_s:
+                    batch.give_way("age", TURN_TOKENS, to_arrival=oldest.arrival)
+                return
+        for turn in self.queue:
+            if not batch.slots.free or turn.begin(now) is Begins.TOO_LITTLE:
+                return
+
+    @property
+    def slots_for_more(self) -> int:
+        """Free slots that second and further choices of a request may take: were they all, whoever asks next would wait for the
+        end of somebody else's 64 choices, which come to it all at once.
+        """
+        return self._batch.slots.free - self._facts.max_slots // FIRST_CHOICES_SHARE

@@ -1,0 +1,67 @@
+"""Which kernel multiplies few rows by a weight: by shape. Pure.
+
+Measured on H200s (bench.products, docs/benchmarks.md), with weights of 33 to 235 MB: at one row a kernel without tensor cores
+is the fastest for all; up to 64 rows one that leaves partial sums to the norm behind it, or computes the gate, too, saves a
+pass; above, the library's are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOST_ROWS = 64
+LEAST_ROWS = 16  # of a matrix product of tensor cores
+FEW = 32  # rows up to which a program keeps the more tiles of weights under way
+PROGRAMS = 256  # two on each multiprocessor: one, with half as many parts, is faster alone and slower among others
+MOST_PARTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class OneRow:
+    """Of models/products/kernels._one_row."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    unroll: int
+
+
+@dataclass(frozen=True, slots=True)
+class FewRows:
+    """Of models/products/kernels._few_rows. rows: how many a program has room for; parts: of the depth."""
+
+    rows: int
+    block_n: int
+    block_k: int
+    parts: int
+    warps: int
+    stages: int
+
+
+def one_row(depth: int, *, gated: bool) -> OneRow:
+    """A program's block is two tiles of a gated product, or a tall one of a short product."""
+    block_k, warps = (1024, 4) if gated or depth > 8192 else (2048, 8)
+    block_k = min(block_k, 1 << (depth - 1).bit_length())
+    steps = -(-depth // block_k)
+    return OneRow(4, block_k, warps, min(4, steps))
+
+
+def few_rows(rows: int, columns: int, depth: int, *, gated: bool, in_parts: bool) -> FewRows | None:
+    """None where the library is as fast, or the shape has no whole tiles.
+
+    columns: of the result. in_parts: whoever takes it adds up partial sums.
+    """
+    if not 1 < rows <= MOST_ROWS:
+        return None
+    few = rows <= FEW
+    if not few and not gated and not in_parts:
+        return None
+    padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
+    parts = 1
+    block_n, warps = 64, 4
+    block_k, stages = (128, 4) if few else (64, 4) if gated else (128, 3)
+    while in_parts and parts < MOST_PARTS and columns // block_n * parts < PROGRAMS:
+        parts *= 2
+    if columns % block_n or depth % (block_k * parts):
+        return None
+    return FewRows(padded, block_n, block_k, parts, warps, stages)

@@ -1,0 +1,499 @@
+"""Decides what KV is copied to the host and written to storage, and when. Pure: events in, instructions out.
+
+A sequence is offloaded in *spans* of pages (see rules), each of which goes through
+
+    COPYING ──every rank has copied──> WAITING ──a place is free──> UPLOADING ──every rank has written──> UPLOADED
+       │                                 │ (nothing to copy: here)                │ failed on a rank           │ all before it
+       └─ no storage, or none for it ────┴──────────> ENDED <─────────────────────┴───────────── PUBLISHING <──┘ is published
+
+and nothing behind a page that is not written is ever written: spans are made in order, a span is copied only if all before
+it are on the host (or on their way, which ranks do in order), and published only if all before it are. What fails takes what
+goes on from it along, and is tried again by whoever comes by.
+
+Pages of the GPU are pinned from the moment when a copy is ordered until every rank has made it; the sequence holds them, and
+lets go of them, as if there were no offload. So however a request ends, each page is released once by it and once by each pin,
+of whatever part of the request it is: the prompt, an increment or the end.
+
+`written` is how many tokens of a sequence have their KV in pages, as every rank has reported. The token that was sampled
+last has none, and is never counted. A view says where a page is now, or None if it is not on the GPU any more.
+
+Knows hashes, positions, pages and ranks; nothing of tensors, stores or requests beside their names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+
+from disagg.memory.layout import PoolLayout
+from disagg.messages.layout import GroupKind
+from disagg.messages.tiers import PageMove
+from disagg.offload.acks import Acks
+from disagg.offload.host import HostPool, Placed
+from disagg.offload.instructions import Copy, Discard, GpuPage, Instruction, Pin, Publish, Unpin
+from disagg.offload.rules import OffloadRules
+from disagg.offload.spans import Flow, Key, Span, SpanState, gpu_pages, know
+
+View = Callable[[int, int], int | None]  # (group, position) -> page of the GPU
+
+NEVER = 1 << 62
+
+
+class OffloadManager:
+    """Of one incarnation of a server's workers.
+
+    storage: there is one (see `set_store`). most_uploads: at once. most_lingering: pages of the GPU that wait for room on
+    the host though their request has ended. tally: pages "copied", "stored" and "dropped", and spans "failed".
+    """
+
+    def __init__(
+        self,
+        rules: OffloadRules,
+        host: Callable[[PoolLayout, Callable[[bytes], object]], HostPool],
+        *,
+        ranks: int,
+        storage: bool,
+        most_uploads: int = 8,
+        most_lingering: int = 0,
+    ) -> None:
+        self.tally: Counter[str] = Counter()
+        self.host = host(rules.layout, lambda page_hash: self._copied.pop(page_hash, None))
+        self._rules = rules
+        self._groups = range(len(rules.layout.groups))
+        self._kinds = [group.kind for group in rules.layout.groups]
+        self._copies, self._uploads = Acks(ranks), Acks(ranks)
+        self._storing = storage
+        self.host.whole_prefixes = not storage
+        self._most_uploads = most_uploads
+        self._most_lingering = most_lingering
+        self._flows: dict[str, Flow] = {}
+        self._lingering: list[Flow] = []
+        self._keepers: set[Flow] = set()  # sequences that have not let go of the host's pages
+        self._planned: dict[bytes, Span] = {}  # by hash of a page: the span that it is in
+        self._planned_keys: set[Key] = set()  # pages of the host that a span has
+        self._copied: OrderedDict[bytes, None] = OrderedDict()  # pages whose content, if there is any, is on the host
+        self._stored: OrderedDict[bytes, None] = OrderedDict()
+        self._stored_keys: OrderedDict[Key, None] = OrderedDict()
+        self._copying: dict[int, Span] = {}
+        self._uploading: dict[int, Span] = {}  # from its upload to its end
+        self._waiting: deque[Span] = deque()
+        self._transfers = 0  # uploads that ranks are at
+        self._version = 0  # changes when what could not go on may be able to
+        self._out: list[Instruction] = []
+
+    # ---- sequences
+
+    def begin(self, request: str, root: bytes, hashes: Sequence[bytes], prompt_tokens: int, salt: str = "") -> None:
+        """hashes: of the sequence's whole pages; whoever has the list goes on filling it. salt: the tenant's."""
+        assert request not in self._flows, f"{request} has begun already"
+        flow = self._flows[request] = Flow(root, hashes, self._rules.prompt_end(prompt_tokens), salt)
+        self._keepers.add(flow)
+
+    def progress(self, request: str, written: int, view: View) -> list[Instruction]:
+        """More of a sequence is written. To be called before the sequence lets go of what left a window."""
+        flow = self._flows[request]
+        flow.pages = max(flow.pages, min(written // self._rules.layout.page_tokens, len(flow.hashes)))
+        if flow.pages >= flow.next and flow.blocked_since != self._version:
+            self._advance(flow, view)
+        return self._take()
+
+    def finish(self, request: str, written: int, view: View, *, tail: bool = True) -> list[Instruction]:
+        """The sequence has ended, and lets go of its pages when these instructions are carried out. The name is free.
+
+        tail: what is below a stride is offloaded, too; not so of a request that was aborted.
+        """
+        flow = self._flows.pop(request)
+        if not tail:
+            self._let_go(flow)
+            return self._take()
+        flow.ended = True
+        flow.pages = max(flow.pages, min(written // self._rules.layout.page_tokens, len(flow.hashes)))
+        self._advance(flow, view)
+        if flow.at >= self._rules.last_point(flow.pages) or not self._linger(flow, view):
+            self._let_go(flow)
+        return self._take()
+
+    def found(self, hashes: Sequence[bytes], pages: int, keys: Iterable[Key] = ()) -> None:
+        """Storage was asked for a sequence, and has its first so many pages, in these groups. What it has not it has lost."""
+        for page_hash in hashes[:pages]:
+            know(self._stored, page_hash)
+        for key in keys:
+            know(self._stored_keys, key)
+        for page_hash in hashes[pages:]:
+            self._stored.pop(page_hash, None)
+            for g in self._groups:
+                self._stored_keys.pop((g, page_hash), None)
+
+    def set_store(self, works: bool) -> None:
+        """Storage is degraded to none, or is there again: then what is on the host only is written, as sequences come by."""
+        if works and not self._storing:
+            for flow in (*self._flows.values(), *self._lingering):
+                self._go_back(flow, 0)
+            for flow in self._keepers:
+                self._release_kept(flow)
+        self._storing = works
+        self.host.whole_prefixes = not works
+        self._version += 1
+
+    def give_up_waiting(self) -> list[Instruction]:
+        """The GPU's memory is needed: pages of sequences that have ended wait no longer for room on the host."""
+        for flow in self._lingering:
+            self._drop(flow)
+        self._lingering.clear()
+        return self._take()
+
+    # ---- what ranks and the store report
+
+    def copied(self, rank: int, last: int) -> list[Instruction]:
+        """A rank has made all copies up to this number."""
+        for op in self._copies.report(rank, last):
+            span = self._copying.pop(op)
+            for page, host_page in span.moved:
+                page_hash, before = span.names[page.group, page.position]
+                self.host.name(page.group, host_page, page_hash, before)
+            self.tally["copied"] += len(span.moved)
+            self._out.append(Unpin(tuple(page for page, _ in span.moved)))
+            self._on_host(span)
+        return self._take()
+
+    def uploaded(self, rank: int, last: int, failed: Iterable[int] = ()) -> list[Instruction]:
+        """A rank has ended all uploads up to this number, of which it could not write `failed`."""
+        for op in self._uploads.report(rank, last, failed):
+            span = self._uploading[op]
+            self._transfers -= 1
+            failed_somewhere = self._uploads.take_failed(op)
+            if failed_somewhere or not span.to_storage:
+                self._out.append(Discard(op))
+                del self._uploading[op]
+                if span.to_storage:
+                    self._fail(span, span.start)
+                else:
+                    self._end(span, SpanState.ENDED)
+                continue
+            span.state = SpanState.UPLOADED
+            self._publish(span)
+        return self._take()
+
+    def published(self, op: int, pages: int | None) -> list[Instruction]:
+        """So many of an upload's pages can be found from now on: all, or as many as somebody else had stored before. None: it is
+        not known whether any."""
+        span = self._uploading.pop(op)
+        assert span.state is SpanState.PUBLISHING, f"upload {op} is {span.state.value}"
+        found = 0 if pages is None else min(pages, len(span.hashes))
+        for page_hash in span.hashes[:found]:
+            know(self._stored, page_hash)
+        if found < len(span.hashes):
+            self._fail(span, span.start + found)
+            return self._take()
+        for key in span.keys:
+            know(self._stored_keys, key)
+        self.tally["stored"] += sum(map(len, span.placed))
+        self._end(span, SpanState.STORED)
+        for child in span.children:
+            self._publish(child)
+        return self._take()
+
+    # ---- how a sequence goes on
+
+    def _advance(self, flow: Flow, view: View) -> None:
+        """Makes spans of all that can be one now."""
+        flow.blocked_since = -1
+        while self._skip(flow):
+            stop = self._rules.cut(flow.at, flow.prompt_end)
+            if flow.pages < stop:
+                last = self._rules.last_point(flow.pages) if flow.ended else 0
+                if last <= flow.at:
+                    flow.next = stop
+                    return
+                stop = last
+            if not self._make_span(flow, self._before_what_is_there(flow, stop), view):
+                break
+        flow.blocked_since = self._version
+
+    def _skip(self, flow: Flow) -> bool:
+        """Goes over what is done or under way. False: somebody else's copy has to be waited for."""
+        while flow.at < min(flow.pages, len(flow.hashes)):
+            page_hash = flow.hashes[flow.at]
+            span = self._planned.get(page_hash)
+            if self._storing and page_hash in self._stored:
+                pass
+            elif span is not None:
+                if self._storing and not span.to_storage:
+                    return False
+                if flow not in span.followers:
+                    self._follow(flow, span)
+            elif not self._storing and page_hash in self._copied:
+                self._keep(flow, flow.at)
+            else:
+                return True
+            flow.at += 1
+        return True
+
+    def _before_what_is_there(self, flow: Flow, stop: int) -> int:
+        """A span ends where the next page is stored, or in a span already, though pages before it are not."""
+        for position in range(flow.at + 1, stop):
+            page_hash = flow.hashes[position]
+            if page_hash in self._planned or (self._storing and page_hash in self._stored):
+                return position
+        return stop
+
+    def _follow(self, flow: Flow, span: Span) -> None:
+        flow.open += 1
+        span.followers.append(flow)
+
+    def _keep(self, flow: Flow, position: int) -> None:
+        """Hold what the host has of a page, as long as the sequence runs."""
+        for g in self._groups:
+            page = self.host.find(g, flow.hashes[position])
+            if page is not None:
+                self.host.hold(g, page)
+                flow.kept.append((g, position, page))
+
+    def _release_kept(self, flow: Flow) -> None:
+        self.host.release(flow.kept)
+        flow.kept = []
+        self._version += 1
+
+    def _let_go(self, flow: Flow) -> None:
+        """The sequence is over, or its last span."""
+        flow.gone = True
+        if not flow.open:
+            self._release_kept(flow)
+            self._keepers.discard(flow)
+
+    def _make_span(self, flow: Flow, stop: int, view: View) -> bool:
+        """Pages [flow.at, stop). False: not now, and nothing has changed."""
+        before = flow.hash_before(flow.at)
+        is_stored = not flow.at or (self._storing and before in self._stored)
+        parent = None if is_stored else self._planned.get(before)
+        if self._storing and not is_stored:
+            if parent is None:
+                self._go_back(flow, 0)  # it is not stored any more, or nobody remembers that it is
+                return True
+            if not parent.to_storage:
+                return False
+        span = Span(flow, flow.hashes[flow.at : stop], before, parent)
+        ready: list[dict[int, int]] = []
+        copies: list[list[GpuPage]] = []
+        for g in self._groups:
+            wanted = self._wanted(flow, g, stop, view)
+            if wanted is None:
+                flow.next = NEVER  # pages that every prefix from here on needs are gone
+                return False
+            ready.append({})
+            copies.append([])
+            for position in wanted:
+                span.names[g, position] = flow.hashes[position], flow.hash_before(position)
+                host_page, page = self.host.find(g, flow.hashes[position]), view(g, position)
+                if host_page is not None:
+                    ready[g][position] = host_page
+                else:
+                    assert page is not None
+                    copies[g].append(GpuPage(g, position, page))
+        held = [(g, position, page) for g, pages in enumerate(ready) for position, page in pages.items()]
+        for g, _, page in held:
+            self.host.hold(g, page)
+        taken = self.host.take([len(pages) for pages in copies])
+        if taken is None:
+            self.host.release(held)
+            return False
+        for g, (pages, host_pages) in enumerate(zip(copies, taken, strict=True)):
+            span.moved += zip(pages, host_pages, strict=True)
+            ready[g].update({page.position: at for page, at in zip(pages, host_pages, strict=True)})
+        span.placed = [dict(sorted(pages.items())) for pages in ready]
+        # A hit at the end of a span may need pages of a window before its start that no span before has.
+        first = min([span.start, *(min(pages) for pages in span.placed if pages)])
+        span.before = tuple(flow.hashes[first : span.start])
+        self._begin_span(flow, span)
+        return True
+
+    def _wanted(self, flow: Flow, g: int, stop: int, view: View) -> list[int] | None:
+        """Positions of a group's pages that the span up to `stop` has, as far as they can be had. None: it cannot be made."""
+
+        def there(position: int) -> bool:
+            return self.host.find(g, flow.hashes[position]) is not None or view(g, position) is not None
+
+        def kept(position: int) -> bool:
+            key = g, flow.hashes[position]
+            if key in self._planned_keys:
+                return True
+            return key in self._stored_keys if self._storing else self.host.find(*key) is not None
+
+        own = range(flow.at, stop)
+        if self._kinds[g] is GroupKind.FULL:
+            lacking = [position for position in own if not kept(position)]
+            return lacking if all(map(there, lacking)) else None
+        needed = self._rules.needed(g, stop)
+        positions = set(needed) if all(kept(each) or there(each) for each in needed) else set()
+        if flow.at < flow.prompt_end:
+            positions |= set(self._rules.needed(g, flow.prompt_end)) & set(own)
+        return sorted(each for each in positions if not kept(each) and there(each))
+
+    def _begin_span(self, flow: Flow, span: Span) -> None:
+        span.to_storage = self._storing
+        self._planned.update(dict.fromkeys(span.hashes, span))
+        self._planned_keys.update(span.keys)
+        if span.parent is not None:
+            span.parent.children.append(span)
+        flow.at = span.stop
+        self._follow(flow, span)
+        if not span.moved:
+            self._on_host(span)
+            return
+        pages = tuple(page for page, _ in span.moved)
+        pins = tuple(page for page in pages if flow.pinned.pop((page.group, page.position), None) is None)
+        if pins:
+            self._out.append(Pin(pins))
+        op = self._copies.issue()
+        self._copying[op] = span
+        self._out.append(Copy(op, tuple(PageMove(page.group, page.page, at) for page, at in span.moved)))
+
+    # ---- how a span goes on
+
+    def _on_host(self, span: Span) -> None:
+        for page_hash in span.hashes:
+            know(self._copied, page_hash)
+        if not span.to_storage:
+            self._end(span, SpanState.ENDED)
+            return
+        span.state = SpanState.WAITING
+        self._waiting.append(span)
+
+    def _start_uploads(self) -> None:
+        while self._waiting and self._transfers < self._most_uploads:
+            span = self._waiting.popleft()
+            span.state, span.upload = SpanState.UPLOADING, self._uploads.issue()
+            self._uploading[span.upload] = span
+            self._transfers += 1
+            self._out.append(span.as_upload())
+
+    def _publish(self, span: Span) -> None:
+        if span.state is not SpanState.UPLOADED:
+            return
+        if span.parent is None or span.parent.state is SpanState.STORED:
+            span.state = SpanState.PUBLISHING
+            self._out.append(Publish(span.upload))
+
+    def _fail(self, span: Span, at: int) -> None:
+        """The span's pages from `at` on are not stored; what goes on from them will not be, either."""
+        self.tally["failed"] += 1
+        lost = span.hashes[at - span.start]
+        for flow in (*self._flows.values(), *self._lingering):
+            if flow.at > at and flow.hashes[at] == lost:
+                self._go_back(flow, at)
+        self._end(span, SpanState.ENDED)
+        for child in span.children:
+            if child.parent is span and child.start <= at:
+                child.parent = None
+                self._publish(child)
+            else:
+                self._doom(child)
+
+    def _doom(self, first: Span) -> None:
+        """A span whose parent failed, and all that go on from it, go no further than to the host."""
+        doomed = [first]
+        while doomed:
+            span = doomed.pop()
+            doomed += span.children
+            span.to_storage = False
+            if span.state is SpanState.WAITING:
+                self._waiting.remove(span)
+                self._end(span, SpanState.ENDED)
+            elif span.state is SpanState.UPLOADED:
+                self._out.append(Discard(span.upload))
+                del self._uploading[span.upload]
+                self._end(span, SpanState.ENDED)
+
+    def _end(self, span: Span, state: SpanState) -> None:
+        """Its pages stay on the host until their memory is needed."""
+        span.state = state
+        placed = span.held
+        for flow in span.followers:
+            if not self._storing:
+                for g, _, page in placed:
+                    self.host.hold(g, page)
+                flow.kept += placed
+        self.host.release(placed)
+        self._planned_keys.difference_update(span.keys)
+        for page_hash in span.hashes:
+            if self._planned.get(page_hash) is span:
+                del self._planned[page_hash]
+        self._version += 1
+        for flow in span.followers:
+            flow.open -= 1
+            if flow.gone:
+                self._let_go(flow)
+        span.parent, span.followers = None, []
+
+    def _go_back(self, flow: Flow, at: int) -> None:
+        flow.at, flow.next, flow.blocked_since = at, 0, -1
+
+    # ---- sequences that have ended, and wait for room on the host
+
+    def _linger(self, flow: Flow, view: View) -> bool:
+        """Pins what is still to be copied, if that is not too much. False: it is dropped."""
+        point = self._rules.last_point(flow.pages)
+        wanted: dict[tuple[int, int], int] = {}
+        for g in self._groups:
+            for position in self._rules.needed(g, point):
+                page = view(g, position)
+                is_own = self._kinds[g] is not GroupKind.FULL or position >= flow.at
+                if is_own and page is not None and self.host.find(g, flow.hashes[position]) is None:
+                    wanted[g, position] = page
+        waiting = sum(len(each.pinned) for each in self._lingering)
+        if flow.next == NEVER or waiting + len(wanted) > self._most_lingering:
+            self.tally["dropped"] += point - flow.at
+            return False
+        flow.pinned = wanted
+        if wanted:
+            self._out.append(Pin(gpu_pages(wanted)))
+        self._lingering.append(flow)
+        return True
+
+    def _try_lingering(self) -> None:
+        for flow in [*self._lingering]:
+            if flow.blocked_since == self._version:
+                continue
+            pinned = dict(flow.pinned)
+            self._advance(flow, lambda g, position, pinned=pinned: pinned.get((g, position)))  # type: ignore[misc]
+            if flow.at >= self._rules.last_point(flow.pages) or flow.next == NEVER:
+                self._drop(flow)
+                self._lingering.remove(flow)
+
+    def _drop(self, flow: Flow) -> None:
+        self.tally["dropped"] += max(0, self._rules.last_point(flow.pages) - flow.at)
+        if flow.pinned:
+            self._out.append(Unpin(gpu_pages(flow.pinned)))
+        flow.pinned = {}
+        self._let_go(flow)
+
+    # ---- the end of every event
+
+    def _take(self) -> list[Instruction]:
+        before = None
+        while before != (self._version, len(self._out)):
+            before = self._version, len(self._out)
+            self._try_lingering()
+            self._start_uploads()
+        out, self._out = self._out, []
+        return out
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way; what waits for room on the host, waits."""
+        return not (self._copying or self._uploading or self._waiting)
+
+    def check_integrity(self, others: Iterable[Placed] = ()) -> None:
+        """What must hold between any two events: what is held on the host is held by spans and running sequences.
+
+        others: what of the host is held by somebody else.
+        """
+        self.host.check_integrity()
+        spans = {*self._copying.values(), *self._uploading.values(), *self._waiting}
+        holding = [[*others], *(span.held for span in spans), *(flow.kept for flow in self._keepers)]
+        held = Counter((g, page) for placed in holding for g, _, page in placed)
+        assert held == self.host.holders(), "pages of the host that are held, and who holds them, differ"
+        assert {*self._flows.values(), *self._lingering} <= self._keepers
+        assert all(flow.open > 0 for flow in self._keepers - {*self._flows.values(), *self._lingering})
+        assert set(self._planned.values()) <= spans
+        assert {key for span in spans for key in span.keys} == self._planned_keys

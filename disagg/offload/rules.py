@@ -1,0 +1,60 @@
+"""Where the offload of a sequence is cut, and which pages of each group a cut needs. Pure arithmetic over pages.
+
+A *point* is a length at which a stored prefix can be a hit: any page's end, or, where a group keeps states, a checkpoint.
+
+    pages      0    4    8    12   16   20   24   28             page_tokens 16, stride 64 tokens, a prompt of 170
+    prompt     [span][span][s]                                   cut at strides; its end is the last point within it
+    increments                [span][span]                       a stride each, as it decodes
+    the end                              [s]                     the last point; what is behind it is dropped
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from disagg.memory.layout import PoolLayout
+from disagg.messages.layout import GroupKind
+
+
+class OffloadRules(Struct, frozen=True):
+    """unit: pages between two points. stride: pages of an increment, whole units."""
+
+    layout: PoolLayout
+    unit: int
+    stride: int
+
+    def last_point(self, pages: int) -> int:
+        """The last point, in pages, of so many."""
+        return pages // self.unit * self.unit
+
+    def prompt_end(self, prompt_tokens: int) -> int:
+        return self.last_point(prompt_tokens // self.layout.page_tokens)
+
+    def cut(self, at: int, prompt_end: int) -> int:
+        """Where the span that begins at page `at` ends."""
+        if at < prompt_end:
+            return min(prompt_end, (at // self.stride + 1) * self.stride)
+        return self.last_point(at) + self.stride
+
+    def needed(self, g: int, point: int) -> range:
+        """The positions of a group's pages without which a prefix of `point` pages, a point, is no hit."""
+        group = self.layout.groups[g]
+        if group.kind is GroupKind.FULL:
+            return range(point)
+        if group.kind is GroupKind.WINDOW:
+            return range(max(0, point - self.layout.pages_for(g, group.window_tokens)), point)
+        return range(max(0, point - 1), point)
+
+
+def offload_rules(layout: PoolLayout, stride_tokens: int) -> OffloadRules:
+    """stride_tokens: as it is wanted; rounded down to whole pages (or checkpoints), to one at least.
+
+    Raises ValueError for a group whose pages cannot be stored.
+    """
+    for group in layout.groups:
+        if group.kind not in (GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE):
+            raise ValueError(f"layer group {group.name} keeps {group.kind.value} pages, which cannot be offloaded")
+    has_states = any(group.kind is GroupKind.STATE for group in layout.groups)
+    unit_tokens = layout.checkpoint_tokens if has_states else layout.page_tokens
+    unit = unit_tokens // layout.page_tokens
+    return OffloadRules(layout, unit, max(1, stride_tokens // unit_tokens) * unit)

@@ -1,0 +1,103 @@
+"""What the offload manager remembers of a sequence, and of pages on their way. Pure; changed by the manager alone."""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from disagg.offload.instructions import GpuPage, Upload, UploadShare
+
+Key = tuple[int, bytes]  # (group, hash)
+K = TypeVar("K", Key, bytes)
+
+KNOWN = 1 << 18  # names that are remembered, about 150 bytes each; of others, whoever is asked says that they are there
+
+
+class SpanState(enum.Enum):
+    COPYING = "copying"
+    WAITING = "waiting"
+    UPLOADING = "uploading"
+    UPLOADED = "uploaded"
+    PUBLISHING = "publishing"
+    STORED = "stored"
+    ENDED = "ended"
+
+
+class Span:
+    """Pages [start, stop) of a chain, on their way. placed: by group, {position: page of the host}, each held."""
+
+    def __init__(self, flow: Flow, hashes: Sequence[bytes], parent_hash: bytes, parent: Span | None) -> None:
+        """From where the flow is."""
+        self.state = SpanState.COPYING
+        self.salt = flow.salt
+        self.start = flow.at
+        self.hashes = tuple(hashes)
+        self.parent_hash = parent_hash
+        self.parent = parent
+        self.children: list[Span] = []
+        self.followers: list[Flow] = []  # sequences that it is a part of
+        self.before: tuple[bytes, ...] = ()
+        self.to_storage = False
+        self.upload = 0
+        self.placed: list[dict[int, int]] = []
+        self.names: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # (group, position) -> (hash, the one before)
+        self.moved: list[tuple[GpuPage, int]] = []  # what is copied, and where to
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.hashes)
+
+    @property
+    def keys(self) -> Iterable[Key]:
+        return ((g, self.names[g, position][0]) for g, pages in enumerate(self.placed) for position in pages)
+
+    @property
+    def held(self) -> list[tuple[int, int, int]]:
+        """Group, position and page of the host, of each that it has."""
+        return [(g, position, page) for g, pages in enumerate(self.placed) for position, page in pages.items()]
+
+    def as_upload(self) -> Upload:
+        shares = tuple(
+            UploadShare(tuple(pages), tuple(self.names[g, position][0] for position in pages), tuple(pages.values()))
+            for g, pages in enumerate(self.placed)
+        )
+        return Upload(self.upload, self.salt, self.start, self.parent_hash, self.hashes, self.before, shares)
+
+
+class Flow:
+    """What is known of one sequence. at: pages that are stored, or in a span. next: pages from which there is more to do."""
+
+    def __init__(self, root: bytes, hashes: Sequence[bytes], prompt_end: int, salt: str) -> None:
+        self.root = root
+        self.salt = salt
+        self.hashes = hashes
+        self.prompt_end = prompt_end
+        self.pages = 0
+        self.at = 0
+        self.next = 0
+        self.blocked_since = -1  # the manager's version when it was last found that there is no room
+        self.ended = False
+        # Without storage a sequence holds on the host what it has there, and lets go of all of it at its end: so nothing is
+        # evicted before what goes on from it. open: spans that it has to wait for then.
+        self.kept: list[tuple[int, int, int]] = []
+        self.open = 0
+        self.gone = False
+        self.pinned: dict[tuple[int, int], int] = {}  # of one that has ended: what waits for room on the host
+
+    def hash_before(self, position: int) -> bytes:
+        return self.hashes[position - 1] if position else self.root
+
+
+def gpu_pages(pages: Mapping[tuple[int, int], int]) -> tuple[GpuPage, ...]:
+    """pages: by group and position."""
+    return tuple(GpuPage(g, position, page) for (g, position), page in pages.items())
+
+
+def know(known: OrderedDict[K, None], key: K) -> None:
+    """Remembers a name, and forgets the one that was heard of first when there are too many."""
+    known[key] = None
+    known.move_to_end(key)
+    if len(known) > KNOWN:
+        known.popitem(last=False)

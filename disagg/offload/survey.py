@@ -1,0 +1,369 @@
+"""All that a store holds, whatever model and tenant it is of: statistics, verification, and keeping to a budget.
+
+Reads listings and spans; parts are read by `verify` alone. Others may read and write meanwhile: what appears or goes while
+a survey runs is neither damage nor garbage, and what is deleted goes in an order that leaves no chain with a hole:
+the last span of a sequence first, and of a span its name before its parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+from msgspec import Struct
+
+from disagg.messages.stored import PartRef, Share, Span
+from disagg.offload.causes import Cause
+from disagg.offload.keys import LAYOUT, PARTS, READS, SPANS, page_key, parse_path
+from disagg.offload.objects import (
+    FRAME_BYTES,
+    MAX_HEADER_BYTES,
+    BadObject,
+    check_part,
+    decode_part,
+    decode_span,
+    most_part_bytes,
+    read_units,
+)
+from disagg.offload.store import Entry, ObjectStore, StoreError
+
+AT_ONCE = 16
+GRACE_S = 3600.0  # parts without a span that are younger may be about to get one
+CLOCK_PATH = f"{LAYOUT}/clock"
+Progress = Callable[[str, int, int], None]  # what is done, how many of how many; 0: unknown
+T = TypeVar("T")
+
+
+class Damage(Struct, frozen=True):
+    """An object that cannot be used."""
+
+    path: str
+    cause: Cause
+    why: str
+
+
+class StoredSpan(Struct, frozen=True):
+    """A span, where it is, and how the store sees it. read_s: when it was last read, or 0."""
+
+    path: str
+    folder: str
+    model: str
+    tenant: str
+    span: Span
+    nbytes: int
+    written_s: float
+    read_s: float
+
+    @property
+    def used_s(self) -> float:
+        return max(self.written_s, self.read_s)
+
+    @property
+    def parts(self) -> tuple[PartRef, ...]:
+        return tuple(part for share in self.span.shares for part in share.parts)
+
+    @property
+    def pages(self) -> int:
+        return sum(len(share.pages) for share in self.span.shares)
+
+
+class Survey(Struct, frozen=True):
+    """parts, reads: by path. spans: those that can be read; damage: those that cannot. spans_bytes: by path, of both.
+    strangers: objects of other kinds."""
+
+    spans: tuple[StoredSpan, ...]
+    parts: dict[str, Entry]
+    reads: dict[str, Entry]
+    damage: tuple[Damage, ...]
+    spans_bytes: dict[str, int]
+    strangers: int
+
+    @property
+    def all_bytes(self) -> int:
+        entries = (*self.parts.values(), *self.reads.values())
+        return sum(self.spans_bytes.values()) + sum(entry.nbytes for entry in entries)
+
+
+class Stats(Struct, frozen=True):
+    """A page covers all heads, and counts once per layer group. bytes: of pages as they are stored; object_bytes: of everything
+    that is there, names and garbage too."""
+
+    pages: int
+    bytes: int
+    distinct_pages: int
+    tenants: int
+    models: int
+    spans: int
+    parts: int
+    object_bytes: int
+    damaged: int
+    unused_parts: int
+
+
+class Collected(Struct, frozen=True):
+    """What `collect` removed, and what is left."""
+
+    spans: int
+    objects: int
+    freed_bytes: int
+    left_bytes: int
+
+
+async def survey(store: ObjectStore, progress: Progress = lambda what, done, total: None) -> Survey:
+    """Everything that is there. Takes memory for all names (some hundred bytes each). Raises StoreError."""
+    by_kind: dict[str, dict[str, Entry]] = {SPANS: {}, PARTS: {}, READS: {}}
+    strangers = listed = 0
+    async for entry in store.listing(LAYOUT):
+        listed += 1
+        place = parse_path(entry.path)
+        if place is not None:
+            by_kind[place.kind][entry.path] = entry
+        elif entry.path != CLOCK_PATH:
+            strangers += 1
+        if listed % 1000 == 0:
+            progress("listing", listed, 0)
+    entries = by_kind[SPANS]
+    spans: list[StoredSpan] = []
+    damage: list[Damage] = []
+
+    async def read(entry: Entry) -> None:
+        try:
+            spans.append(await _stored_span(store, entry, by_kind[READS]))
+        except BadObject as bad:
+            damage.append(Damage(entry.path, bad.cause, str(bad)))
+        except StoreError as error:
+            if error.cause in (Cause.FAILED, Cause.LATE, Cause.DEGRADED):
+                raise
+            if error.cause is not Cause.ABSENT:  # it has gone since it was listed
+                damage.append(Damage(entry.path, error.cause, str(error)))
+
+    await _each(read, entries.values(), len(entries), "reading spans", progress)
+    spans.sort(key=lambda each: each.path)
+    damage.sort(key=lambda each: each.path)
+    spans_bytes = {path: entry.nbytes for path, entry in entries.items()}
+    return Survey(tuple(spans), by_kind[PARTS], by_kind[READS], tuple(damage), spans_bytes, strangers)
+
+
+async def _stored_span(store: ObjectStore, entry: Entry, reads: dict[str, Entry]) -> StoredSpan:
+    place = parse_path(entry.path)
+    assert place is not None
+    span = decode_span(await store.get(entry.path, FRAME_BYTES + MAX_HEADER_BYTES))
+    if span.hashes[0].hex() != place.name:
+        raise BadObject(Cause.FOREIGN, f"it is the span that begins with {span.hashes[0].hex()[:16]}")
+    for part in (part for share in span.shares for part in share.parts):
+        other = parse_path(part.path)
+        if other is None or other.kind != PARTS or other.folder != place.folder:
+            raise BadObject(Cause.FOREIGN, "it is of another model or tenant: its parts are not in this folder")
+    read = reads.get(_note_of(entry.path))
+    return StoredSpan(
+        entry.path,
+        place.folder,
+        place.model,
+        place.tenant,
+        span,
+        entry.nbytes,
+        entry.modified_s,
+        read.modified_s if read else 0.0,
+    )
+
+
+def statistics(found: Survey) -> Stats:
+    """Spans whose parts are not all there do not count."""
+    whole = [each for each in found.spans if all(part.path in found.parts for part in each.parts)]
+    keys = {
+        page_key(share.group, each.span.hash_at(page))
+        for each in whole
+        for share in each.span.shares
+        for page in share.pages
+    }
+    return Stats(
+        pages=sum(each.pages for each in whole),
+        bytes=sum(_page_bytes(share) for each in whole for share in each.span.shares),
+        distinct_pages=len(keys),
+        tenants=len({each.tenant for each in found.spans}),
+        models=len({each.model for each in found.spans}),
+        spans=len(found.spans),
+        parts=len(found.parts),
+        object_bytes=found.all_bytes,
+        damaged=len(found.damage) + len(found.spans) - len(whole),
+        unused_parts=sum(entry.path in found.parts for entry in _unused(found)),
+    )
+
+
+def _page_bytes(share: Share) -> int:
+    """Bytes of a share's pages as they are stored: those of its parts less their headers, which are about as long as their
+    tables; uncompressed, exactly."""
+    raw = len(share.pages) * share.heads * share.unit_bytes
+    return min(raw, sum(part.nbytes for part in share.parts))
+
+
+# ---- verification
+
+
+async def verify(
+    store: ObjectStore, found: Survey, progress: Progress = lambda what, done, total: None
+) -> list[Damage]:
+    """Every object that cannot be used, read to its last byte. Raises StoreError when the store does not answer."""
+    damage = list(found.damage)
+    starts: dict[str, set[bytes]] = defaultdict(set)
+    for each in found.spans:
+        starts[each.folder].update((each.span.root, *each.span.hashes))
+    for each in found.spans:
+        if each.span.parent not in starts[each.folder]:
+            why = f"the page before its first, page {each.span.start - 1}, is in no span: nobody can find it"
+            damage.append(Damage(each.path, Cause.ABSENT, why))
+
+    async def read(job: tuple[StoredSpan, Share, PartRef]) -> None:
+        each, share, part = job
+        try:
+            await _verify_part(store, each, share, part)
+        except BadObject as bad:
+            damage.append(Damage(part.path, bad.cause, str(bad)))
+        except StoreError as error:
+            if error.cause in (Cause.FAILED, Cause.LATE, Cause.DEGRADED):
+                raise
+            if error.cause is not Cause.ABSENT or await _is_there(store, each.path):
+                damage.append(Damage(part.path, error.cause, str(error)))
+
+    jobs = [(each, share, part) for each in found.spans for share in each.span.shares for part in share.parts]
+    await _each(read, jobs, len(jobs), "verifying parts", progress)
+    return sorted(damage, key=lambda each: each.path)
+
+
+async def _verify_part(store: ObjectStore, each: StoredSpan, share: Share, ref: PartRef) -> None:
+    if ref.nbytes > most_part_bytes(len(share.pages), ref.head_stop - ref.head_start, share.unit_bytes):
+        raise BadObject(Cause.CORRUPT, f"its span says it has {ref.nbytes} bytes")
+    data = await store.get(ref.path, ref.nbytes)
+    part = decode_part(data, len(data))
+    check_part(part, share.group, [each.span.hash_at(page) for page in share.pages], ref, share.unit_bytes)
+    start, stop = part.span_of_heads(ref.head_start, ref.head_stop)
+    await asyncio.to_thread(read_units, part, memoryview(data)[start:stop], ref.head_start, ref.head_stop)
+
+
+async def _is_there(store: ObjectStore, path: str) -> bool:
+    try:
+        await store.size(path)
+    except StoreError as error:
+        if error.cause is Cause.ABSENT:
+            return False
+        raise
+    return True
+
+
+# ---- the budget
+
+
+def eviction_order(spans: Iterable[StoredSpan]) -> list[StoredSpan]:
+    """What nobody can find first, and then the least recently used. A span is as young as the youngest of those that go on from
+    it, since whoever reads them reads it: so what goes on from a span goes before it, and no chain gets a hole."""
+    spans = sorted(spans, key=lambda each: each.span.start)
+    holder = {(each.folder, page_hash): each for each in spans for page_hash in each.span.hashes}
+    before: dict[str, StoredSpan] = {}
+    lost: set[str] = set()
+    for each in spans:
+        holding = holder.get((each.folder, each.span.parent))
+        if holding is not None and holding.span.start < each.span.start:
+            before[each.path] = holding
+        if each.span.start and (each.path not in before or before[each.path].path in lost):
+            lost.add(each.path)
+    age = {each.path: (each.used_s, each.read_s) for each in spans}
+    for each in reversed(spans):
+        if each.path in before:
+            path = before[each.path].path
+            age[path] = max(age[path], age[each.path])
+    return sorted(spans, key=lambda each: (each.path not in lost, age[each.path], -each.span.start, each.path))
+
+
+async def collect(
+    store: ObjectStore,
+    budget_bytes: int,
+    progress: Progress = lambda what, done, total: None,
+    *,
+    grace_s: float = GRACE_S,
+) -> Collected:
+    """Removes garbage, and then what was least recently used, until at most budget_bytes are left (0: no limit).
+
+    Garbage: spans that cannot be read, but for those of another version, or whose parts are not all there; parts that
+    belong to no span and notes of reads of spans that have gone, when they are older than grace_s.
+    """
+    now_s = await _store_clock(store)
+    found = await survey(store, progress)
+    broken = [each for each in found.spans if not all(part.path in found.parts for part in each.parts)]
+    order = [each for each in eviction_order(found.spans) if each not in broken] if budget_bytes else []
+    unreadable = [each.path for each in found.damage if each.cause is not Cause.VERSION]
+    freed = sum(found.spans_bytes[path] for path in unreadable)
+    await store.delete(unreadable)
+    objects = len(unreadable) + await _remove(store, broken)
+    freed += sum(_bytes_there(found, each) for each in broken)
+    unused = [entry for entry in _unused(found) if entry.modified_s < now_s - grace_s]
+    await store.delete([entry.path for entry in unused])
+    freed += sum(entry.nbytes for entry in unused)
+    spans = len(broken)
+    while order and found.all_bytes - freed > budget_bytes:
+        batch: list[StoredSpan] = []
+        parents: set[bytes] = set()
+        while order and found.all_bytes - freed > budget_bytes and len(batch) < AT_ONCE:
+            if not parents.isdisjoint(order[0].span.hashes):
+                break  # what goes on from it is removed before it is
+            batch.append(order.pop(0))
+            parents.add(batch[-1].span.parent)
+            freed += _bytes_there(found, batch[-1])
+        objects += await _remove(store, batch)
+        spans += len(batch)
+        progress("removing spans", spans, 0)
+    return Collected(spans, objects + len(unused), freed, found.all_bytes - freed)
+
+
+def _unused(found: Survey) -> list[Entry]:
+    """Parts and notes that belong to no span. Of a version that cannot be read it is not known which parts are its own."""
+    known = {part.path for each in found.spans for part in each.parts} | {_note_of(each.path) for each in found.spans}
+    entries = [*found.reads.values()]
+    if all(each.cause is not Cause.VERSION for each in found.damage):
+        entries += found.parts.values()
+    return [entry for entry in entries if entry.path not in known]
+
+
+def _note_of(path: str) -> str:
+    """path: of a span. Where it is noted that it was read."""
+    return path.replace(f"/{SPANS}/", f"/{READS}/", 1)
+
+
+def _bytes_there(found: Survey, each: StoredSpan) -> int:
+    return each.nbytes + sum(found.parts[part.path].nbytes for part in each.parts if part.path in found.parts)
+
+
+async def _remove(store: ObjectStore, batch: list[StoredSpan]) -> int:
+    """Names before parts, so that nobody begins to read what is about to go. Returns how many objects."""
+    names = [each.path for each in batch]
+    rest = [part.path for each in batch for part in each.parts]
+    rest += [_note_of(each.path) for each in batch if each.read_s]
+    await store.delete(names)
+    await store.delete(rest)
+    return len(names) + len(rest)
+
+
+async def _store_clock(store: ObjectStore) -> float:
+    """What the store says the time is, as it does of every object."""
+    await store.replace(CLOCK_PATH, [b""])
+    return await store.modified(CLOCK_PATH)
+
+
+async def _each(
+    work: Callable[[T], Awaitable[None]], items: Iterable[T], total: int, what: str, progress: Progress
+) -> None:
+    """AT_ONCE of them at a time; the first that raises ends all."""
+    waiting, done = iter(items), 0
+
+    async def worker() -> None:
+        nonlocal done
+        for item in waiting:
+            await work(item)
+            done += 1
+            if done % 100 == 0 or done == total:
+                progress(what, done, total)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(AT_ONCE, total)):
+            group.create_task(worker())

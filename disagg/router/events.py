@@ -1,0 +1,155 @@
+"""What can happen to a request, and what its machine may say is to be done about it. Frozen values.
+
+Whatever tells the machine something (streams, timers, clients) makes an event; whoever drives it does each instruction.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from msgspec import Struct
+
+from disagg.messages.legs import LegEnd, LegTokens, PeerRef, RouterMessage
+from disagg.router.acceptance import Accepted
+from disagg.router.view import NoPair, Pair
+from disagg.types.errors import DisaggError
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    CLOSING = "closing"  # every choice has its tokens; servers still owe their last word (timings)
+    ENDED = "ended"
+
+
+# ---- events
+
+
+class PairPicked(Struct, frozen=True):
+    pair: Pair
+    now_s: float
+
+
+class NoPairFound(Struct, frozen=True):
+    no_pair: NoPair
+
+
+class TokensCame(Struct, frozen=True):
+    server: str
+    message: LegTokens
+
+
+class LegEnded(Struct, frozen=True):
+    server: str
+    end: LegEnd
+
+
+class ServerLost(Struct, frozen=True):
+    """Nothing that this incarnation held is there any more. crashed: its workers died under a living server."""
+
+    server: str
+    incarnation: str
+    crashed: bool
+    reason: str
+
+
+class StopFound(Struct, frozen=True):
+    """The text of a choice has reached one of the request's stop strings."""
+
+    choice: int
+
+
+class VerdictTimeout(Struct, frozen=True):
+    """trunk: of the leg whose timer it was."""
+
+    attempt: int
+    trunk: int = 0
+
+
+class LingerTimeout(Struct, frozen=True):
+    attempt: int
+
+
+class DeadlinePassed(Struct, frozen=True):
+    pass
+
+
+class ClientGone(Struct, frozen=True):
+    reason: str
+
+
+class ShutDown(Struct, frozen=True):
+    """The router ends before the request could."""
+
+    error: DisaggError
+
+
+Event = (
+    PairPicked
+    | NoPairFound
+    | TokensCame
+    | LegEnded
+    | ServerLost
+    | StopFound
+    | VerdictTimeout
+    | LingerTimeout
+    | DeadlinePassed
+    | ClientGone
+    | ShutDown
+)
+
+
+# ---- instructions
+
+
+class NeedPair(Struct, frozen=True):
+    """Pick a pair, not before `delay_s`; `prefer_decode` and `avoid` are wishes."""
+
+    prefer_decode: PeerRef | None
+    avoid: frozenset[str]
+    delay_s: float
+    cause: str
+    reason: str
+
+
+class Attempted(Struct, frozen=True):
+    """An attempt begins; its legs follow as `Send`. prefill_tokens: how many tokens prefill was given."""
+
+    attempt: int
+    pair: Pair
+    cause: str
+    prefill_tokens: int
+    choices: int
+
+
+class Send(Struct, frozen=True):
+    server: str
+    message: RouterMessage
+
+
+class Emit(Struct, frozen=True):
+    accepted: Accepted
+
+
+class ArmVerdictTimer(Struct, frozen=True):
+    """Each leg that prefill has failed has one: decode's verdict on it is owed for so long from its own failure on."""
+
+    attempt: int
+    delay_s: float
+    trunk: int = 0
+
+
+class ArmLingerTimer(Struct, frozen=True):
+    attempt: int
+    delay_s: float
+
+
+class Finish(Struct, frozen=True):
+    pass
+
+
+class Fail(Struct, frozen=True):
+    error: DisaggError
+
+
+Instruction = NeedPair | Attempted | Send | Emit | ArmVerdictTimer | ArmLingerTimer | Finish | Fail

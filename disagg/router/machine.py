@@ -1,0 +1,492 @@
+"""One request's life, from the queue to its last token: events in, instructions out. No I/O, no clock, no text.
+
+    waiting ──PairPicked──> running ──every choice finished──> closing ──every leg ended, or lingered──> ended
+       ^                       │
+       └── decode's verdict, or decode lost: replay ──┘          (any) ──deadline, client gone, refused──> ended
+
+An *attempt* sends its legs to one pair, one leg per trunk (see `LegKey`). Rules that are not obvious:
+
+- Only the decode server's verdict, or its loss, replays. When the prefill side fails, decode may hold all it needs: it is
+  asked for its verdict by waiting, at most `verdict_s`, unless it has begun to speak.
+- A replay takes all unfinished choices, grouped by equal outputs, and retires the whole attempt. Tokens accepted stay.
+- Where the KV did not come over and the decode server is well, the next attempt prefers that server: what landed is in its
+  prefix cache, and shortens the next transfer.
+- Once a token is accepted, only servers with the weights that gave it may give the rest.
+- What prefill gave back unstarted does not count as an attempt.
+- A request that was present when two worker groups died is poison: it is not tried a third time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from disagg.messages.legs import AbortLeg, Outcome, PeerRef, StartLeg, TimelineEvent
+from disagg.router.acceptance import AcceptanceTable, Accepted, Dropped
+from disagg.router.events import (
+    ArmLingerTimer,
+    ArmVerdictTimer,
+    Attempted,
+    ClientGone,
+    DeadlinePassed,
+    Emit,
+    Event,
+    Fail,
+    Finish,
+    Instruction,
+    LegEnded,
+    LingerTimeout,
+    NeedPair,
+    NoPairFound,
+    PairPicked,
+    Phase,
+    Send,
+    ServerLost,
+    ShutDown,
+    StopFound,
+    TokensCame,
+    VerdictTimeout,
+)
+from disagg.router.policies import RequestFacts
+from disagg.router.requests import Asked, subject_of
+from disagg.router.view import NoPairReason, Pair, Work
+from disagg.types.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DisaggError,
+    InvalidRequest,
+    NoCompatiblePeer,
+    RequestFailed,
+)
+from disagg.types.ids import FinishReason, LegKey
+
+GIVEN_BACK_PAUSE_S = 0.05  # doubled each time, up to:
+PEER_LOST_PAUSE_S = (
+    0.5  # doubled each time: whoever broke a link learns meanwhile that its workers are lost, and says so
+)
+MAX_PAUSE_S = 1.0
+
+
+class _Leg:
+    """One trunk of the current attempt. An outcome is None while the server owes it; LOST when it will never say it."""
+
+    __slots__ = ("choices", "decode_ended", "decode_spoke", "key", "prefill_ended", "prefill_failed", "verdict_armed")
+
+    def __init__(self, key: LegKey, choices: tuple[int, ...]) -> None:
+        self.key = key
+        self.choices = choices
+        self.prefill_ended = False
+        self.prefill_failed = False
+        self.decode_ended = False
+        self.decode_spoke = False
+        self.verdict_armed = False
+
+
+_STAY_ON_DECODE = frozenset({Outcome.PEER_LOST, Outcome.BAD_TRANSFER})
+
+
+class Bounds(Struct, frozen=True, kw_only=True):
+    """The same for all requests of a router. max_total_tokens: the model's context. verdict_s: for decode's verdict once
+    prefill has failed. linger_s: for the servers' last words once all tokens are there.
+    """
+
+    max_total_tokens: int
+    max_attempts: int
+    verdict_s: float
+    linger_s: float
+
+
+class RequestMachine:
+    """The state of one request. `handle` takes every event; what it returns is to be done in order."""
+
+    def __init__(self, asked: Asked, bounds: Bounds) -> None:
+        self.asked = asked
+        self.request_id = asked.request_id
+        self.prompt_token_ids = asked.prompt_token_ids
+        self.params = asked.params
+        self.phase = Phase.WAITING
+        self.attempt = 0
+        self.attempts_counted = 0
+        self.pair: Pair | None = None
+        self.cached_tokens = 0  # of the prompt, the most that any prefill leg took out of its cache
+        self.timeline: list[TimelineEvent] = []
+        self.table = AcceptanceTable(asked.params.n)
+        self.error: DisaggError | None = None
+        self._bounds = bounds
+        self._legs: dict[LegKey, _Leg] = {}
+        self._crashes: set[tuple[str, str]] = set()
+        self._landed_at: PeerRef | None = None  # the decode server that has part of the KV, from an attempt before
+        self._cause = "first"
+        self._waiting_for = "it was not dispatched yet"
+        self._given_back = False
+
+    # ---- what others may ask
+
+    @property
+    def facts(self) -> RequestFacts:
+        unfinished = self.table.unfinished()
+        prompt = len(self.prompt_token_ids)
+        begun = self.pair is not None and any(self.table.token_ids(choice) for choice in range(self.params.n))
+        return RequestFacts(
+            prefill_tokens=prompt + max((len(self.table.token_ids(choice)) for choice in unfinished), default=0),
+            total_tokens=prompt + max(1, self.params.max_tokens),
+            choices=max(1, len(unfinished)),
+            serial=self.asked.serial,
+            weights=self.pair.weights if begun and self.pair is not None else "",
+        )
+
+    def busy(self, work: Work) -> bool:
+        """Whoever does this work of the current attempt is still at it, as far as we know."""
+        if self.phase not in (Phase.RUNNING, Phase.CLOSING):
+            return False
+        if work is Work.PREFILL:
+            return any(not (leg.prefill_ended or leg.decode_spoke) for leg in self._legs.values())
+        return any(not leg.decode_ended for leg in self._legs.values())
+
+    def handle(self, event: Event) -> list[Instruction]:
+        row = _ROWS.get((self.phase, type(event)))
+        assert row is not None, f"{self.request_id}: no row for {type(event).__name__} while {self.phase.value}"
+        return row(self, event)
+
+    # ---- waiting
+
+    def _dispatch(self, event: PairPicked) -> list[Instruction]:
+        pair = event.pair
+        self.phase = Phase.RUNNING
+        self.attempt += 1
+        self.attempts_counted += 1
+        self.pair = pair
+        self._given_back = False
+        if self.params.max_tokens == 0:
+            room = min(pair.max_total_tokens, self._bounds.max_total_tokens) - len(self.prompt_token_ids)
+            self.params = replace(self.params, max_tokens=room, min_tokens=min(self.params.min_tokens, room))
+        self.table.begin(self.attempt)
+        trunks: dict[tuple[int, ...], list[int]] = {}
+        for choice in self.table.unfinished():
+            trunks.setdefault(self.table.token_ids(choice), []).append(choice)
+        self._legs = {}
+        sends: list[Instruction] = []
+        prefill_tokens = 0
+        for trunk, (outputs, choices) in enumerate(trunks.items()):
+            key = LegKey(self.request_id, self.attempt, trunk)
+            self._legs[key] = _Leg(key, tuple(choices))
+            prefill_tokens += len(self.prompt_token_ids) + len(outputs)
+            for server, peer in ((pair.prefill, pair.decode), (pair.decode, pair.prefill)):
+                leg = StartLeg(
+                    key=key,
+                    token_ids=self.prompt_token_ids + outputs,
+                    num_prompt=len(self.prompt_token_ids),
+                    params=self.params,
+                    choices=tuple(choices),
+                    peer=peer,
+                    deadline_s=max(0.001, self.asked.deadline_s - event.now_s),
+                    cache_salt=self.asked.cache_salt,
+                    incarnation=server.incarnation,
+                    tenant=self.asked.tenant,
+                )
+                sends.append(Send(server.name, leg))
+        begun = Attempted(self.attempt, pair, self._cause, prefill_tokens, len(self.table.unfinished()))
+        return [begun, *sends]
+
+    def _no_pair(self, event: NoPairFound) -> list[Instruction]:
+        no_pair = event.no_pair
+        if no_pair.reason in (NoPairReason.NO_COMPATIBLE, NoPairReason.MISMATCH):
+            return self._fail(NoCompatiblePeer(no_pair.reason.value))
+        if no_pair.reason is NoPairReason.OTHER_WEIGHTS:
+            return self._fail(RequestFailed(f"the answer cannot be continued: {no_pair.reason.value}"))
+        if no_pair.reason is NoPairReason.TOO_LARGE and self.attempt == 0:
+            prompt, asked = len(self.prompt_token_ids), max(1, self.params.max_tokens)
+            name = self.asked.prompt_name
+            return self._fail(
+                InvalidRequest(
+                    f"{subject_of(name)} has {prompt} tokens and {asked} are asked for, {prompt + asked} in all; "
+                    f"the servers can hold {no_pair.limit_tokens} tokens",
+                    name if prompt >= no_pair.limit_tokens else "max_tokens",
+                )
+            )
+        self._waiting_for = no_pair.reason.value
+        return []
+
+    # ---- running
+
+    def _tokens(self, event: TokensCame) -> list[Instruction]:
+        message = event.message
+        leg = self._legs.get(message.key)
+        assert self.pair is not None
+        if leg is None or message.choice not in leg.choices or event.server not in self._servers():
+            self.table.tallies.stale += len(message.token_ids)
+            return []
+        from_decode = event.server == self.pair.decode.name
+        if from_decode:
+            leg.decode_spoke = True
+        result = self.table.accept(message.key.attempt, message)
+        if isinstance(result, Accepted):
+            instructions: list[Instruction] = [Emit(result)]
+            return instructions + self._closing_if_finished() if result.finish is not None else instructions
+        if result is Dropped.CONTRADICTION and from_decode:
+            # What decode says next continues another text than the one that the client has.
+            return self._replay("contradiction", f"{event.server} contradicted an accepted token")
+        return []
+
+    def _leg_ended(self, event: LegEnded) -> list[Instruction]:
+        leg = self._note_end(event)
+        if leg is None:
+            return []
+        assert self.pair is not None
+        end = event.end
+        if end.outcome is Outcome.WORKER_LOST:
+            ref = self.pair.decode if event.server == self.pair.decode.name else self.pair.prefill
+            self._crashes.add((ref.name, ref.incarnation))
+        if end.outcome is Outcome.GIVEN_BACK:
+            self._given_back = True
+        if event.server == self.pair.prefill.name:
+            if end.outcome is Outcome.REFUSED:
+                return self._fail(InvalidRequest(end.reason))
+            if end.outcome is Outcome.DONE:
+                return []
+            if end.outcome is Outcome.GIVEN_BACK:  # decode was never told of it, and has what it had
+                return self._replay(end.outcome.value, f"{event.server}: {end.reason}", landed_at=self._landed_at)
+            leg.prefill_failed = True
+            return self._await_verdicts()
+        if all(self.table.finished(choice) is not None for choice in leg.choices):
+            return []
+        if end.outcome is Outcome.REFUSED:
+            return self._fail(InvalidRequest(end.reason))
+        if end.outcome is Outcome.DONE:
+            return self._replay("incomplete", f"{event.server} ended the leg before all its tokens were here")
+        landed_at = self.pair.decode if end.outcome in _STAY_ON_DECODE else None
+        return self._replay(end.outcome.value, f"{event.server}: {end.reason}", landed_at=landed_at)
+
+    def _server_lost(self, event: ServerLost) -> list[Instruction]:
+        prefill_hit, decode_hit = self._note_loss(event)
+        if decode_hit:
+            return self._replay("decode_lost", f"{event.server}: {event.reason}")
+        return self._await_verdicts() if prefill_hit else []
+
+    def _await_verdicts(self) -> list[Instruction]:
+        """A timer for each leg that needs one and has none."""
+        owing = [leg for leg in self._legs.values() if self._verdict_owed(leg) and not leg.verdict_armed]
+        for leg in owing:
+            leg.verdict_armed = True
+        return [ArmVerdictTimer(self.attempt, self._bounds.verdict_s, leg.key.trunk) for leg in owing]
+
+    def _verdict_owed(self, leg: _Leg) -> bool:
+        return (
+            leg.prefill_failed
+            and not (leg.decode_spoke or leg.decode_ended)
+            and any(self.table.finished(choice) is None for choice in leg.choices)
+        )
+
+    def _verdict_timeout(self, event: VerdictTimeout) -> list[Instruction]:
+        leg = self._legs.get(LegKey(self.request_id, event.attempt, event.trunk))
+        if leg is None or not self._verdict_owed(leg):
+            return []
+        assert self.pair is not None
+        wait_s = self._bounds.verdict_s
+        reason = f"{self.pair.prefill.name} failed and {self.pair.decode.name} gave no verdict in {wait_s:g} s"
+        return self._replay("no_verdict", reason)
+
+    def _stop_found(self, event: StopFound) -> list[Instruction]:
+        if not self.table.finish(event.choice, FinishReason.STOP):
+            return []
+        assert self.pair is not None
+        instructions: list[Instruction] = []
+        for leg in self._legs.values():
+            if event.choice not in leg.choices or leg.decode_ended:
+                continue
+            if any(self.table.finished(choice) is None for choice in leg.choices):
+                instructions.append(Send(self.pair.decode.name, AbortLeg(leg.key, event.choice)))
+            else:
+                instructions.extend(self._abort(leg))
+        return instructions + self._closing_if_finished()
+
+    def _replay(self, cause: str, reason: str, landed_at: PeerRef | None = None) -> list[Instruction]:
+        """landed_at: the decode server whose prefix cache may have part of the KV."""
+        assert self.pair is not None
+        aborts = self._abort_all()
+        delay_s = 0.0
+        if cause == Outcome.PEER_LOST.value:
+            # The same pair may look well still: one loss would take an attempt for each link that is dialled to the dead.
+            delay_s = min(MAX_PAUSE_S, PEER_LOST_PAUSE_S * 2 ** min(10, self.attempts_counted - 1))
+        if self._given_back:
+            delay_s = min(MAX_PAUSE_S, GIVEN_BACK_PAUSE_S * 2 ** min(10, self.attempt - self.attempts_counted))
+            self.attempts_counted -= 1
+            cause = Outcome.GIVEN_BACK.value
+        if len(self._crashes) >= 2:
+            names = ", ".join(sorted(name for name, _ in self._crashes))
+            message = f"the request was present when the workers of two servers died ({names}); it is not tried again"
+            return aborts + self._fail(RequestFailed(message))
+        if self.attempts_counted >= self._bounds.max_attempts:
+            message = f"the request was tried {self.attempts_counted} times and did not finish; at last: {reason}"
+            return aborts + self._fail(RequestFailed(message))
+        self.phase = Phase.WAITING
+        self._cause = cause
+        self._waiting_for = reason
+        self._landed_at = landed_at
+        avoid = frozenset(ref.name for ref in (self.pair.prefill, self.pair.decode) if ref != landed_at)
+        return [*aborts, NeedPair(landed_at, avoid, delay_s, cause, reason)]
+
+    def _closing_if_finished(self) -> list[Instruction]:
+        if self.table.unfinished():
+            return []
+        self.phase = Phase.CLOSING
+        return self._ended_if_closed() or [ArmLingerTimer(self.attempt, self._bounds.linger_s)]
+
+    # ---- closing
+
+    def _closing_leg_ended(self, event: LegEnded) -> list[Instruction]:
+        self._note_end(event)
+        return self._ended_if_closed()
+
+    def _closing_server_lost(self, event: ServerLost) -> list[Instruction]:
+        self._note_loss(event)
+        return self._ended_if_closed()
+
+    def _ended_if_closed(self) -> list[Instruction]:
+        if any(not leg.prefill_ended or not leg.decode_ended for leg in self._legs.values()):
+            return []
+        self.phase = Phase.ENDED
+        return [Finish()]
+
+    def _close_now(self, event: Event) -> list[Instruction]:
+        """The tokens are all there: nothing that happens now can spoil the request."""
+        if isinstance(event, LingerTimeout) and event.attempt != self.attempt:
+            return []
+        aborts = self._abort_all()
+        self.phase = Phase.ENDED
+        return [*aborts, Finish()]
+
+    # ---- any
+
+    def _deadline(self, event: DeadlinePassed) -> list[Instruction]:
+        said = sum(len(self.table.token_ids(choice)) for choice in range(self.params.n))
+        where = f"waiting: {self._waiting_for}" if self.phase is Phase.WAITING else f"running, with {said} tokens"
+        return self._fail(DeadlineExceeded(f"the request's deadline of {self.asked.limit_s:g} s passed ({where})"))
+
+    def _client_gone(self, event: ClientGone) -> list[Instruction]:
+        return self._fail(Cancelled(event.reason))
+
+    def _shut_down(self, event: ShutDown) -> list[Instruction]:
+        return self._fail(event.error)
+
+    def _ignore(self, event: Event) -> list[Instruction]:
+        return []
+
+    def _ignore_tokens(self, event: TokensCame) -> list[Instruction]:
+        self.table.tallies.stale += len(event.message.token_ids)
+        return []
+
+    def _closing_tokens(self, event: TokensCame) -> list[Instruction]:
+        if event.message.key in self._legs and event.server in self._servers():
+            self.table.accept(event.message.key.attempt, event.message)
+            return []
+        return self._ignore_tokens(event)
+
+    def _record_end(self, event: LegEnded) -> list[Instruction]:
+        self._record(event)
+        return []
+
+    # ---- helpers
+
+    def _servers(self) -> tuple[str, str]:
+        assert self.pair is not None
+        return (self.pair.prefill.name, self.pair.decode.name)
+
+    def _fail(self, error: DisaggError) -> list[Instruction]:
+        aborts = self._abort_all() if self.phase in (Phase.RUNNING, Phase.CLOSING) else []
+        self.phase = Phase.ENDED
+        self.error = error
+        return [*aborts, Fail(error)]
+
+    def _abort(self, leg: _Leg) -> list[Instruction]:
+        """Ends the leg on both servers, as far as they have not said its end. The answer may still come, or not."""
+        assert self.pair is not None
+        sides = ((self.pair.prefill.name, leg.prefill_ended), (self.pair.decode.name, leg.decode_ended))
+        return [Send(name, AbortLeg(leg.key)) for name, ended in sides if not ended]
+
+    def _abort_all(self) -> list[Instruction]:
+        aborts = [instruction for leg in self._legs.values() for instruction in self._abort(leg)]
+        self._legs = {}
+        return aborts
+
+    def _record(self, event: LegEnded) -> None:
+        self.timeline.extend(replace(entry, name=f"{event.server}/{entry.name}") for entry in event.end.timeline)
+
+    def _note_end(self, event: LegEnded) -> _Leg | None:
+        """Records a leg's last word; the leg, unless it is not ours or had ended."""
+        self._record(event)
+        leg = self._legs.get(event.end.key)
+        if leg is None or self.pair is None:
+            return None
+        if event.server == self.pair.prefill.name:
+            known, leg.prefill_ended = leg.prefill_ended, True
+            if not known:
+                cached_tokens = min(event.end.cached_tokens, len(self.prompt_token_ids))
+                self.cached_tokens = max(self.cached_tokens, cached_tokens)
+        elif event.server == self.pair.decode.name:
+            known, leg.decode_ended = leg.decode_ended, True
+        else:
+            return None
+        return None if known else leg
+
+    def _note_loss(self, event: ServerLost) -> tuple[bool, bool]:
+        """Marks what the lost incarnation owed; whether that hit the prefill side, and the decode side."""
+        assert self.pair is not None
+        lost = (event.server, event.incarnation)
+        prefill_hit = decode_hit = False
+        for leg in self._legs.values():
+            if lost == (self.pair.prefill.name, self.pair.prefill.incarnation) and not leg.prefill_ended:
+                leg.prefill_ended = leg.prefill_failed = prefill_hit = True
+            if lost == (self.pair.decode.name, self.pair.decode.incarnation) and not leg.decode_ended:
+                leg.decode_ended = True
+                decode_hit = decode_hit or any(self.table.finished(choice) is None for choice in leg.choices)
+        if event.crashed and (prefill_hit or decode_hit):
+            self._crashes.add(lost)
+        return prefill_hit, decode_hit
+
+
+_M = RequestMachine
+_ROWS: Mapping[tuple[Phase, type[Event]], Callable[..., list[Instruction]]] = {
+    (Phase.WAITING, PairPicked): _M._dispatch,
+    (Phase.WAITING, NoPairFound): _M._no_pair,
+    (Phase.WAITING, TokensCame): _M._ignore_tokens,
+    (Phase.WAITING, LegEnded): _M._record_end,
+    (Phase.WAITING, ServerLost): _M._ignore,
+    (Phase.WAITING, VerdictTimeout): _M._ignore,
+    (Phase.WAITING, LingerTimeout): _M._ignore,
+    (Phase.WAITING, DeadlinePassed): _M._deadline,
+    (Phase.WAITING, ClientGone): _M._client_gone,
+    (Phase.WAITING, ShutDown): _M._shut_down,
+    #
+    (Phase.RUNNING, TokensCame): _M._tokens,
+    (Phase.RUNNING, LegEnded): _M._leg_ended,
+    (Phase.RUNNING, ServerLost): _M._server_lost,
+    (Phase.RUNNING, StopFound): _M._stop_found,
+    (Phase.RUNNING, VerdictTimeout): _M._verdict_timeout,
+    (Phase.RUNNING, LingerTimeout): _M._ignore,
+    (Phase.RUNNING, DeadlinePassed): _M._deadline,
+    (Phase.RUNNING, ClientGone): _M._client_gone,
+    (Phase.RUNNING, ShutDown): _M._shut_down,
+    #
+    (Phase.CLOSING, TokensCame): _M._closing_tokens,
+    (Phase.CLOSING, LegEnded): _M._closing_leg_ended,
+    (Phase.CLOSING, ServerLost): _M._closing_server_lost,
+    (Phase.CLOSING, StopFound): _M._ignore,
+    (Phase.CLOSING, VerdictTimeout): _M._ignore,
+    (Phase.CLOSING, LingerTimeout): _M._close_now,
+    (Phase.CLOSING, DeadlinePassed): _M._close_now,
+    (Phase.CLOSING, ClientGone): _M._client_gone,
+    (Phase.CLOSING, ShutDown): _M._close_now,
+    #
+    (Phase.ENDED, TokensCame): _M._ignore_tokens,
+    (Phase.ENDED, LegEnded): _M._record_end,
+    (Phase.ENDED, ServerLost): _M._ignore,
+    (Phase.ENDED, StopFound): _M._ignore,
+    (Phase.ENDED, VerdictTimeout): _M._ignore,
+    (Phase.ENDED, LingerTimeout): _M._ignore,
+    (Phase.ENDED, DeadlinePassed): _M._ignore,
+    (Phase.ENDED, ClientGone): _M._ignore,
+    (Phase.ENDED, ShutDown): _M._ignore,
+}

@@ -1,0 +1,346 @@
+"""Bringing a worker group up: processes, model, pool, transfer agents, and at last an engine that knows all of them.
+
+    start ──> load ──> the ranks agree ──> profile, make pool ──> open transfer ──> hear plans ──> open offload ──> Incarnation
+
+Raises GroupLost for what may go better next time, and ConfigError for what cannot with this configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from disagg.config.check import check_host_memory, check_memory, check_staging
+from disagg.config.sizes import format_size, show_bytes
+from disagg.config.staging import Device, size_staging
+from disagg.config.steps import size_steps
+from disagg.config.tree import Config, ModelConfig
+from disagg.convert.inspect import ModelFacts as InspectedModel
+from disagg.convert.inspect import inspect_model
+from disagg.engine.engine import Engine
+from disagg.engine.facts import EngineFacts, MemoryFacts, ModelFacts, OffloadFacts, SchedulingFacts, TransferFacts
+from disagg.memory.groups import spec_of
+from disagg.memory.layout import PageSizing, PoolLayout, plan_layout
+from disagg.memory.sizing import size_pool
+from disagg.messages.control import (
+    Computation,
+    Load,
+    Loaded,
+    MakePool,
+    OffloadOpen,
+    OpenOffload,
+    OpenTransfer,
+    Profile,
+    Profiled,
+    TransferOpen,
+)
+from disagg.messages.heads import SliceError, check_heads
+from disagg.messages.layout import PROTOCOL_VERSION, Fingerprint, LayerGroup
+from disagg.messages.link import RankInfo
+from disagg.offload.host_size import size_host
+from disagg.offload.keys import Scope
+from disagg.offload.rules import offload_rules
+from disagg.server.device import (
+    UCX_NET_DEVICES_ON_CPU,
+    UCX_TLS_ON_CPU,
+    check_weights,
+    choose_device,
+    choose_dtype,
+    memory_bytes,
+    ucx_choice,
+)
+from disagg.server.model_identity import ModelIdentity, disagreement, identity_of
+from disagg.server.pids import started
+from disagg.server.piece_sizes import check_longest, check_rows
+from disagg.server.role import ServerRole
+from disagg.server.workers import GroupLost, WorkerGroup
+from disagg.types.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+BARRIER_S = 30.0
+GEMV_COPY_BYTES = 2 << 30  # a decode server on CPU keeps two copies of weights up to this size
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """A worker group that is up, and its engine."""
+
+    engine: Engine
+    facts: EngineFacts
+    ranks: tuple[RankInfo, ...]
+    fingerprint: str
+    model: ModelIdentity
+    what: str  # for the log
+
+
+def with_device(config: Config, role: ServerRole) -> tuple[Config, Device]:
+    """What the configuration leaves to the device is decided here. Raises ConfigError for what does not go with it."""
+    device = choose_device(config.model.device)
+    transfer = size_staging(config.transfer, device)
+    check_staging(transfer, device)
+    if device == "cpu":
+        check_memory(config, transfer, role.role.value, memory_bytes())
+    offload = config.offload
+    if offload.enabled and offload.host_bytes:  # what the ratio gives is known when the device pool is
+        why = f"offload.host_bytes = {format_size(offload.host_bytes)}"
+        check_host_memory(config.server.tp, offload.host_bytes, 0, why, memory_bytes())
+    return msgspec.structs.replace(config, transfer=transfer), device
+
+
+def computation_of(model: ModelConfig) -> Computation:
+    return Computation(model.prefill_attention, model.decode_attention, model.graphs, model.fusions)
+
+
+@dataclass(frozen=True, slots=True)
+class Bringup:
+    """See the module. config: with what its device decides."""
+
+    config: Config
+    role: ServerRole
+    device: Device
+    model_dir: Path
+
+    def inspect(self) -> InspectedModel:
+        """What the files say now: of every group, since they may have been replaced. Raises ConfigError. Blocks."""
+        inspected = inspect_model(self.model_dir)
+        tp = self.config.server.tp
+        try:
+            check_heads(tp, inspected.num_heads, inspected.num_kv_heads)
+        except SliceError as error:
+            raise ConfigError(f"server.tp = {tp}: {error}") from error
+        self.model_len(inspected.max_model_len)
+        if self.device == "cpu":
+            check_weights(inspected, choose_dtype(self.config.model.dtype, "cpu", ""), memory_bytes())
+        return inspected
+
+    def model_len(self, possible: int) -> int:
+        """Tokens of the longest context. Raises ConfigError if the model allows fewer than are configured."""
+        wanted = self.config.model.max_model_len
+        if wanted > possible:
+            raise ConfigError(f"model.max_model_len is {wanted}; the model allows at most {possible}")
+        return wanted or possible
+
+    async def run(self, group: WorkerGroup, inspected: InspectedModel) -> Incarnation:
+        """From processes that have been started on."""
+        engine, chosen = size_steps(self.config.engine, self.device, inspected.num_parameters // self.config.server.tp)
+        if chosen:
+            logger.info("%s", chosen)
+        if inspected.max_model_len_note:
+            logger.info("contexts hold %d tokens: %s", inspected.max_model_len, inspected.max_model_len_note)
+        sized = replace(self, config=msgspec.structs.replace(self.config, engine=engine))
+        return await sized._run(group, inspected)
+
+    async def _run(self, group: WorkerGroup, inspected: InspectedModel) -> Incarnation:
+        dtype = choose_dtype(self.config.model.dtype, self.device, inspected.torch_dtype)
+        loaded = await self._load(group, inspected, dtype)
+        groups = loaded.groups
+        if self.config.engine.keep_windows:
+            groups = tuple(layers.keeping_all() for layers in groups)
+        on_rank = tuple(layers.on_rank(self.config.server.tp) for layers in groups)
+        check_rows(on_rank, self.config.transfer)
+        layout, num_large = await self._make_pool(group, on_rank)
+        ranks = await self._open_transfer(group)
+        model = ModelFacts(
+            groups=groups,
+            vocab_size=loaded.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+            max_model_len=self.model_len(min(inspected.max_model_len, loaded.max_model_len)),
+        )
+        memory = MemoryFacts(
+            layout=layout,
+            num_large=num_large,
+            prefix_cache=self.config.engine.prefix_cache,
+            scope=Scope(loaded.weights_hash, dtype, layout.page_tokens, groups),
+        )
+        offload = await self._open_offload(group, memory)
+        facts = self._facts(group.incarnation, model, memory, offload)
+        engine = self.role.engine(facts)
+        check_longest(facts, engine.max_tokens_in_pool, sends=self.role.sends)
+        return Incarnation(
+            engine=engine,
+            facts=facts,
+            ranks=ranks,
+            fingerprint=self._fingerprint(loaded.weights_hash, groups),
+            model=identity_of(loaded),
+            what=f"{inspected.model_type} in {dtype}, model loaded in {loaded.load_s:.1f} s",
+        )
+
+    async def _load(self, group: WorkerGroup, inspected: InspectedModel, dtype: str) -> Loaded:
+        """What rank 0 says of the model; the others say the same."""
+        config, timeout_s = self.config, self.config.worker.load_timeout_s
+        small = 4 * inspected.num_parameters <= GEMV_COPY_BYTES
+        load = Load(
+            model_dir=str(self.model_dir),
+            dtype=dtype,
+            device=self.device,
+            first_gpu=config.server.first_gpu,
+            threads=config.worker.threads,
+            gemv_copies=self.role.small_steps and (self.device, dtype) == ("cpu", "float32") and small,
+            tp=config.server.tp,
+            meet_s=timeout_s,
+            collective_s=config.worker.step_deadline_s,
+            computation=computation_of(config.model),
+        )
+        loaded = [rank for rank in await group.call(load, timeout_s) if isinstance(rank, Loaded)]
+        if why := disagreement(loaded):
+            raise GroupLost(why)
+        return loaded[0]
+
+    async def _make_pool(self, group: WorkerGroup, groups: tuple[LayerGroup, ...]) -> tuple[PoolLayout, int]:
+        """Decide on the pool's pages and size, and have every rank make it. Raises ConfigError if nothing fits.
+
+        groups: as a rank keeps them.
+        """
+        engine, timeout_s = self.config.engine, self.config.worker.load_timeout_s
+        specs = [spec_of(layers, engine.page_tokens) for layers in groups]
+        profiled = await group.call(Profile(engine.chunk_tokens, self._max_slots), timeout_s)
+        measured = [rank for rank in profiled if isinstance(rank, Profiled)]
+        try:
+            layout = plan_layout(specs, engine.page_tokens, engine.checkpoint_tokens, PageSizing(engine.page_sizing))
+            size = size_pool(
+                layout,
+                set_bytes=engine.kv_memory_bytes,
+                total_bytes=min(rank.total_bytes for rank in measured),
+                peak_bytes=max(rank.peak_bytes for rank in measured),
+                staging_bytes=self._transfer(group.incarnation).staging_bytes,
+                utilization=engine.gpu_memory_utilization,
+            )
+        except ValueError as error:
+            raise ConfigError(f"engine: {error}") from error
+        if layout.reason:
+            logger.warning("%s", layout.reason)
+        logger.info(
+            "KV memory: %s; per large page %s",
+            size.why,
+            ", ".join(
+                f"{count} of {layers.name} ({len(layers.layers)} layers, {layers.page_bytes(engine.page_tokens)} bytes)"
+                for count, layers in zip(layout.per_large, groups, strict=True)
+            ),
+        )
+        made = MakePool(size.num_large, layout.large_bytes, layout.strides, engine.page_tokens, self._max_slots)
+        await group.call(made, timeout_s)
+        return layout, size.num_large
+
+    async def _open_transfer(self, group: WorkerGroup) -> tuple[RankInfo, ...]:
+        """Every rank has its agent, and hears plans. What peers need to know of each."""
+        opened = await group.call(self._transfer(group.incarnation), self.config.worker.load_timeout_s)
+        await group.barrier(BARRIER_S)
+        return tuple(
+            RankInfo(
+                rank.rank,
+                rank.pid,
+                started(rank.pid),
+                rank.metadata,
+                rank.arena_address,
+                rank.arena_device,
+                rank.arena_bytes,
+            )
+            for rank in opened
+            if isinstance(rank, TransferOpen)
+        )
+
+    def _transfer(self, incarnation: str) -> OpenTransfer:
+        """An arena for what lands, or gather buffers for what leaves."""
+        transfer = self.config.transfer
+        return OpenTransfer(
+            backend=transfer.backend,
+            incarnation=incarnation,
+            arena_bytes=transfer.arena_bytes if self.role.receives else 0,
+            gather_bytes=transfer.gather_bytes,
+            gather_buffers=transfer.gather_buffers if self.role.sends else 0,
+            ucx_tls=ucx_choice(transfer.ucx_tls, self.device, UCX_TLS_ON_CPU),
+            ucx_net_devices=ucx_choice(transfer.ucx_net_devices, self.device, UCX_NET_DEVICES_ON_CPU),
+            kernels=transfer.kernels,
+        )
+
+    async def _open_offload(self, group: WorkerGroup, memory: MemoryFacts) -> OffloadFacts | None:
+        """Every rank has its host pool, if there shall be one. Raises ConfigError for one that cannot be."""
+        config, offload, layout = self.config, self.config.offload, memory.layout
+        if not offload.enabled:
+            return None
+        try:
+            rules = offload_rules(layout, offload.stride_tokens)
+            size = size_host(offload, rules, memory.num_large)
+        except ValueError as error:
+            raise ConfigError(f"offload: {error}") from error
+        beside = 0
+        if self.device == "cpu":
+            beside = memory.num_large * layout.large_bytes + self._transfer(group.incarnation).staging_bytes
+        host_bytes = size.num_large * layout.large_bytes
+        check_host_memory(config.server.tp, host_bytes, beside, size.why, memory_bytes())
+        stride_tokens = rules.stride * layout.page_tokens
+        if stride_tokens != offload.stride_tokens:
+            logger.info(
+                "offload.stride_tokens = %d: it is %d here, in whole %s",
+                offload.stride_tokens,
+                stride_tokens,
+                f"pages of {layout.page_tokens} tokens"
+                if rules.unit == 1
+                else f"checkpoints of {layout.checkpoint_tokens}",
+            )
+        opened = await group.call(self._offload(size.num_large, memory), config.worker.load_timeout_s)
+        logger.info(
+            "host KV memory: %d large pages, %s on each rank: %s; pages are copied by %s",
+            size.num_large,
+            show_bytes(host_bytes),
+            size.why,
+            ", ".join(sorted({rank.copy for rank in opened if isinstance(rank, OffloadOpen)})),
+        )
+        return OffloadFacts(size.num_large, offload.stride_tokens, storage=bool(config.storage.url))
+
+    def _offload(self, num_large: int, memory: MemoryFacts) -> OpenOffload:
+        offload, storage, layout, scope = self.config.offload, self.config.storage, memory.layout, memory.scope
+        return OpenOffload(
+            num_large=num_large,
+            large_bytes=layout.large_bytes,
+            strides=layout.strides,
+            copy=offload.copy,
+            url=storage.url,
+            options=storage.options,
+            compression=storage.compression,
+            weights=scope.weights,
+            dtype=scope.dtype,
+            page_tokens=layout.page_tokens,
+            checkpoint_tokens=layout.checkpoint_tokens,
+            groups=scope.groups,
+        )
+
+    @property
+    def _max_slots(self) -> int:
+        """Choices sampled at once."""
+        return self.config.engine.max_running + self.role.slots_beside
+
+    def _facts(
+        self, incarnation: str, model: ModelFacts, memory: MemoryFacts, offload: OffloadFacts | None
+    ) -> EngineFacts:
+        engine, transfer = self.config.engine, self.config.transfer
+        scheduling = SchedulingFacts(
+            max_slots=self._max_slots,
+            max_prompts=engine.max_running,
+            chunk_tokens=engine.chunk_tokens,
+            max_waiting=engine.max_waiting,
+            ungranted_share=engine.ungranted_share,
+            spare_tokens=engine.grant_headroom_tokens,
+            lookahead_tokens=engine.lookahead_tokens,
+            preempt_after_s=engine.preempt_after_s,
+            preemption=engine.preemption,
+        )
+        moving = TransferFacts(
+            gather_bytes=transfer.gather_bytes,
+            arena_bytes=transfer.arena_bytes,
+            segment_bytes=transfer.segment_bytes,
+            link_segments=transfer.link_segments,
+            link_idle_s=transfer.link_idle_s,
+            progress_s=transfer.progress_s,
+        )
+        return EngineFacts(incarnation, self.config.server.tp, model, memory, scheduling, moving, offload)
+
+    def _fingerprint(self, weights_hash: str, groups: tuple[LayerGroup, ...]) -> str:
+        engine = self.config.engine
+        return Fingerprint(
+            PROTOCOL_VERSION, weights_hash, engine.page_tokens, engine.checkpoint_tokens, groups
+        ).digest()

@@ -1,0 +1,263 @@
+"""Between an engine and the world: what happens goes into the engine, and what it returns is done.
+
+    routers, links, workers ── what happens ──> engine ── instructions ──> routers, links, workers
+
+Whatever stands at the three sides is a `Protocol` here: a server's sockets, or a simulation of them. Decides nothing about
+legs, pages or pieces. Tokens go out once a step; a link or a router hears all that one event gave at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from disagg.engine.engine import Engine
+from disagg.engine.instructions import (
+    DialLink,
+    DropLink,
+    ForgetLink,
+    Instruction,
+    PublishKv,
+    ToLink,
+    ToRouter,
+    ToStore,
+    ToTransfer,
+    ToWorkers,
+)
+from disagg.engine.now import Now
+from disagg.messages.heads import SliceError
+from disagg.messages.legs import (
+    AbortLeg,
+    KvEvents,
+    LegEnd,
+    Outcome,
+    PeerRef,
+    RouterMessage,
+    ServerMessage,
+    StartLeg,
+)
+from disagg.messages.link import LinkHello, LinkMessage
+from disagg.messages.plan import StepResult, WorkerPlan
+from disagg.messages.tiers import PartsRead, PartsWritten, TierCommand, TierEvent
+from disagg.messages.transfer import TransferCommand, TransferEvent
+from disagg.offload.instructions import StoreCommand, StoreEvent
+from disagg.types.errors import ProtocolError
+from disagg.types.ids import LegKey
+
+logger = logging.getLogger(__name__)
+
+
+class Workers(Protocol):
+    """Of one incarnation."""
+
+    def publish(self, plan: WorkerPlan) -> None:
+        """To every rank."""
+
+    def send(self, rank: int, messages: Sequence[TransferCommand | TierCommand]) -> None:
+        """To the transfer and offload threads of one."""
+
+
+class Routers(Protocol):
+    def tell(self, router: int, message: ServerMessage) -> None: ...
+
+    def publish(self, events: KvEvents) -> None:
+        """To all of them."""
+
+    def flush(self) -> None:
+        """What was told goes out."""
+
+
+class LinkPort(Protocol):
+    def send(self, number: int, message: LinkMessage) -> None: ...
+
+    def flush(self) -> None:
+        """What was sent goes out."""
+
+    def dial(self, peer: PeerRef) -> None: ...
+
+    def drop(self, number: int, reason: str) -> None:
+        """`Dispatch.link_down` follows."""
+
+    def forget(self, number: int) -> None:
+        """Whether the peer of this lost link exits is nobody's concern."""
+
+
+class StorePort(Protocol):
+    """What an engine has done in storage. Of one incarnation; answers are events (`Dispatch.store_event`)."""
+
+    def do(self, command: StoreCommand) -> None: ...
+
+    def rank_report(self, rank: int, report: PartsWritten | PartsRead) -> None:
+        """Before the engine hears of it."""
+
+
+class Dispatch:
+    """See the module. `routers` and `links` are set before anything happens; an engine comes and goes with its workers."""
+
+    routers: Routers
+    links: LinkPort
+
+    def __init__(
+        self, name: str, tp: int, clock: Callable[[], Now], why_not: Callable[[StartLeg], str], *, dials: bool
+    ) -> None:
+        """why_not: why a leg cannot begin here now, after the name; empty if it can. dials: links are made by this side."""
+        self._name = name
+        self._tp = tp
+        self._clock = clock
+        self._why_not = why_not
+        self._dials = dials
+        self.engine: Engine | None = None
+        self._workers: Workers | None = None
+        self._store: StorePort | None = None
+
+    def attach(self, engine: Engine, workers: Workers, store: StorePort | None = None) -> None:
+        """A group is up. store: of an engine that has storage."""
+        self.engine, self._workers, self._store = engine, workers, store
+
+    def detach(self, reason: str) -> Engine | None:
+        """The workers are lost: every leg ends, and nothing else that the engine wants can be done. The engine that was."""
+        engine, self.engine, self._workers, self._store = self.engine, None, None, None
+        if engine is not None:
+            for instruction in engine.end_all(Outcome.WORKER_LOST, reason):
+                if isinstance(instruction, ToRouter):
+                    self._tell(instruction)
+        return engine
+
+    # ---- what happens
+
+    def router_message(self, router: int, message: RouterMessage) -> None:
+        match message:
+            case StartLeg():
+                if why := self._why_not(message):
+                    # Not begun, so given back: it costs the request no attempt.
+                    self.routers.tell(router, LegEnd(message.key, Outcome.GIVEN_BACK, f"{self._name} {why}"))
+                    self.routers.flush()
+                elif self.engine is not None:
+                    logger.info("leg begins: %d tokens", len(message.token_ids), extra=_log_of(message.key))
+                    self._do(self.engine.start_leg(router, message, self._clock()))
+            case AbortLeg():
+                if self.engine is not None:
+                    self._do(self.engine.abort_leg(message))
+
+    def lease_end(self, router: int, reason: str) -> None:
+        if self.engine is not None:
+            self._do(self.engine.end_router(router, reason))
+
+    def step_done(self, result: StepResult) -> None:
+        if self.engine is not None:
+            self._do(self.engine.step_done(result, self._clock()), step=True)
+
+    def transfer_event(self, rank: int, message: TransferEvent | TierEvent) -> None:
+        if self.engine is None:
+            return
+        if not isinstance(message, TierEvent):
+            self._do(self.engine.transfer_event(rank, message, self._clock()))
+            return
+        if self._store is not None and isinstance(message, PartsWritten | PartsRead):
+            self._store.rank_report(rank, message)
+        self._do(self.engine.tier_event(rank, message, self._clock()))
+
+    def store_event(self, message: StoreEvent) -> None:
+        if self.engine is not None:
+            self._do(self.engine.store_event(message, self._clock()))
+
+    def link_up(self, number: int, peer: LinkHello) -> None:
+        engine = self.engine
+        if engine is None:
+            return
+        try:
+            self._do(engine.link_up(number, peer, self._clock(), dialled=self._dials))
+        except SliceError as error:
+            logger.error("%s and %s cannot exchange KV: %s", self._name, peer.name, error)
+            self.links.drop(number, str(error))
+            self._do(engine.dial_failed(peer.name, peer.incarnation, str(error)))
+
+    def link_message(self, number: int, message: LinkMessage) -> None:
+        try:
+            if self.engine is not None:
+                self._do(self.engine.link_message(number, message, self._clock()))
+        except ProtocolError as error:
+            logger.error("link %d: %s", number, error)
+            self.links.drop(number, str(error))
+
+    def link_down(self, number: int, gone: bool, reason: str) -> None:
+        if self.engine is not None:
+            self._do(self.engine.link_down(number, gone, reason))
+
+    def link_gone(self, number: int) -> None:
+        """A lost link's peer has exited."""
+        if self.engine is not None:
+            self.engine.peer_gone(number)
+
+    def dial_failed(self, peer: PeerRef, reason: str) -> None:
+        logger.warning("no link to %s: %s", peer.name, reason)
+        if self.engine is not None:
+            self._do(self.engine.dial_failed(peer.name, peer.incarnation, reason))
+
+    def tick(self) -> None:
+        """Time has passed."""
+        if self.engine is not None:
+            self._do(self.engine.tick(self._clock()))
+
+    def drain(self, reason: str) -> None:
+        """The server shuts down: what is left is given back."""
+        if self.engine is not None:
+            self._do(self.engine.end_all(Outcome.DRAINED, reason))
+        self.routers.flush()
+
+    # ---- what the engine wants done
+
+    def _do(self, instructions: list[Instruction], step: bool = False) -> None:
+        """Carry out what the engine returned, then let it schedule; tokens go out once a step."""
+        engine, workers = self.engine, self._workers
+        if engine is None or workers is None:
+            return
+        commands: dict[int, list[TransferCommand | TierCommand]] = {}
+        asked: list[StoreCommand] = []
+        drops: list[DropLink] = []
+        for instruction in [*instructions, *engine.schedule(self._clock())]:
+            match instruction:
+                case ToWorkers():
+                    workers.publish(instruction.plan)
+                case ToRouter():
+                    self._tell(instruction)
+                case ToTransfer():
+                    ranks = range(self._tp) if instruction.rank is None else (instruction.rank,)
+                    for rank in ranks:
+                        commands.setdefault(rank, []).append(instruction.message)
+                case ToStore():
+                    asked.append(instruction.command)
+                case ToLink():
+                    self.links.send(instruction.link, instruction.message)
+                case PublishKv():
+                    self.routers.publish(instruction.events)
+                case DialLink():
+                    self.links.dial(instruction.peer)
+                case DropLink():
+                    drops.append(instruction)
+                case ForgetLink():
+                    self.links.forget(instruction.link)
+        for rank, messages in commands.items():
+            workers.send(rank, messages)
+        if self._store is not None:
+            for command in asked:
+                self._store.do(command)
+        self.links.flush()
+        if step or not engine.pipeline.in_flight:
+            self.routers.flush()
+        for drop in drops:
+            self.links.drop(drop.link, drop.reason)
+
+    def _tell(self, instruction: ToRouter) -> None:
+        message = instruction.message
+        if isinstance(message, LegEnd):
+            done = message.outcome in (Outcome.DONE, Outcome.ABORTED)
+            why = f"{message.outcome.value}: {message.reason}" if message.reason else message.outcome.value
+            logger.log(logging.INFO if done else logging.WARNING, "leg ended: %s", why, extra=_log_of(message.key))
+        self.routers.tell(instruction.router, message)
+
+
+def _log_of(key: LegKey) -> dict[str, object]:
+    """What ties a log line to its request, in every process under the same names."""
+    return {"request_id": key.request_id, "attempt": key.attempt, "trunk": key.trunk}

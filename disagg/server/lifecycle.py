@@ -1,0 +1,369 @@
+"""The life of one server: it listens, brings its workers up, keeps them alive, and drains.
+
+Everything here runs on one asyncio loop. Who it is: `identity`. How a group of workers comes up: `bringup`. What happens, and
+what its engine wants done: `dispatch`. Knows sockets, processes and time.
+
+    loading ──> ready ──> draining ──> gone
+       ^          │ the workers are lost: every leg ends WORKER_LOST, links drop, a new incarnation starts
+       └──────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import msgspec
+import zmq
+
+from disagg.config.check import connections_allowed
+from disagg.config.staging import Device
+from disagg.config.tree import Config
+from disagg.convert.model_dir import resolve
+from disagg.engine.now import Now
+from disagg.messages.legs import KvEvents, LoadReport, ServerState, StorageState
+from disagg.messages.tiers import TierEvent
+from disagg.messages.transfer import Beat, TransferEvent
+from disagg.server.bringup import Bringup, with_device
+from disagg.server.dispatch import Dispatch
+from disagg.server.door import HELLO_S, MAX_STREAMS
+from disagg.server.dump import Dumper
+from disagg.server.exporter import Exporter
+from disagg.server.identity import Identity
+from disagg.server.links import Links
+from disagg.server.model_identity import SHOWN_DIGITS, ModelIdentity, changed
+from disagg.server.offloading import Offloading
+from disagg.server.role import ServerRole
+from disagg.server.routers import RouterStreams
+from disagg.server.workers import GroupLost, WorkerGroup
+from disagg.telemetry.http import TelemetryServer
+from disagg.telemetry.listening import cannot_listen, why_not_listen
+from disagg.telemetry.loop import LoopWatch
+from disagg.telemetry.metrics import EngineMetrics, new_registry
+from disagg.telemetry.process import raise_descriptor_limit
+from disagg.types.errors import ConfigError, DisaggError
+from disagg.types.plain import one_line
+from disagg.types.small_files import home_expanded
+from disagg.types.status import DONE, REFUSED
+from disagg.wire.services import (
+    PEER,
+    SERVER,
+    Health,
+    client_options,
+    enable_reflection,
+    make_server,
+    peer_handler,
+    server_handler,
+)
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+RESTART_FIRST_S = 0.2
+RESTART_MOST_S = 10.0
+STEADY_S = 30.0  # up for this long: the next restart is quick again
+MOST_SILENT_EXITS = 5  # of workers that never said a word: by then it is no accident
+STORE_DRAIN_S = 5.0  # what ended requests leave in storage may take so long
+IDLE_S = 300.0  # a connection on which nothing is called for so long is closed
+
+
+class Server:
+    """`run` returns the exit status. One object per process."""
+
+    def __init__(self, config: Config, role: ServerRole, heartbeat: Callable[[], None]) -> None:
+        self._config = config
+        self._role = role
+        self._beat = heartbeat
+        self._model_dir = Path()
+        self._device: Device = "cpu"
+        self._group: WorkerGroup | None = None
+        self._stop = asyncio.Event()
+        name, tp = config.server.name or f"{role.role.value}-0", config.server.tp
+        self._identity = identity = Identity(name, role.role, tp, config.model.public_name, self._load)
+        self._dispatch = dispatch = Dispatch(name, tp, _now, identity.why_not, dials=role.dials)
+        self._dumper = dumper = Dumper(identity, dispatch)
+        self._offloading = dumper.offloading = Offloading(config)
+        self._routers = dispatch.routers = dumper.routers = RouterStreams(
+            lease_s=config.router.lease_s,
+            heartbeat_s=config.router.heartbeat_s,
+            hello=identity.hello,
+            load=self._load,
+            snapshot=self._kv_snapshot,
+            on_message=dispatch.router_message,
+            on_lease_end=dispatch.lease_end,
+            dump=dumper.dump,
+        )
+        self._links = dispatch.links = dumper.links = Links(
+            lease_s=config.transfer.link_lease_s,
+            greeting=identity.greeting,
+            on_up=dispatch.link_up,
+            on_message=dispatch.link_message,
+            on_down=dispatch.link_down,
+            on_gone=dispatch.link_gone,
+            on_dial_failed=dispatch.dial_failed,
+        )
+        self._registry = new_registry()
+        self._exporter = Exporter(EngineMetrics(self._registry), self._registry)
+
+    # ---- the life of the process
+
+    async def run(self) -> int:
+        """The exit status: DONE after a drain, REFUSED for a configuration that cannot work. Raises ConfigError, DisaggError."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        allowed = connections_allowed(self._config, self._role.role.value, raise_descriptor_limit())
+        bounds = client_options(allowed, MAX_STREAMS, HELLO_S, IDLE_S)
+        server = make_server(server_handler(self._routers), peer_handler(self._links), options=bounds)
+        health = Health(server, (SERVER, PEER))
+        enable_reflection(server, (SERVER, PEER))
+        host = self._config.server.host
+        telemetry = TelemetryServer(self._registry, self._health, self._dumper.dump, self._config.debug.remote)
+        port, metrics_port = await self._listen(server, telemetry)
+        self._identity.link_address = f"{self._config.server.advertise_host or _dialable(host)}:{port}"
+        await server.start()
+        logger.info("%s listens on %s:%d, metrics on port %d", self._identity.name, host, port, metrics_port)
+        watch = LoopWatch(self._registry)
+        watch.start()
+        ticker = asyncio.create_task(self._tick(), name="tick")
+        supervisor = asyncio.create_task(self._supervise(health), name="supervise")
+        stopped = asyncio.create_task(self._stop.wait(), name="stop")
+        try:
+            await asyncio.wait({supervisor, stopped, ticker}, return_when=asyncio.FIRST_COMPLETED)
+            if ticker.done():
+                ticker.result()
+            if supervisor.done():
+                supervisor.result()
+            await self._drain(health)
+            return DONE
+        except ConfigError as error:
+            logger.error("%s", error)
+            return REFUSED
+        finally:
+            for task in (supervisor, stopped):
+                task.cancel()
+            await asyncio.gather(supervisor, stopped, return_exceptions=True)
+            await self._links.close()
+            self._routers.close()
+            await self._offloading.down()
+            if self._group is not None:
+                await self._group.stop()
+            watch.stop()
+            await telemetry.close()
+            await server.stop(grace=1.0)
+            ticker.cancel()
+
+    async def _listen(self, server: grpc.aio.Server, telemetry: TelemetryServer) -> tuple[int, int]:
+        """The ports of gRPC and of metrics. Raises ConfigError or DisaggError naming the setting of one that cannot be had."""
+        at = self._config.server
+        free = "0 takes a free one"
+        try:
+            port = server.add_insecure_port(f"{at.host}:{at.port}")
+        except RuntimeError as error:  # gRPC does not say why
+            why = why_not_listen(at.host, at.port, "server.port", free)
+            raise why or DisaggError(
+                f"server.port = {at.port}: cannot listen on {at.host}:{at.port}; {free}"
+            ) from error
+        try:
+            return port, await telemetry.start(at.host, at.metrics_port)
+        except OSError as error:
+            raise cannot_listen(at.host, at.metrics_port, "server.metrics_port", error, free) from error
+
+    async def _drain(self, health: Health) -> None:
+        """In this order: not serving; wait for legs; give back what is left; let routers have it all; then close."""
+        self._identity.state = ServerState.DRAINING
+        self._links.stopping = True
+        await health.set_serving(False)
+        self._routers.announce()
+        deadline = time.monotonic() + self._config.server.drain_s
+        while (engine := self._dispatch.engine) is not None and not engine.idle and time.monotonic() < deadline:
+            await asyncio.sleep(TICK_S / 2)
+        deadline = min(deadline, time.monotonic() + STORE_DRAIN_S)
+        while self._stores_on() and time.monotonic() < deadline:
+            await asyncio.sleep(TICK_S / 2)
+        self._dispatch.drain(f"{self._identity.name} is shutting down")
+        flushed = time.monotonic() + 2.0
+        while not self._routers.drained and time.monotonic() < flushed:
+            await asyncio.sleep(TICK_S / 2)
+
+    def _stores_on(self) -> bool:
+        """KV is on its way to storage, and with the host it would be lost."""
+        engine = self._dispatch.engine
+        works = self._offloading.state is StorageState.OK
+        return works and engine is not None and (engine.offloads or not self._offloading.idle)
+
+    async def _supervise(self, health: Health) -> None:
+        """Keep one worker group alive. Raises ConfigError when no group can come up with this configuration."""
+        self._find_device()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._offloading.open)
+        self._prepare_model = loop.run_in_executor(None, self._find_model)
+        await self._prepare_model
+        pause_s = RESTART_FIRST_S
+        silent_exits = 0
+        while True:
+            up_s = time.monotonic()
+            try:
+                await self._bring_up()
+                await health.set_serving(True)
+                assert self._group is not None
+                reason = await self._group.wait_lost()
+            except GroupLost as error:
+                reason = str(error)
+                self._identity.note = f"its workers could not start: {reason}"
+            except ConfigError as error:
+                if self._identity.model is None:
+                    raise
+                # It worked before, so it is what the model's files have become, perhaps for a moment while they are replaced.
+                reason = str(error)
+                note = f"the model in {self._model_dir} could be served before, and cannot now: {reason}"
+                self._identity.note = note
+            logger.error("the workers of %s are lost: %s", self._identity.name, reason)
+            silent_exit = self._group.silent_exit if self._group is not None else ""
+            silent_exits = silent_exits + 1 if silent_exit else 0
+            if self._identity.model is None and silent_exits == MOST_SILENT_EXITS:
+                command = one_line(str(list(self._config.worker.command)))
+                raise ConfigError(
+                    f"worker.command = {command}: {silent_exit} before it said anything, {silent_exits} times in a row; what "
+                    "it printed says why"
+                )
+            await health.set_serving(False)
+            await self._take_down(reason)
+            if time.monotonic() - up_s > STEADY_S:
+                pause_s = RESTART_FIRST_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, RESTART_MOST_S)
+
+    def _find_device(self) -> None:
+        self._config, self._device = with_device(self._config, self._role)
+
+    def _find_model(self) -> None:
+        model = self._config.model
+        self._model_dir = resolve(model.name, home_expanded(model.cache_dir, "model.cache_dir"))
+
+    async def _bring_up(self) -> None:
+        """Start a new incarnation; then READY."""
+        bringup = Bringup(self._config, self._role, self._device, self._model_dir)
+        inspected = await asyncio.get_running_loop().run_in_executor(None, bringup.inspect)
+        identity = self._identity
+        identity.max_model_len = bringup.model_len(inspected.max_model_len)
+        config = self._config
+        try:
+            group = WorkerGroup(
+                identity.name,
+                config.worker,
+                config.log,
+                config.server.tp,
+                self._dispatch.step_done,
+                self._transfer_event,
+            )
+            self._take_group(group)
+            group.start()
+        except (OSError, zmq.ZMQError) as error:  # no descriptors, processes or space: others may let go of some
+            raise GroupLost(f"they cannot be started: {error}") from error
+        identity.worker_pids = group.pids
+        self._routers.announce()
+        incarnation = await bringup.run(group, inspected)
+        identity.up(incarnation)
+        self._take_model(incarnation.model)
+        keeper = self._offloading.up(incarnation.facts, group.send, self._dispatch.store_event)
+        self._dispatch.attach(incarnation.engine, group, keeper)
+        identity.state = ServerState.DRAINING if self._stop.is_set() else ServerState.READY
+        self._routers.announce()
+        weights = incarnation.model.weights_hash[:SHOWN_DIGITS]
+        logger.info(
+            "%s is ready: incarnation %s, weights %s, %s", identity.name, group.incarnation, weights, incarnation.what
+        )
+
+    def _take_group(self, group: WorkerGroup | None) -> None:
+        self._group = self._dumper.group = group
+
+    def _take_model(self, model: ModelIdentity) -> None:
+        """What the group loaded, which may not be what the one before had."""
+        identity = self._identity
+        if change := changed(str(self._model_dir), identity.model, model):
+            logger.error("%s: %s", identity.name, change)
+            self._exporter.metrics.model_changes.inc()
+        identity.note = change
+        identity.model = model
+
+    async def _take_down(self, reason: str) -> None:
+        """The workers are lost: tell the routers, end the workers, and then let peers know that nothing can come."""
+        identity, group = self._identity, self._group
+        if identity.state is ServerState.READY:
+            identity.state = ServerState.LOADING
+        identity.incarnation = None
+        engine = self._dispatch.detach(f"{identity.name} lost its workers: {reason}")
+        if engine is not None:
+            self._exporter.retire(engine.counters)
+        self._routers.announce()
+        self._routers.flush()
+        await self._offloading.down()
+        if group is not None:
+            await group.kill()
+        self._take_group(None)
+        identity.worker_pids = ()
+        self._links.drop_all(f"{identity.name} lost its workers")
+
+    async def _tick(self) -> None:
+        """Everything that happens because time passes."""
+        next_beat_s = 0.0
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            if now >= next_beat_s:
+                next_beat_s = now + 1.0
+                self._beat()
+            self._routers.tick()
+            self._links.tick()
+            self._dispatch.tick()
+            self._offloading.tick()
+            self._export()
+
+    def _export(self) -> None:
+        self._exporter.export(
+            self._dispatch.engine,
+            self._load(),
+            self._routers.token_frames,
+            self._routers.lease_expiries,
+            self._links.lease_expiries,
+            time.monotonic(),
+        )
+        self._exporter.export_tiers(self._offloading)
+
+    # ---- what others ask
+
+    def _transfer_event(self, rank: int, message: TransferEvent | TierEvent) -> None:
+        if isinstance(message, Beat):
+            self._exporter.metrics.transfer_turn_s.labels(rank=str(rank)).set(message.longest_turn_s)
+        if isinstance(message, TierEvent):
+            self._offloading.sums.count(message)
+        self._dispatch.transfer_event(rank, message)
+
+    def _load(self) -> LoadReport:
+        state, engine = self._identity.state, self._dispatch.engine
+        load = engine.load(state) if engine is not None else LoadReport(state, 0, 0, 0, 0, 0, 0)
+        return msgspec.structs.replace(load, store=self._offloading.state)
+
+    def _kv_snapshot(self) -> KvEvents:
+        engine = self._dispatch.engine
+        return engine.kv_snapshot() if engine is not None else KvEvents()
+
+    def _health(self) -> tuple[int, str]:
+        state = self._identity.state
+        return (200 if state is ServerState.READY else 503), state.value
+
+
+def _now() -> Now:
+    return Now(time.monotonic(), time.time())
+
+
+def _dialable(host: str) -> str:
+    """What peers on this host dial when we listen on every address."""
+    return socket.gethostname() if host in ("0.0.0.0", "::", "") else host

@@ -1,0 +1,97 @@
+"""A server's side of offload that outlives its workers: the store, what it has done, and a keeper for each incarnation.
+
+Without `offload.enabled` or without `storage.url` there is no store, and nothing of obstore is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from disagg.config.tree import Config
+from disagg.engine.facts import EngineFacts
+from disagg.messages.legs import StorageState
+from disagg.messages.tiers import TierCommand
+from disagg.offload.instructions import StoreEvent
+from disagg.server.tier_sums import TierSums
+from disagg.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from disagg.offload.store import ObjectStore
+    from disagg.server.store_keeper import StoreKeeper
+
+
+def open_storage(config: Config) -> ObjectStore | None:
+    """None: there is none to be used. Raises ConfigError for what no call could succeed with; one that is merely down is none
+    of it. Blocks."""
+    if not (config.offload.enabled and config.storage.url):
+        return None
+    try:
+        from disagg.offload.store import open_store
+    except ImportError as error:
+        raise ConfigError(f"storage needs what `pip install disagg[storage]` installs: {error}") from error
+    return open_store(config.storage.url, config.storage.options)
+
+
+class Offloading:
+    """`open` once, then `up` and `down` with every incarnation."""
+
+    def __init__(self, config: Config) -> None:
+        self.sums = TierSums()
+        self._config = config
+        self._store: ObjectStore | None = None
+        self._keeper: StoreKeeper | None = None
+
+    def open(self) -> None:
+        """See open_storage."""
+        self._store = open_storage(self._config)
+
+    def up(
+        self,
+        facts: EngineFacts,
+        send: Callable[[int, Sequence[TierCommand]], None],
+        tell: Callable[[StoreEvent], None],
+    ) -> StoreKeeper | None:
+        """Workers are up, whose engine has storage if this is not None."""
+        if self._store is None:
+            return None
+        from disagg.server.keeper_facts import KeeperFacts
+        from disagg.server.store_keeper import StoreKeeper
+
+        kept = KeeperFacts(
+            facts.memory.scope, facts.tp, facts.memory.layout.checkpoint_tokens, self._config.storage.compression
+        )
+        self._keeper = StoreKeeper(self._store, kept, send, tell, self.sums)
+        return self._keeper
+
+    async def down(self) -> None:
+        """The workers are lost, or end."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            await keeper.close()
+
+    def tick(self) -> None:
+        if self._keeper is not None:
+            self._keeper.tick()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being written to storage."""
+        return self._keeper is None or self._keeper.idle
+
+    @property
+    def state(self) -> StorageState:
+        if self._store is None:
+            return StorageState.OFF
+        works = self._keeper.works if self._keeper is not None else self._store.state == "ok"
+        return StorageState.OK if works else StorageState.DEGRADED
+
+    @property
+    def failures(self) -> int:
+        """Of this process's calls of the store, and of what ranks reported."""
+        calls = self._store.breaker.failed_calls.values() if self._store is not None else ()
+        return self.sums.failures + sum(calls)
+
+    def describe(self) -> dict[str, object]:
+        """For a person."""
+        return {"store": self.state, **(self._keeper.describe() if self._keeper is not None else {})}

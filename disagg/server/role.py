@@ -1,0 +1,21 @@
+"""What a server's role decides. The rows are in prefill_server/ and decode_server/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from disagg.engine.engine import Engine
+from disagg.engine.facts import EngineFacts
+from disagg.types.ids import Role
+
+
+class ServerRole(Struct, frozen=True):
+    role: Role
+    engine: Callable[[EngineFacts], Engine]
+    dials: bool  # links are made by it, and not by the servers at their other ends
+    receives: bool  # KV lands in an arena of each rank
+    sends: bool  # KV leaves through gather buffers of each rank
+    small_steps: bool  # most of its steps compute one token of each sequence
+    slots_beside: int = 0  # for choices, beside one for each of the `engine.max_running` sequences

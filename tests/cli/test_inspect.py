@@ -1,0 +1,82 @@
+"""`disagg model inspect` refuses what routers and servers would refuse, with their words and status 2."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from disagg.cli import models
+from disagg.cli.main import cli
+from tests.models.tiny import make_tiny
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return make_tiny("llama", tmp_path / "llama")
+
+
+def inspect(model_dir: Path, *more: str) -> Result:
+    return CliRunner().invoke(cli, ["model", "inspect", str(model_dir), "--set", "model.device=cpu", *more])
+
+
+def edit_config(model_dir: Path, **fields: object) -> None:
+    path = model_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_a_model_that_is_served_is_described(llama: Path) -> None:
+    shown = inspect(llama, "--json")
+    assert (shown.exit_code, json.loads(shown.stdout)["num_layers"]) == (0, 3), shown.output
+
+
+def refused(shown: Result) -> str:
+    """The one line."""
+    assert (shown.exit_code, shown.stdout) == (2, ""), shown.output
+    (line,) = shown.stderr.splitlines()
+    return line
+
+
+def test_what_workers_refuse_is_refused_in_their_words(llama: Path) -> None:
+    edit_config(llama, rms_norm_eps="a")
+    assert refused(inspect(llama)) == f"error: {llama}/config.json: rms_norm_eps is 'a'; it must be a number"
+
+
+def without_tokenizer(model_dir: Path) -> str:
+    (model_dir / "tokenizer.json").unlink()
+    return f"error: model directory {model_dir} lacks tokenizer.json"
+
+
+def with_broken_template(model_dir: Path) -> str:
+    (model_dir / "chat_template.jinja").write_text("{% if %}")
+    return "error: the model's chat template cannot be compiled"
+
+
+def with_pipe_as_weights(model_dir: Path) -> str:
+    (model_dir / "model.safetensors").unlink()
+    os.mkfifo(model_dir / "model.safetensors")
+    return f"error: {model_dir}/model.safetensors is no regular file"
+
+
+@pytest.mark.parametrize("spoil", [without_tokenizer, with_broken_template, with_pipe_as_weights])
+def test_what_needs_no_torch_is_refused_without_it(
+    llama: Path, spoil: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "find_spec", lambda package: None)
+    said = spoil(llama)
+    assert refused(inspect(llama)).startswith(said)
+
+
+def test_heads_that_ranks_cannot_share_are_refused(llama: Path) -> None:
+    assert "server.tp = 3: TP size 3 cannot share" in refused(inspect(llama, "--set", "server.tp=3"))
+
+
+def test_without_torch_it_is_not_known_and_said_so(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "find_spec", lambda package: None)
+    shown = inspect(llama)
+    assert shown.exit_code == 0
+    assert "cannot be said here: torch and transformers are not installed" in shown.stderr

@@ -1,0 +1,37 @@
+"""What is chosen for a device and a model, where nothing is set."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.config.steps import LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS, STEP_PARAMETERS, size_steps
+from disagg.config.tree import EngineConfig
+
+
+def test_a_gpu_has_large_steps_and_a_cpu_small_ones() -> None:
+    gpu, why = size_steps(EngineConfig(), "cuda", 8_030_000_000)
+    assert (gpu.chunk_tokens, gpu.max_running) == (8192, 256)
+    assert why == (
+        "engine.chunk_tokens = 8192 and engine.max_running = 256, chosen for a GPU with 8.0e9 parameters on each rank"
+    )
+    cpu, why = size_steps(EngineConfig(), "cpu", 135_000_000)
+    assert (cpu.chunk_tokens, cpu.max_running) == (256, 64)
+    assert why.endswith("chosen for a CPU")
+
+
+def test_what_is_set_stays() -> None:
+    given_both = EngineConfig(chunk_tokens=100, max_running=7)
+    assert size_steps(given_both, "cuda", 10**9) == (given_both, "")
+    one, why = size_steps(EngineConfig(max_running=7), "cuda", 10**9)
+    assert (one.chunk_tokens, one.max_running) == (8192, 7) and "max_running" not in why
+
+
+@given(st.integers(1, 10**13))
+def test_a_larger_model_has_smaller_steps_but_never_tiny_ones(parameters: int) -> None:
+    tokens = size_steps(EngineConfig(), "cuda", parameters)[0].chunk_tokens
+    assert LEAST_CHUNK_TOKENS <= tokens <= MOST_CHUNK_TOKENS and tokens & (tokens - 1) == 0
+    most = MOST_CHUNK_TOKENS * STEP_PARAMETERS
+    assert tokens == LEAST_CHUNK_TOKENS or tokens * parameters <= most
+    assert tokens == MOST_CHUNK_TOKENS or 2 * tokens * parameters > most
+    assert tokens >= size_steps(EngineConfig(), "cuda", 2 * parameters)[0].chunk_tokens
