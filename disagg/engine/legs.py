@@ -9,7 +9,7 @@ What a leg does in a stage is kept there. Knows routers, keys and outcomes; noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from disagg.engine.instructions import Counters, Instruction, ToRouter
@@ -90,6 +90,7 @@ class Leg:
     received: Now
     deadline_s: float
     cached_tokens: int = 0  # of its tokens, those that did not have to be computed or sent
+    brought_tokens: Mapping[str, int] = field(default_factory=dict)  # of these, by tier: host, storage
     told: set[int] = field(default_factory=set)  # choices whose first token the router has from here
     ended: bool = False  # the router has its LegEnd
     aborted: bool = False  # the request is not wanted any more
@@ -186,7 +187,16 @@ class Legs:
         self._counters.legs[outcome.value] += 1
         if leg.key in self._legs:
             self._ending[leg.key] = leg
-        self._out.append(ToRouter(leg.router, LegEnd(leg.key, outcome, reason, tuple(leg.timeline), leg.cached_tokens)))
+        message = LegEnd(
+            leg.key,
+            outcome,
+            reason,
+            tuple(leg.timeline),
+            leg.cached_tokens,
+            host_tokens=leg.brought_tokens.get("host", 0),
+            storage_tokens=leg.brought_tokens.get("storage", 0),
+        )
+        self._out.append(ToRouter(leg.router, message))
 
     def late_step(self, leg: Leg, plan_no: int) -> None:
         """A plan named a leg that had ended by then."""

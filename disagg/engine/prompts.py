@@ -218,7 +218,7 @@ class Prompts(Stage):
         assert slots is not None
         self.queue.take(prompt)
         if self._tiers is not None:
-            self._tiers.begins(leg.key, pages.computed)
+            leg.brought_tokens = self._tiers.begins(leg.key, pages.computed)
         leg.cached_tokens = pages.computed
         sequence = prompt.sequence = Sequence(
             key=leg.key,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Counters, Instruction
@@ -30,12 +30,18 @@ class Tiers:
         self.offload = Offload(facts, memory, out, clock)
         self.loads = Loads(facts, memory, self.offload, out, clock)
 
-    def begins(self, who: Hashable, cached_tokens: int) -> None:
-        """A sequence begins, so many of whose tokens are cached; none: it does not fit now, and will ask again."""
+    def begins(self, who: Hashable, cached_tokens: int) -> Mapping[str, int]:
+        """A sequence begins, so many of whose tokens are cached: how many of them its load brought, by tier.
+
+        cached_tokens: 0 also when it does not fit now, and will ask again.
+        """
         left = cached_tokens
+        brought: dict[str, int] = {}
         for tier, tokens in self.loads.forget(who).items():
-            self._counters.brought_tokens[tier] += min(tokens, left)
-            left -= min(tokens, left)
+            brought[tier] = min(tokens, left)
+            left -= brought[tier]
+            self._counters.brought_tokens[tier] += brought[tier]
+        return brought
 
     def tier_event(self, rank: int, message: TierEvent) -> None:
         """A rank's offload thread has something to say. Raises ProtocolError for what it was not asked."""

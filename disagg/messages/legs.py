@@ -105,13 +105,15 @@ class TimelineEvent(Struct, frozen=True):
 
 
 class LegEnd(Struct, frozen=True):
-    """The last message of a leg."""
+    """The last message of a leg. cached_tokens: from all tiers; of these, host_tokens and storage_tokens came from there."""
 
     key: LegKey
     outcome: Outcome
     reason: str
     timeline: tuple[TimelineEvent, ...] = ()
     cached_tokens: int = 0
+    host_tokens: int = 0
+    storage_tokens: int = 0
 
 
 class KvEvents(Struct, frozen=True):

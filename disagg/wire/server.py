@@ -452,6 +452,8 @@ def _fill_leg_end(out: pb.server.LegEnd, end: LegEnd) -> None:
     out.reason = end.reason
     fill_timeline(out.timeline, end.timeline)
     out.cached_tokens = end.cached_tokens
+    out.host_tokens = end.host_tokens
+    out.storage_tokens = end.storage_tokens
 
 
 def _read_leg_end(message: pb.server.LegEnd) -> LegEnd:
@@ -461,6 +463,8 @@ def _read_leg_end(message: pb.server.LegEnd) -> LegEnd:
         reason=message.reason,
         timeline=read_timeline(message.timeline),
         cached_tokens=message.cached_tokens,
+        host_tokens=message.host_tokens,
+        storage_tokens=message.storage_tokens,
     )
 
 

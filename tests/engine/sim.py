@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -498,6 +498,7 @@ class World:
         self.decodes = [server(f"D{i}", DECODE, to_decode * grow) for i in range(rng.choice(counts))]
         self.servers = self.prefills + self.decodes
         self.requests: list[Request] = []
+        self.cached_tokens: Counter[str] = Counter()  # that legs had, as their ends say: of all tiers, and by tier
         documents = [tuple(rng.randrange(VOCAB) for _ in range(max_prompt)) for _ in range(rng.choice((1, 3)))]
         for i in range(14 if tight or offload else rng.choice((1, 4, 8, 14))):
             length = rng.randint(1, max(1, min(max_prompt, self.max_model_len - 1)))
@@ -734,7 +735,11 @@ class World:
         request = next(r for r in self.requests if r.request_id == message.key.request_id)
         if isinstance(message, LegTokens):
             self._tokens(server, request, message)
-        elif message.key in request.legs:
+            return
+        told = Counter(all=message.cached_tokens, host=message.host_tokens, storage=message.storage_tokens)
+        assert told["host"] + told["storage"] <= told["all"], message
+        self.cached_tokens += told
+        if message.key in request.legs:
             if server is request.answering[message.key]:
                 if not request.done:
                     self._leg_ended(server, request, message)

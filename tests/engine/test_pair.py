@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from msgspec.structs import replace
 
@@ -82,13 +84,15 @@ TIERS = {
 )
 @pytest.mark.parametrize("profile", TIERS)
 def test_kv_that_goes_to_hosts_and_storage_and_comes_back_changes_no_token(profile: str, seeds: range) -> None:
-    brought = 0
+    brought, told = 0, Counter[str]()
     for seed in seeds:
         world = World(seed, TIERS[profile], tight=seed % 3 == 0, mixed=seed % 5 == 4, offload=True)
         world.run()
         world.check_answers()
         world.settle()
         brought += sum(sum(server.engine.core.tiers.loads.tokens.values()) for server in world.servers)
+        told += world.cached_tokens
         world.check_nothing_leaked()
     if len(seeds) > 2:
         assert brought, "nothing ever came back: this test shows nothing"
+        assert told["host"] and told["storage"] and told["host"] + told["storage"] < told["all"], told
