@@ -21,7 +21,7 @@ serve: setup ## Run a cluster on this machine until Ctrl-C (other flags: .venv/b
 	@$(BIN)/disagg up
 
 test: lint $(MODELS_STAMP) ## What CI runs: lint, types, import contracts, and every test that is not slow.
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not short"
 
 check: lint ## The short part of `test`: no real clusters, and fewer examples of what takes long.
 	$(PYTEST) -m "not slow and not cluster and not long"

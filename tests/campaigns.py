@@ -27,7 +27,7 @@ def sizes(short: int = SHORT, *, middle_marks: Sequence[pytest.MarkDecorator] = 
     return pytest.mark.parametrize(
         "examples",
         [
-            short,
+            pytest.param(short, marks=pytest.mark.short),
             pytest.param(MIDDLE, marks=[pytest.mark.long, pytest.mark.timeout(900), *middle_marks]),
             pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
         ],

@@ -107,13 +107,24 @@ class Loads:
     # ---- who waits
 
     def ask(
-        self, who: Hashable, salt: str, root: bytes, hashes: Sequence[bytes], num_tokens: int, now_s: float
+        self,
+        who: Hashable,
+        salt: str,
+        root: bytes,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        now_s: float,
+        *,
+        storage: bool = True,
     ) -> None:
-        """A sequence of num_tokens tokens will begin: what is kept of it elsewhere is brought, as far as that pays."""
+        """A sequence of num_tokens tokens will begin: what is kept of it elsewhere is brought, as far as that pays.
+
+        storage: look there, too, and not on the host only.
+        """
         pages = min(len(hashes), (num_tokens - 1) // self._page_tokens)
         load = self._loads[who] = Load(salt, root, tuple(hashes[:pages]), now_s)
         self._all.append(load)
-        if self._stores and self._longest(load, 0) < self._offload.rules.last_point(pages):
+        if storage and self._stores and self._longest(load, 0) < self._offload.rules.last_point(pages):
             self._asks += 1
             load.ask, load.state = self._asks, LoadState.ASKED
             self._asked[load.ask] = load

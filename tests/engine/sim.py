@@ -739,6 +739,8 @@ class World:
         told = Counter(all=message.cached_tokens, host=message.host_tokens, storage=message.storage_tokens)
         assert told["host"] + told["storage"] <= told["all"], message
         self.cached_tokens += told
+        if server in self.decodes:
+            self.cached_tokens["host, by decode"] += message.host_tokens
         if message.key in request.legs:
             if server is request.answering[message.key]:
                 if not request.done:

@@ -170,7 +170,7 @@ def _traced() -> Any:
 CAMPAIGNS = pytest.mark.parametrize(
     "examples",
     [
-        10,
+        pytest.param(10, marks=pytest.mark.short),
         pytest.param(50, marks=pytest.mark.long),
         pytest.param(1_500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],

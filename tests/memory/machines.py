@@ -56,7 +56,7 @@ def campaign(examples: int, steps: int = 200, *, shrink: bool = True) -> setting
 EXAMPLES = pytest.mark.parametrize(
     "examples",
     [
-        20,
+        pytest.param(20, marks=pytest.mark.short),
         pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
         pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],

@@ -14,7 +14,7 @@ MUST_HAPPEN = ("Copy", "Upload", "Publish", "Discard", "conflict", "stored", "dr
 @pytest.mark.parametrize(
     "examples",
     [
-        20,
+        pytest.param(20, marks=pytest.mark.short),
         pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
         pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],

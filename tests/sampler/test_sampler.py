@@ -70,7 +70,9 @@ def some_params(draw, vocab: int) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(120, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "examples", [pytest.param(30, marks=pytest.mark.short), pytest.param(120, marks=pytest.mark.long)]
+)
 def test_every_row_of_a_random_batch_equals_the_reference_for_three_steps(examples):
     kinds = st.sampled_from(["plain", "bf16", "few", "holes", "flat"])
     drawn = given(st.data(), st.sampled_from([7, 50, 1024, 5000]), kinds)

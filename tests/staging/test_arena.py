@@ -141,7 +141,7 @@ class ArenaMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("examples", "steps"),
     [
-        (30, 500),
+        pytest.param(30, 500, marks=pytest.mark.short),
         pytest.param(150, 5_000, marks=pytest.mark.long),
         pytest.param(1_200, 50_000, marks=pytest.mark.slow),
     ],

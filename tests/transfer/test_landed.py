@@ -105,7 +105,9 @@ class LandedMachine(RuleBasedStateMachine):
                 assert not whole <= self.verified, "a page that landed whole may be in a cache"
 
 
-@pytest.mark.parametrize("examples", [50, pytest.param(150, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "examples", [pytest.param(50, marks=pytest.mark.short), pytest.param(150, marks=pytest.mark.long)]
+)
 def test_whatever_lands_in_whichever_order_is_told_from_what_is_spoiled(examples: int) -> None:
     campaign = settings(derandomize=True, deadline=None, database=None, max_examples=examples, stateful_step_count=30)
     run_state_machine_as_test(LandedMachine, settings=campaign)

@@ -285,7 +285,9 @@ class Transfer:
         }
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "examples", [pytest.param(60, marks=pytest.mark.short), pytest.param(300, marks=pytest.mark.long)]
+)
 def test_whatever_happens_only_right_cells_are_sent_and_every_leg_comes_to_an_end(examples: int) -> None:
     limits = settings(
         max_examples=examples, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]

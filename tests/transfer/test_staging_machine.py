@@ -514,7 +514,7 @@ def campaign(examples: int, *, shrink: bool = True) -> settings:
 @pytest.mark.parametrize(
     ("examples", "steps"),
     [
-        (22, 500),
+        pytest.param(22, 500, marks=pytest.mark.short),
         pytest.param(110, 5_000, marks=pytest.mark.long),
         pytest.param(1_100, 50_000, marks=pytest.mark.slow),
     ],

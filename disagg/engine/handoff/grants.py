@@ -38,6 +38,7 @@ class Grants:
         self._turns = core.turns
         self._lookahead = core.lookahead
         self._counters = core.counters
+        self._tiers = core.tiers
         self._out = core.out
         self._choices = choices
         self._rings = rings
@@ -61,6 +62,8 @@ class Grants:
         turn, link = transfer.turn, transfer.link
         if turn is None:
             return
+        if self._tiers is not None:
+            self._tiers.loads.forget(transfer.key)
         if cost is None:
             self._turns.queue.remove(turn)
         else:
@@ -87,6 +90,8 @@ class Grants:
             return Begins.TOO_LITTLE
         if not transfer.root:
             transfer.root, transfer.hashes = self._pool.prefix(leg.start)
+        if not self._brought_back(transfer, now):
+            return Begins.NOT_NOW
         # Tenants that wait leave each other their parts of the free slots; what is left over goes choice by choice.
         choices = max(1, min(len(leg.start.choices), self._turns.slots_for_more // self._turns.queue.num_tenants))
         pages = self._receive(transfer, choices)
@@ -100,6 +105,8 @@ class Grants:
         assert slots is not None
         self._pool.taken(pages)
         transfer.pages, transfer.slots, leg.cached_tokens = pages, slots, pages.hit_tokens
+        if self._tiers is not None:
+            leg.brought_tokens = self._tiers.begins(leg.key, leg.cached_tokens)
         transfer.age = self._choices.next_age()
         self._lookahead.granted[leg.key] = self._begun(transfer, choices, leg.cached_tokens)
         self.leave(transfer, leg.num_tokens + choices * self._choices.cost(leg.start))
@@ -107,6 +114,18 @@ class Grants:
         transfer.progress_s = now.s
         self._out.append(ToTransfer(None, Bind(leg.key, pages.landing(leg.num_tokens))))
         return Begins.NOW
+
+    def _brought_back(self, transfer: Receiving, now: Now) -> bool:
+        """What this server's host has of the prompt is cached again, so that it need not be sent. Storage is not asked: prefill
+        has brought what is there, and sends it faster than it would be read twice.
+        """
+        leg, tiers = transfer.leg, self._tiers
+        if tiers is None:
+            return True
+        if not tiers.loads.asked(leg.key):
+            salt = leg.start.cache_salt
+            tiers.loads.ask(leg.key, salt, transfer.root, transfer.hashes, leg.num_tokens, now.s, storage=False)
+        return tiers.loads.ready(leg.key)
 
     def _receive(self, transfer: Receiving, choices: int) -> SequencePages | None:
         """Pages for a grant of so many choices. One that is alone gets them, whatever it may come to need."""
