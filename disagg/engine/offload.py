@@ -40,7 +40,6 @@ class Offload:
         self._page_tokens = facts.memory.page_tokens
         # A state enters the cache when the run that reads it has reported.
         self._lag_tokens = int(any(group.kind is GroupKind.STATE for group in facts.memory.layout.groups))
-        self._stores = offload.storage
         self._published: set[int] = set()  # uploads that storage is told of, and has not answered
         self.rules = offload_rules(facts.memory.layout, offload.stride_tokens)
         self.manager = OffloadManager(
@@ -71,17 +70,22 @@ class Offload:
     def left(self, sequence: Sequence) -> None:
         """It has let go of its pages: it has ended, or gave way.
 
-        A prompt's KV is a decode server's to store, which has all of it; of those that went to none, and where each server has
-        only what is on its own host, it is kept here.
+        A prompt's KV is on this host from now on, lest it be gone when the pool's memory is needed. It is a decode server's to
+        store, which has all of it, but for those that went to none.
         """
         if sequence.is_prompt:
-            if self._stores and sequence.handed_over:
-                return
             self._begin(sequence)
         self._do(self.manager.finish(_name(sequence), sequence.computed, partial(self._view, sequence)))
 
     def _begin(self, sequence: Sequence) -> None:
-        self.manager.begin(_name(sequence), sequence.root, sequence.hashes, sequence.num_prompt, sequence.salt)
+        self.manager.begin(
+            _name(sequence),
+            sequence.root,
+            sequence.hashes,
+            sequence.num_prompt,
+            sequence.salt,
+            to_storage=not sequence.handed_over,
+        )
 
     def _view(self, sequence: Sequence, g: int, position: int) -> int | None:
         return self._memory.cache.find(g, sequence.hashes[position])

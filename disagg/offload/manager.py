@@ -70,7 +70,7 @@ class OffloadManager:
         self._lingering: list[Flow] = []
         self._keepers: set[Flow] = set()  # sequences that have not let go of the host's pages
         self._planned: dict[bytes, Span] = {}  # by hash of a page: the span that it is in
-        self._planned_keys: set[Key] = set()  # pages of the host that a span has
+        self._planned_keys: dict[Key, Span] = {}  # by page of the host: the span that has it
         self._copied: OrderedDict[bytes, None] = OrderedDict()  # pages whose content, if there is any, is on the host
         self._stored: OrderedDict[bytes, None] = OrderedDict()
         self._stored_keys: OrderedDict[Key, None] = OrderedDict()
@@ -83,10 +83,23 @@ class OffloadManager:
 
     # ---- sequences
 
-    def begin(self, request: str, root: bytes, hashes: Sequence[bytes], prompt_tokens: int, salt: str = "") -> None:
-        """hashes: of the sequence's whole pages; whoever has the list goes on filling it. salt: the tenant's."""
+    def begin(
+        self,
+        request: str,
+        root: bytes,
+        hashes: Sequence[bytes],
+        prompt_tokens: int,
+        salt: str = "",
+        *,
+        to_storage: bool = True,
+    ) -> None:
+        """hashes: of the sequence's whole pages; whoever has the list goes on filling it. salt: the tenant's.
+
+        to_storage: False of what somebody else stores, and which is kept on the host only.
+        """
         assert request not in self._flows, f"{request} has begun already"
-        flow = self._flows[request] = Flow(root, hashes, self._rules.prompt_end(prompt_tokens), salt)
+        prompt_end = self._rules.prompt_end(prompt_tokens)
+        flow = self._flows[request] = Flow(root, hashes, prompt_end, salt, to_storage=to_storage)
         self._keepers.add(flow)
 
     def progress(self, request: str, written: int, view: View) -> list[Instruction]:
@@ -210,19 +223,23 @@ class OffloadManager:
                 break
         flow.blocked_since = self._version
 
+    def _stores(self, flow: Flow) -> bool:
+        return self._storing and flow.to_storage
+
     def _skip(self, flow: Flow) -> bool:
         """Goes over what is done or under way. False: somebody else's copy has to be waited for."""
+        stores = self._stores(flow)
         while flow.at < min(flow.pages, len(flow.hashes)):
             page_hash = flow.hashes[flow.at]
             span = self._planned.get(page_hash)
-            if self._storing and page_hash in self._stored:
+            if stores and page_hash in self._stored:
                 pass
             elif span is not None:
-                if self._storing and not span.to_storage:
+                if stores and not span.to_storage:
                     return False
                 if flow not in span.followers:
                     self._follow(flow, span)
-            elif not self._storing and page_hash in self._copied:
+            elif not stores and page_hash in self._copied:
                 self._keep(flow, flow.at)
             else:
                 return True
@@ -233,7 +250,7 @@ class OffloadManager:
         """A span ends where the next page is stored, or in a span already, though pages before it are not."""
         for position in range(flow.at + 1, stop):
             page_hash = flow.hashes[position]
-            if page_hash in self._planned or (self._storing and page_hash in self._stored):
+            if page_hash in self._planned or (self._stores(flow) and page_hash in self._stored):
                 return position
         return stop
 
@@ -263,10 +280,10 @@ class OffloadManager:
 
     def _make_span(self, flow: Flow, stop: int, view: View) -> bool:
         """Pages [flow.at, stop). False: not now, and nothing has changed."""
-        before = flow.hash_before(flow.at)
-        is_stored = not flow.at or (self._storing and before in self._stored)
+        before, stores = flow.hash_before(flow.at), self._stores(flow)
+        is_stored = not flow.at or (stores and before in self._stored)
         parent = None if is_stored else self._planned.get(before)
-        if self._storing and not is_stored:
+        if stores and not is_stored:
             if parent is None:
                 self._go_back(flow, 0)  # it is not stored any more, or nobody remembers that it is
                 return True
@@ -276,6 +293,8 @@ class OffloadManager:
         ready: list[dict[int, int]] = []
         copies: list[list[GpuPage]] = []
         for g in self._groups:
+            if stores and self._on_its_way_to_the_host(flow, g, stop):
+                return False
             wanted = self._wanted(flow, g, stop, view)
             if wanted is None:
                 flow.next = NEVER  # pages that every prefix from here on needs are gone
@@ -310,6 +329,8 @@ class OffloadManager:
     def _wanted(self, flow: Flow, g: int, stop: int, view: View) -> list[int] | None:
         """Positions of a group's pages that the span up to `stop` has, as far as they can be had. None: it cannot be made."""
 
+        stores = self._stores(flow)
+
         def there(position: int) -> bool:
             return self.host.find(g, flow.hashes[position]) is not None or view(g, position) is not None
 
@@ -317,7 +338,7 @@ class OffloadManager:
             key = g, flow.hashes[position]
             if key in self._planned_keys:
                 return True
-            return key in self._stored_keys if self._storing else self.host.find(*key) is not None
+            return key in self._stored_keys if stores else self.host.find(*key) is not None
 
         own = range(flow.at, stop)
         if self._kinds[g] is GroupKind.FULL:
@@ -329,10 +350,16 @@ class OffloadManager:
             positions |= set(self._rules.needed(g, flow.prompt_end)) & set(own)
         return sorted(each for each in positions if not kept(each) and there(each))
 
+    def _on_its_way_to_the_host(self, flow: Flow, g: int, stop: int) -> bool:
+        """And no further: a page that the span up to `stop` may need, which is in one that is not stored."""
+        positions = {*range(flow.at, stop), *self._rules.needed(g, stop)}
+        spans = (self._planned_keys.get((g, flow.hashes[position])) for position in positions)
+        return any(span is not None and not span.to_storage for span in spans)
+
     def _begin_span(self, flow: Flow, span: Span) -> None:
-        span.to_storage = self._storing
+        span.to_storage = self._stores(flow)
         self._planned.update(dict.fromkeys(span.hashes, span))
-        self._planned_keys.update(span.keys)
+        self._planned_keys.update(dict.fromkeys(span.keys, span))
         if span.parent is not None:
             span.parent.children.append(span)
         flow.at = span.stop
@@ -409,12 +436,13 @@ class OffloadManager:
         span.state = state
         placed = span.held
         for flow in span.followers:
-            if not self._storing:
+            if not self._stores(flow):
                 for g, _, page in placed:
                     self.host.hold(g, page)
                 flow.kept += placed
         self.host.release(placed)
-        self._planned_keys.difference_update(span.keys)
+        for key in span.keys:
+            del self._planned_keys[key]
         for page_hash in span.hashes:
             if self._planned.get(page_hash) is span:
                 del self._planned[page_hash]
@@ -496,4 +524,4 @@ class OffloadManager:
         assert {*self._flows.values(), *self._lingering} <= self._keepers
         assert all(flow.open > 0 for flow in self._keepers - {*self._flows.values(), *self._lingering})
         assert set(self._planned.values()) <= spans
-        assert {key for span in spans for key in span.keys} == self._planned_keys
+        assert {key: span for span in spans for key in span.keys} == self._planned_keys

@@ -69,9 +69,12 @@ class Span:
 class Flow:
     """What is known of one sequence. at: pages that are stored, or in a span. next: pages from which there is more to do."""
 
-    def __init__(self, root: bytes, hashes: Sequence[bytes], prompt_end: int, salt: str) -> None:
+    def __init__(
+        self, root: bytes, hashes: Sequence[bytes], prompt_end: int, salt: str, *, to_storage: bool = True
+    ) -> None:
         self.root = root
         self.salt = salt
+        self.to_storage = to_storage
         self.hashes = hashes
         self.prompt_end = prompt_end
         self.pages = 0

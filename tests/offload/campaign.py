@@ -7,7 +7,7 @@ from random import Random
 
 from disagg.offload.host import HostPool
 from disagg.offload.manager import OffloadManager
-from tests.offload.machines import NAMES, PROMPTS
+from tests.offload.machines import HOST_ONLY, NAMES, PROMPTS
 from tests.offload.world import MODELS, PAGE_TOKENS, World
 
 STEPS = 150
@@ -36,7 +36,7 @@ def walk(
     for _ in range(STEPS):
         kind, name = random.random(), random.choice(NAMES)
         if kind < 0.5 and name not in world.sequences:
-            world.begin(name, random.choice(PROMPTS))
+            world.begin(name, random.choice(PROMPTS), to_storage=name != HOST_ONLY)
         if kind < 0.5:
             _serve(world, random, name, kind, whole)
         elif kind < 0.92:
@@ -75,7 +75,7 @@ def _serve(world: World, random: Random, name: str, kind: float, whole: list[tup
             world.write(name, 1)
     else:
         tail = random.random() < 0.8
-        if tail:
+        if tail and name != HOST_ONLY:
             whole.append((sequence.hashes, world.rules.last_point(sequence.written // PAGE_TOKENS)))
         world.finish(name, tail=tail)
 

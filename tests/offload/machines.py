@@ -14,7 +14,7 @@ from disagg.offload.manager import OffloadManager
 from tests.memory.machines import PICK, pick
 from tests.offload.world import MODELS, PAGE_TOKENS, World
 
-NAMES = ("a", "b", "c")
+NAMES = ("a", "b", "c", HOST_ONLY := "kept on the host only")
 PROMPTS = [list(range(n)) for n in (1, 2, 3, 5, 8, 13, 21)] + [
     [0, 1, 2, 3, 4, 99, *range(20)],
     [7] * 9,
@@ -57,7 +57,7 @@ def manager_machine(
             """One of the sequences; names are used again as soon as they are free."""
             name = pick(NAMES, number)
             if name not in self.world.sequences:
-                self.world.begin(name, prompt)
+                self.world.begin(name, prompt, to_storage=name != HOST_ONLY)
             return name
 
         @rule(number=PICK, prompt=st.sampled_from(PROMPTS), tokens=st.integers(1, 9))
@@ -85,7 +85,7 @@ def manager_machine(
         def finish(self, number: int, tail: bool) -> None:
             name = self._some(number)
             sequence = self.world.sequences[name]
-            if tail:
+            if tail and name != HOST_ONLY:
                 pages = self.world.rules.last_point(sequence.written // PAGE_TOKENS)
                 self.whole.append((sequence.hashes, pages))
             self.world.finish(name, tail=tail)

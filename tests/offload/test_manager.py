@@ -374,6 +374,41 @@ def test_what_storage_has_lost_is_stored_again_before_what_goes_on_from_it() -> 
     world.check_end()
 
 
+@named
+def test_what_is_for_the_host_only_is_copied_and_not_stored_until_somebody_stores_it() -> None:
+    world = new_world("full", stride_tokens=4)
+    world.begin("a", range(12), to_storage=False)
+    world.write("a", 12)
+    world.finish("a")
+    world.settle()
+    assert len(world.copies) and not world.uploads
+    copies = len(world.copies)
+    run(world, "b", 12, 5)
+    world.finish("b")
+    world.settle()
+    hashes = world.to_be_stored[0]
+    assert world.stored_pages(hashes) == 8
+    assert len(world.copies) == copies + 1, "what is on the host is copied again"
+
+
+@named
+def test_a_page_of_a_window_that_goes_to_the_host_only_is_not_taken_for_stored() -> None:
+    world = new_world("full and windows", stride_tokens=4, lingering=40)
+    world.begin("a", range(8), to_storage=False)
+    world.write("a", 8)
+    world.finish("a")  # its copies are not made yet
+    world.begin("b", range(10))
+    hashes = world.sequences["b"].hashes
+    world.put(ROOT, tuple(hashes[:4]))
+    world.manager.found(hashes, 4, [(0, each) for each in hashes[:4]])  # somebody has stored no more than this
+    world.write("b", 10)
+    world.finish("b")
+    world.settle()
+    needed = world.rules.needed(1, 5)
+    assert needed.start == 3
+    assert [position for position in needed if world.stored[1, hashes[position]]] == list(needed)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_walks(seed: int) -> None:
     walk(seed)

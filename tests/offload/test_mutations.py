@@ -69,21 +69,27 @@ OF_MANAGER = (
     Mutation(
         "a span that is on its way to the host is taken for one to storage",
         "OffloadManager._skip",
-        replaced("self._storing and (not span.to_storage)", "False"),
+        replaced("stores and (not span.to_storage)", "False"),
+    ),
+    Mutation("what is kept on the host only is stored", "OffloadManager._stores", replaced(" and flow.to_storage", "")),
+    Mutation(
+        "a page that goes to the host only counts as stored",
+        "OffloadManager._on_its_way_to_the_host",
+        replaced("not span.to_storage", "False"),
     ),
     Mutation(
         "pages of windows are stored again by every span",
         "OffloadManager._wanted",
-        replaced(
-            "return key in self._stored_keys if self._storing else self.host.find(*key) is not None", "return False"
-        ),
+        replaced("return key in self._stored_keys if stores else self.host.find(*key) is not None", "return False"),
     ),
     Mutation("the host's pages stay held", "OffloadManager._end", replaced("self.host.release(placed)", "pass")),
     Mutation(
         "what a sequence keeps stays held", "OffloadManager._let_go", replaced("self._release_kept(flow)", "pass")
     ),
     Mutation(
-        "nothing is kept while a sequence runs", "OffloadManager._end", replaced("if not self._storing:", "if False:")
+        "nothing is kept while a sequence runs",
+        "OffloadManager._end",
+        replaced("if not self._stores(flow):", "if False:"),
     ),
     Mutation("what is passed over is not kept", "OffloadManager._keep", does_nothing),
     Mutation(

@@ -104,15 +104,17 @@ class World:
         self.stored: Counter[Name] = Counter()
         self.points: set[bytes] = set()  # the last pages of spans
         self.seen: Counter[str] = Counter()
-        self._next_page = 0
+        self.to_be_stored: list[list[bytes]] = []  # of sequences that may go there
 
     # ---- sequences
 
-    def begin(self, name: str, tokens: Sequence[int]) -> None:
+    def begin(self, name: str, tokens: Sequence[int], *, to_storage: bool = True) -> None:
         sequence = Running(name, list(tokens), len(tokens), [{} for _ in self.groups])
         extend_hashes(sequence.hashes, ROOT, sequence.tokens, PAGE_TOKENS)
         self.sequences[name] = sequence
-        self.manager.begin(name, ROOT, sequence.hashes, sequence.prompt_tokens)
+        if to_storage:
+            self.to_be_stored.append(sequence.hashes)
+        self.manager.begin(name, ROOT, sequence.hashes, sequence.prompt_tokens, to_storage=to_storage)
 
     def sample(self, name: str, token: int) -> None:
         sequence = self.sequences[name]
@@ -218,6 +220,8 @@ class World:
         assert upload.op == len(self.uploads) + 1
         self.uploads[upload.op] = upload
         pages = list(range(upload.start, upload.start + len(upload.hashes)))
+        may_go = (hashes[upload.start :][: len(upload.hashes)] for hashes in self.to_be_stored)
+        assert list(upload.hashes) in may_go, "what is kept on the host only is stored"
         for g, share in enumerate(upload.shares):
             assert self.kinds[g] is not GroupKind.FULL or list(share.positions) == pages, (
                 "a span has not all of its pages"
