@@ -8,6 +8,9 @@ BIN := .venv/bin
 STAMP := .venv/.setup-done
 MODELS_STAMP := .venv/.test-models-done
 PYTEST := $(BIN)/python -m pytest
+# Tests that start no clusters run side by side, so many at once; clusters have all cores to themselves.
+WORKERS ?= 2
+BESIDE := -n $(WORKERS) --dist worksteal
 
 .PHONY: help demo serve test check lint test-slow setup clean
 
@@ -21,10 +24,11 @@ serve: setup ## Run a cluster on this machine until Ctrl-C (other flags: .venv/b
 	@$(BIN)/disagg up
 
 test: lint $(MODELS_STAMP) ## What CI runs: lint, types, import contracts, and every test that is not slow.
-	$(PYTEST) -m "not slow and not short"
+	$(PYTEST) $(BESIDE) -m "not slow and not short and not cluster"
+	$(PYTEST) -m "cluster and not slow and not short"
 
 check: lint ## The short part of `test`: no real clusters, and fewer examples of what takes long.
-	$(PYTEST) -m "not slow and not cluster and not long"
+	$(PYTEST) $(BESIDE) -m "not slow and not cluster and not long"
 
 lint: setup ## Ruff, mypy and the import contracts.
 	$(BIN)/ruff check

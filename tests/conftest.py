@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # each of those that run side by side computes on one core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

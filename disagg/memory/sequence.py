@@ -29,6 +29,7 @@ from types import MappingProxyType
 from disagg.memory.allocator import PageAllocator
 from disagg.memory.cache import ImageRef, PrefixCache
 from disagg.memory.full_pages import FullPages
+from disagg.memory.groups import GroupSpec
 from disagg.memory.hashing import extend_hashes
 from disagg.memory.kinds import Arrival, KindPages, Peak
 from disagg.memory.layout import PoolLayout
@@ -38,14 +39,22 @@ from disagg.memory.state_pages import StatePages
 from disagg.memory.window_pages import WindowPages
 from disagg.messages.layout import GroupKind, GroupPages
 from disagg.messages.plan import PageCopy
+from disagg.types.errors import ConfigError
 
 KINDS: dict[GroupKind, type[FullPages] | type[StatePages]] = {
     GroupKind.FULL: FullPages,
     GroupKind.WINDOW: WindowPages,
     GroupKind.STATE: StatePages,
-    GroupKind.IMAGE: FullPages,  # engines serve neither of these yet
-    GroupKind.BUDGET: FullPages,
 }
+
+
+def pages_of(group: GroupSpec) -> type[FullPages] | type[StatePages]:
+    """What keeps a sequence's pages of this group. Raises ConfigError for a kind that no engine serves: images, budgets."""
+    kind = KINDS.get(group.kind)
+    if kind is None:
+        served = ", ".join(KINDS)
+        raise ConfigError(f"layer group {group.name!r} keeps {group.kind.value} pages; engines serve {served}")
+    return kind
 
 
 class KvMemory:
@@ -170,7 +179,7 @@ class KvMemory:
 
     def _large_pages(self, peak: Peak) -> int:
         return sum(
-            KINDS[group.kind].large_pages(group, peak, self.layout.page_tokens, per_large)
+            pages_of(group).large_pages(group, peak, self.layout.page_tokens, per_large)
             for group, per_large in zip(self.layout.groups, self.layout.per_large, strict=True)
         )
 
@@ -234,7 +243,7 @@ class SequencePages:
         layout = memory.layout
         self._page_tokens = layout.page_tokens
         self._checkpoint_tokens = layout.checkpoint_tokens
-        self._use([KINDS[group.kind](memory, g) for g, group in enumerate(layout.groups)])
+        self._use([pages_of(group)(memory, g) for g, group in enumerate(layout.groups)])
         # Tokens up to which `grow`, and from which on `advance`, have something to do: for most steps there is nothing.
         self._room = self._due = 0
 

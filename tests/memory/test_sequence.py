@@ -17,6 +17,7 @@ from disagg.memory.layout import plan_layout
 from disagg.memory.sequence import KvMemory, SequencePages
 from disagg.memory.spans import last_checkpoint, window_start
 from disagg.messages.layout import GroupKind
+from disagg.types.errors import ConfigError
 
 ROOT = chain_root("weights")
 FULL = GroupSpec("full", GroupKind.FULL, 4)
@@ -279,3 +280,19 @@ def test_whoever_reads_a_checkpoint_must_have_another_page_to_write_to() -> None
     other.close(3)
     assert pages.grow(8, 9) is not None
     pages.close(4)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        GroupSpec("images", GroupKind.IMAGE, page_bytes=64),
+        GroupSpec("chosen", GroupKind.BUDGET, page_bytes=64, budget_tokens=8),
+    ],
+)
+def test_a_kind_that_no_engine_serves_is_refused_where_a_sequence_is_opened(group: GroupSpec) -> None:
+    kv = memory(FULL, group)
+    hashes = hashes_of(kv, 16)
+    for begin in (lambda: kv.open(hashes, 16, 20, 8, 0), lambda: kv.receive(hashes, 16, 4, 1, 0)):
+        with pytest.raises(ConfigError, match=f"'{group.name}' keeps {group.kind.value} pages; engines serve full"):
+            begin()
+    assert not kv.allocator.used_large
