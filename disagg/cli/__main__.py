@@ -9,7 +9,12 @@ def main() -> None:
     end_at_ctrl_c()  # before anything else is imported
     from disagg.cli.main import main as run
 
-    run()
+    try:
+        run()
+    except SystemExit as end:
+        from disagg.telemetry.process import leave
+
+        leave(end.code)
 
 
 if __name__ == "__main__":

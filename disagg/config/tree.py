@@ -153,7 +153,7 @@ class OffloadConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     enabled: bool = False
     host_bytes: NonNegativeInt = 0  # of each worker's host pool; 0: host_ratio
-    host_ratio: Annotated[float, Meta(gt=0)] = 2.0  # of the device pool
+    host_ratio: Annotated[float, Meta(gt=0, le=1e6)] = 2.0  # of the device pool
     stride_tokens: NonNegativeInt = 256  # of an increment that is offloaded; 0: one page
     copy: Literal["auto", "kernel", "memcpy"] = "auto"  # how pages cross; auto: what is faster on this machine
 

@@ -18,7 +18,9 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from disagg.engine.asks import Asks
 from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Instruction, ToStore, ToTransfer
 from disagg.engine.offload import Offload
@@ -27,7 +29,7 @@ from disagg.messages.layout import GroupKind
 from disagg.messages.tiers import CopiedIn, CopyIn, PageMove, PartsRead
 from disagg.offload.acks import Acks
 from disagg.offload.host import Placed
-from disagg.offload.instructions import Ask, Fetch, ForgetAsk, StoreFound
+from disagg.offload.instructions import Fetch, StoreFound
 from disagg.offload.rates import Rates
 from disagg.types.errors import ProtocolError
 
@@ -80,6 +82,7 @@ class Loads:
         facts: EngineFacts,
         memory: KvMemory,
         offload: Offload,
+        asks: Asks,
         out: list[Instruction],
         clock: Callable[[], int],
     ) -> None:
@@ -94,12 +97,12 @@ class Loads:
         self._ranks = facts.tp
         self._loads: dict[Hashable, Load] = {}  # by who waits
         self._all: list[Load] = []  # that are not over
-        self._asked: dict[int, Load] = {}
         self._fetches: dict[int, Load] = {}
         self._copies: dict[int, Load] = {}
         self._copy_acks = Acks(facts.tp)
         self._arriving: set[tuple[int, bytes]] = set()  # by group and hash, what loads bring
-        self._asks = self._fetch_ops = 0
+        self._asks = asks
+        self._fetch_ops = 0
         self.rates = Rates()
         self.tokens: Counter[str] = Counter()  # that loads brought, by tier
         self.failures = 0
@@ -125,10 +128,8 @@ class Loads:
         load = self._loads[who] = Load(salt, root, tuple(hashes[:pages]), now_s)
         self._all.append(load)
         if storage and self._stores and self._longest(load, 0) < self._offload.rules.last_point(pages):
-            self._asks += 1
-            load.ask, load.state = self._asks, LoadState.ASKED
-            self._asked[load.ask] = load
-            self._out.append(ToStore(Ask(load.ask, salt, load.hashes, 0)))
+            load.state = LoadState.ASKED
+            load.ask = self._asks.ask(salt, load.hashes, partial(self._found, load))
         else:
             self._go_on(load)
 
@@ -163,15 +164,10 @@ class Loads:
 
     # ---- what storage and ranks say
 
-    def found(self, answer: StoreFound) -> None:
-        """Raises ProtocolError for what was not asked."""
-        load = self._asked.pop(answer.ask, None)
-        if load is None:
-            raise ProtocolError(f"storage answers {answer.ask}, which was not asked")
+    def _found(self, load: Load, answer: StoreFound) -> None:
         pages = min(answer.pages, len(load.hashes))
         load.stored = tuple(frozenset(position for position in group if position < pages) for group in answer.positions)
-        keys = [(g, load.hashes[position]) for g, group in enumerate(load.stored) for position in group]
-        self._offload.manager.found(load.hashes, pages, keys)
+        self._offload.learn(load.hashes, answer)
         load.state = LoadState.WAITING
         if load.given_up:
             self._over(load)
@@ -368,7 +364,7 @@ class Loads:
             self._memory.release(g, [page], self._clock(), [position + 1])
         load.pinned, load.gpu = [], []
         if load.ask:
-            self._out.append(ToStore(ForgetAsk(load.ask)))
+            self._asks.forget(load.ask)
         if was_under_way:
             self._let_others_go_on()
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
 from functools import partial
 
+from disagg.engine.asks import Asks
 from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Instruction, ToStore, ToTransfer
 from disagg.engine.sequences import Sequence
@@ -21,7 +23,17 @@ from disagg.memory.sequence import KvMemory
 from disagg.messages.layout import GroupKind
 from disagg.messages.tiers import CopiedOut, CopyOut, PartsWritten
 from disagg.offload.host import HostPool, Placed
-from disagg.offload.instructions import Copy, Discard, Pin, Publish, StorePublished, StoreWorks, Unpin, Upload
+from disagg.offload.instructions import (
+    Copy,
+    Discard,
+    Pin,
+    Publish,
+    StoreFound,
+    StorePublished,
+    StoreWorks,
+    Unpin,
+    Upload,
+)
 from disagg.offload.instructions import Instruction as Wanted
 from disagg.offload.manager import OffloadManager
 from disagg.offload.rules import offload_rules
@@ -31,10 +43,20 @@ from disagg.types.errors import ProtocolError
 class Offload:
     """Of one incarnation. clock: the logical time at which pages are used. Instructions are appended to `out`."""
 
-    def __init__(self, facts: EngineFacts, memory: KvMemory, out: list[Instruction], clock: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        facts: EngineFacts,
+        memory: KvMemory,
+        asks: Asks,
+        out: list[Instruction],
+        clock: Callable[[], int],
+    ) -> None:
         assert facts.offload is not None
         offload = facts.offload
         self._memory = memory
+        self._stores = offload.storage
+        self._asks = asks
+        self._asking: set[str] = set()  # names of sequences that wait for what storage says it has of them
         self._out = out
         self._clock = clock
         self._page_tokens = facts.memory.page_tokens
@@ -57,15 +79,42 @@ class Offload:
     # ---- sequences
 
     def joined(self, sequence: Sequence) -> None:
-        """A choice runs from now on. Of prompts, see `left`."""
-        if not sequence.is_prompt:
-            self._begin(sequence)
+        """A choice runs from now on. Of prompts, see `left`.
+
+        Storage is asked what it has of it: another server may have stored it, and what was stored may be gone.
+        """
+        if sequence.is_prompt:
+            return
+        self._begin(sequence)
+        if self._stores and sequence.hashes:
+            self._asking.add(_name(sequence))
+            hashes = tuple(sequence.hashes)
+            self._asks.ask(sequence.salt, hashes, partial(self._found, sequence, _name(sequence), hashes))
+
+    def _found(self, sequence: Sequence, name: str, hashes: tuple[bytes, ...], answer: StoreFound) -> None:
+        self.learn(hashes, answer)
+        self._asks.forget(answer.ask)
+        if name in self._asking:
+            self._asking.remove(name)
+            self._progress(sequence)
+
+    def learn(self, hashes: List[bytes], answer: StoreFound) -> None:
+        """Storage has said what it has of these pages, one after the other."""
+        if answer.known:
+            pages = min(answer.pages, len(hashes))
+            keys = [(g, hashes[at]) for g, group in enumerate(answer.positions) for at in group if at < pages]
+            self.manager.found(hashes, pages, keys)
 
     def advanced(self, sequence: Sequence, num_tokens: int) -> None:
         """So many more tokens of it are written, and what is whole is in the cache."""
+        if sequence.is_prompt or _name(sequence) in self._asking:
+            return
+        if (sequence.computed - self._lag_tokens) % self._page_tokens < num_tokens:  # a page was filled
+            self._progress(sequence)
+
+    def _progress(self, sequence: Sequence) -> None:
         written = sequence.computed - self._lag_tokens
-        if not sequence.is_prompt and written % self._page_tokens < num_tokens:  # a page was filled
-            self._do(self.manager.progress(_name(sequence), written, partial(self._view, sequence)))
+        self._do(self.manager.progress(_name(sequence), written, partial(self._view, sequence)))
 
     def left(self, sequence: Sequence) -> None:
         """It has let go of its pages: it has ended, or gave way.
@@ -75,6 +124,7 @@ class Offload:
         """
         if sequence.is_prompt:
             self._begin(sequence)
+        self._asking.discard(_name(sequence))
         self._do(self.manager.finish(_name(sequence), sequence.computed, partial(self._view, sequence)))
 
     def _begin(self, sequence: Sequence) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 
+from disagg.engine.asks import Asks
 from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Counters, Instruction
 from disagg.engine.loads import Loads
@@ -27,8 +28,9 @@ class Tiers:
         clock: Callable[[], int],
     ) -> None:
         self._counters = counters
-        self.offload = Offload(facts, memory, out, clock)
-        self.loads = Loads(facts, memory, self.offload, out, clock)
+        self._asks = Asks(out)
+        self.offload = Offload(facts, memory, self._asks, out, clock)
+        self.loads = Loads(facts, memory, self.offload, self._asks, out, clock)
 
     def begins(self, who: Hashable, cached_tokens: int) -> Mapping[str, int]:
         """A sequence begins, so many of whose tokens are cached: how many of them its load brought, by tier.
@@ -59,7 +61,7 @@ class Tiers:
         """Storage has something to say. Raises ProtocolError for what it was not asked."""
         match message:
             case StoreFound():
-                self.loads.found(message)
+                self._asks.found(message)
             case StorePublished():
                 self.offload.published(message)
             case StoreWorks():

@@ -28,33 +28,16 @@ from types import MappingProxyType
 
 from disagg.memory.allocator import PageAllocator
 from disagg.memory.cache import ImageRef, PrefixCache
-from disagg.memory.full_pages import FullPages
-from disagg.memory.groups import GroupSpec
 from disagg.memory.hashing import extend_hashes
 from disagg.memory.kinds import Arrival, KindPages, Peak
 from disagg.memory.layout import PoolLayout
+from disagg.memory.pages_of import pages_of
 from disagg.memory.runs import adjacent_runs
 from disagg.memory.spans import MAX_TOKENS, PLANS_IN_FLIGHT, last_checkpoint, window_pages
 from disagg.memory.state_pages import StatePages
 from disagg.memory.window_pages import WindowPages
 from disagg.messages.layout import GroupKind, GroupPages
 from disagg.messages.plan import PageCopy
-from disagg.types.errors import ConfigError
-
-KINDS: dict[GroupKind, type[FullPages] | type[StatePages]] = {
-    GroupKind.FULL: FullPages,
-    GroupKind.WINDOW: WindowPages,
-    GroupKind.STATE: StatePages,
-}
-
-
-def pages_of(group: GroupSpec) -> type[FullPages] | type[StatePages]:
-    """What keeps a sequence's pages of this group. Raises ConfigError for a kind that no engine serves: images, budgets."""
-    kind = KINDS.get(group.kind)
-    if kind is None:
-        served = ", ".join(KINDS)
-        raise ConfigError(f"layer group {group.name!r} keeps {group.kind.value} pages; engines serve {served}")
-    return kind
 
 
 class KvMemory:

@@ -100,12 +100,13 @@ class ForgetAsk(Struct, frozen=True):
 
 class StoreFound(Struct, frozen=True):
     """pages: so many of the sequence's first are stored, those before `first` taken for granted. positions: by group, those
-    of them that can be read. All empty: there is nothing, or the store did not say.
+    of them that can be read. known: False if the store did not say, and has what it has.
     """
 
     ask: int
     pages: int
     positions: tuple[tuple[int, ...], ...]
+    known: bool = True
 
 
 class StorePublished(Struct, frozen=True):

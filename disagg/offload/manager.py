@@ -32,7 +32,7 @@ from disagg.offload.acks import Acks
 from disagg.offload.host import HostPool, Placed
 from disagg.offload.instructions import Copy, Discard, GpuPage, Instruction, Pin, Publish, Unpin
 from disagg.offload.rules import OffloadRules
-from disagg.offload.spans import Flow, Key, Span, SpanState, gpu_pages, know
+from disagg.offload.spans import Flow, Key, Planned, Span, SpanState, gpu_pages, know
 
 View = Callable[[int, int], int | None]  # (group, position) -> page of the GPU
 
@@ -60,7 +60,6 @@ class OffloadManager:
         self.host = host(rules.layout, lambda page_hash: self._copied.pop(page_hash, None))
         self._rules = rules
         self._groups = range(len(rules.layout.groups))
-        self._kinds = [group.kind for group in rules.layout.groups]
         self._copies, self._uploads = Acks(ranks), Acks(ranks)
         self._storing = storage
         self.host.whole_prefixes = not storage
@@ -69,8 +68,7 @@ class OffloadManager:
         self._flows: dict[str, Flow] = {}
         self._lingering: list[Flow] = []
         self._keepers: set[Flow] = set()  # sequences that have not let go of the host's pages
-        self._planned: dict[bytes, Span] = {}  # by hash of a page: the span that it is in
-        self._planned_keys: dict[Key, Span] = {}  # by page of the host: the span that has it
+        self._planned = Planned()
         self._copied: OrderedDict[bytes, None] = OrderedDict()  # pages whose content, if there is any, is on the host
         self._stored: OrderedDict[bytes, None] = OrderedDict()
         self._stored_keys: OrderedDict[Key, None] = OrderedDict()
@@ -128,10 +126,8 @@ class OffloadManager:
 
     def found(self, hashes: Sequence[bytes], pages: int, keys: Iterable[Key] = ()) -> None:
         """Storage was asked for a sequence, and has its first so many pages, in these groups. What it has not it has lost."""
-        for page_hash in hashes[:pages]:
-            know(self._stored, page_hash)
-        for key in keys:
-            know(self._stored_keys, key)
+        know(self._stored, hashes[:pages])
+        know(self._stored_keys, keys)
         for page_hash in hashes[pages:]:
             self._stored.pop(page_hash, None)
             for g in self._groups:
@@ -141,7 +137,7 @@ class OffloadManager:
         """Storage is degraded to none, or is there again: then what is on the host only is written, as sequences come by."""
         if works and not self._storing:
             for flow in (*self._flows.values(), *self._lingering):
-                self._go_back(flow, 0)
+                flow.go_back(0)
             for flow in self._keepers:
                 self._release_kept(flow)
         self._storing = works
@@ -193,13 +189,11 @@ class OffloadManager:
         span = self._uploading.pop(op)
         assert span.state is SpanState.PUBLISHING, f"upload {op} is {span.state.value}"
         found = 0 if pages is None else min(pages, len(span.hashes))
-        for page_hash in span.hashes[:found]:
-            know(self._stored, page_hash)
+        know(self._stored, span.hashes[:found])
         if found < len(span.hashes):
             self._fail(span, span.start + found)
             return self._take()
-        for key in span.keys:
-            know(self._stored_keys, key)
+        know(self._stored_keys, span.keys)
         self.tally["stored"] += sum(map(len, span.placed))
         self._end(span, SpanState.STORED)
         for child in span.children:
@@ -231,14 +225,14 @@ class OffloadManager:
         stores = self._stores(flow)
         while flow.at < min(flow.pages, len(flow.hashes)):
             page_hash = flow.hashes[flow.at]
-            span = self._planned.get(page_hash)
+            span = self._planned.hashes.get(page_hash)
             if stores and page_hash in self._stored:
                 pass
             elif span is not None:
                 if stores and not span.to_storage:
                     return False
                 if flow not in span.followers:
-                    self._follow(flow, span)
+                    span.follow(flow)
             elif not stores and page_hash in self._copied:
                 self._keep(flow, flow.at)
             else:
@@ -250,13 +244,9 @@ class OffloadManager:
         """A span ends where the next page is stored, or in a span already, though pages before it are not."""
         for position in range(flow.at + 1, stop):
             page_hash = flow.hashes[position]
-            if page_hash in self._planned or (self._stores(flow) and page_hash in self._stored):
+            if page_hash in self._planned.hashes or (self._stores(flow) and page_hash in self._stored):
                 return position
         return stop
-
-    def _follow(self, flow: Flow, span: Span) -> None:
-        flow.open += 1
-        span.followers.append(flow)
 
     def _keep(self, flow: Flow, position: int) -> None:
         """Hold what the host has of a page, as long as the sequence runs."""
@@ -282,10 +272,10 @@ class OffloadManager:
         """Pages [flow.at, stop). False: not now, and nothing has changed."""
         before, stores = flow.hash_before(flow.at), self._stores(flow)
         is_stored = not flow.at or (stores and before in self._stored)
-        parent = None if is_stored else self._planned.get(before)
+        parent = None if is_stored else self._planned.hashes.get(before)
         if stores and not is_stored:
             if parent is None:
-                self._go_back(flow, 0)  # it is not stored any more, or nobody remembers that it is
+                flow.go_back(0)  # it is not stored any more, or nobody remembers that it is
                 return True
             if not parent.to_storage:
                 return False
@@ -336,34 +326,25 @@ class OffloadManager:
 
         def kept(position: int) -> bool:
             key = g, flow.hashes[position]
-            if key in self._planned_keys:
+            if key in self._planned.keys:
                 return True
             return key in self._stored_keys if stores else self.host.find(*key) is not None
 
-        own = range(flow.at, stop)
-        if self._kinds[g] is GroupKind.FULL:
-            lacking = [position for position in own if not kept(position)]
-            return lacking if all(map(there, lacking)) else None
-        needed = self._rules.needed(g, stop)
-        positions = set(needed) if all(kept(each) or there(each) for each in needed) else set()
-        if flow.at < flow.prompt_end:
-            positions |= set(self._rules.needed(g, flow.prompt_end)) & set(own)
-        return sorted(each for each in positions if not kept(each) and there(each))
+        return self._rules.wanted(g, range(flow.at, stop), flow.prompt_end, there, kept)
 
     def _on_its_way_to_the_host(self, flow: Flow, g: int, stop: int) -> bool:
         """And no further: a page that the span up to `stop` may need, which is in one that is not stored."""
         positions = {*range(flow.at, stop), *self._rules.needed(g, stop)}
-        spans = (self._planned_keys.get((g, flow.hashes[position])) for position in positions)
+        spans = (self._planned.keys.get((g, flow.hashes[position])) for position in positions)
         return any(span is not None and not span.to_storage for span in spans)
 
     def _begin_span(self, flow: Flow, span: Span) -> None:
         span.to_storage = self._stores(flow)
-        self._planned.update(dict.fromkeys(span.hashes, span))
-        self._planned_keys.update(dict.fromkeys(span.keys, span))
+        self._planned.add(span)
         if span.parent is not None:
             span.parent.children.append(span)
         flow.at = span.stop
-        self._follow(flow, span)
+        span.follow(flow)
         if not span.moved:
             self._on_host(span)
             return
@@ -378,8 +359,7 @@ class OffloadManager:
     # ---- how a span goes on
 
     def _on_host(self, span: Span) -> None:
-        for page_hash in span.hashes:
-            know(self._copied, page_hash)
+        know(self._copied, span.hashes)
         if not span.to_storage:
             self._end(span, SpanState.ENDED)
             return
@@ -407,7 +387,7 @@ class OffloadManager:
         lost = span.hashes[at - span.start]
         for flow in (*self._flows.values(), *self._lingering):
             if flow.at > at and flow.hashes[at] == lost:
-                self._go_back(flow, at)
+                flow.go_back(at)
         self._end(span, SpanState.ENDED)
         for child in span.children:
             if child.parent is span and child.start <= at:
@@ -441,11 +421,7 @@ class OffloadManager:
                     self.host.hold(g, page)
                 flow.kept += placed
         self.host.release(placed)
-        for key in span.keys:
-            del self._planned_keys[key]
-        for page_hash in span.hashes:
-            if self._planned.get(page_hash) is span:
-                del self._planned[page_hash]
+        self._planned.remove(span)
         self._version += 1
         for flow in span.followers:
             flow.open -= 1
@@ -453,19 +429,16 @@ class OffloadManager:
                 self._let_go(flow)
         span.parent, span.followers = None, []
 
-    def _go_back(self, flow: Flow, at: int) -> None:
-        flow.at, flow.next, flow.blocked_since = at, 0, -1
-
     # ---- sequences that have ended, and wait for room on the host
 
     def _linger(self, flow: Flow, view: View) -> bool:
         """Pins what is still to be copied, if that is not too much. False: it is dropped."""
         point = self._rules.last_point(flow.pages)
         wanted: dict[tuple[int, int], int] = {}
-        for g in self._groups:
+        for g, group in enumerate(self._rules.layout.groups):
             for position in self._rules.needed(g, point):
                 page = view(g, position)
-                is_own = self._kinds[g] is not GroupKind.FULL or position >= flow.at
+                is_own = group.kind is not GroupKind.FULL or position >= flow.at
                 if is_own and page is not None and self.host.find(g, flow.hashes[position]) is None:
                     wanted[g, position] = page
         waiting = sum(len(each.pinned) for each in self._lingering)
@@ -523,5 +496,5 @@ class OffloadManager:
         assert held == self.host.holders(), "pages of the host that are held, and who holds them, differ"
         assert {*self._flows.values(), *self._lingering} <= self._keepers
         assert all(flow.open > 0 for flow in self._keepers - {*self._flows.values(), *self._lingering})
-        assert set(self._planned.values()) <= spans
-        assert {key: span for span in spans for key in span.keys} == self._planned_keys
+        assert set(self._planned.hashes.values()) <= spans
+        assert {key: span for span in spans for key in span.keys} == self._planned.keys

@@ -18,7 +18,7 @@ from disagg.types.errors import ConfigError
 from disagg.types.plain import quoted
 
 OptionValue = bool | int | float | str
-Kind = Literal["text", "switch", "count", "seconds"]
+Kind = Literal["text", "address", "switch", "count", "seconds"]
 
 MAX_URL_CHARS = 2048
 MAX_VALUE_CHARS = 16384  # certificates and keys of service accounts are texts of some thousand characters
@@ -40,7 +40,7 @@ _CLIENT: dict[str, Kind] = {
     "pool_max_idle_per_host": "count",
     "proxy_ca_certificate": "text",
     "proxy_excludes": "text",
-    "proxy_url": "text",
+    "proxy_url": "address",
     "randomize_addresses": "switch",
     "read_timeout": "seconds",
     "root_certificate": "text",
@@ -108,8 +108,21 @@ _AZURE_TEXTS = (
 )
 
 
+_ADDRESSES = (
+    "authority_host",
+    "aws_endpoint_url_s3",
+    "base_url",
+    "container_credentials_full_uri",
+    "endpoint",
+    "fabric_token_service_url",
+    "metadata_endpoint",
+    "msi_endpoint",
+    "sts_endpoint",
+)
+
+
 def _table(texts: tuple[str, ...], switches: tuple[str, ...]) -> dict[str, Kind]:
-    kinds: dict[str, Kind] = dict.fromkeys(texts, "text")
+    kinds: dict[str, Kind] = {name: "address" if name in _ADDRESSES else "text" for name in texts}
     return kinds | dict.fromkeys(switches, "switch")
 
 
@@ -159,6 +172,11 @@ def storage_target(url: str, options: Mapping[str, OptionValue]) -> StorageTarge
             store[name] = text
         else:
             client[name] = text
+    for name in ("endpoint", "aws_endpoint_url_s3"):
+        if store.get(name, "").startswith("http:") and client.get("allow_http", "false") != "true":
+            raise ConfigError(
+                f"storage.options.{name} = {quoted(store[name])}: http needs storage.options.allow_http = true"
+            )
     return StorageTarget(url.rstrip("/"), scheme, store, client, retry)
 
 
@@ -193,6 +211,17 @@ def _check_url(url: str) -> str:
     return parts.scheme
 
 
+def _check_address(path: str, text: str) -> None:
+    """A client that is given another one does not refuse it; it breaks at its first call."""
+    try:
+        parts = urlsplit(text)
+        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        fine = False
+    if not fine or not text.isprintable() or " " in text:
+        raise ConfigError(f"{path} = {quoted(text)}: it must be a URL, as https://host:port is")
+
+
 def _unknown(name: str, scheme: str, known: Mapping[str, Kind]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     hint = f"nearest: {', '.join(near)}" if near else f"{scheme}:// has {', '.join(sorted(known)) or 'none'}"
@@ -208,6 +237,9 @@ def _read(name: str, kind: Kind, value: OptionValue) -> str:
     if kind == "text":
         if isinstance(value, bool):
             raise ConfigError(f"{path} = {shown}: it must be a text")
+        return str(value)
+    if kind == "address":
+        _check_address(path, str(value))
         return str(value)
     if kind == "switch":
         text = str(value).lower()

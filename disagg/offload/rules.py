@@ -10,6 +10,8 @@ A *point* is a length at which a stored prefix can be a hit: any page's end, or,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from msgspec import Struct
 
 from disagg.memory.layout import PoolLayout
@@ -44,6 +46,21 @@ class OffloadRules(Struct, frozen=True):
         if group.kind is GroupKind.WINDOW:
             return range(max(0, point - self.layout.pages_for(g, group.window_tokens)), point)
         return range(max(0, point - 1), point)
+
+    def wanted(
+        self, g: int, pages: range, prompt_end: int, there: Callable[[int], bool], kept: Callable[[int], bool]
+    ) -> list[int] | None:
+        """Positions of a group's pages that the span of these pages has: those that are not kept already, as far as they are
+        there. None: it cannot be made, since a page is gone that every prefix from here on needs.
+        """
+        if self.layout.groups[g].kind is GroupKind.FULL:
+            lacking = [position for position in pages if not kept(position)]
+            return lacking if all(map(there, lacking)) else None
+        needed = self.needed(g, pages.stop)
+        positions = set(needed) if all(kept(each) or there(each) for each in needed) else set()
+        if pages.start < prompt_end:
+            positions |= set(self.needed(g, prompt_end)) & set(pages)
+        return sorted(each for each in positions if not kept(each) and there(each))
 
 
 def offload_rules(layout: PoolLayout, stride_tokens: int) -> OffloadRules:

@@ -58,12 +58,36 @@ class Span:
         """Group, position and page of the host, of each that it has."""
         return [(g, position, page) for g, pages in enumerate(self.placed) for position, page in pages.items()]
 
+    def follow(self, flow: Flow) -> None:
+        """A sequence has it as a part."""
+        flow.open += 1
+        self.followers.append(flow)
+
     def as_upload(self) -> Upload:
         shares = tuple(
             UploadShare(tuple(pages), tuple(self.names[g, position][0] for position in pages), tuple(pages.values()))
             for g, pages in enumerate(self.placed)
         )
         return Upload(self.upload, self.salt, self.start, self.parent_hash, self.hashes, self.before, shares)
+
+
+class Planned:
+    """Spans on their way. hashes: by hash of a page, the one that it is in; keys: by page of the host, the one that has it."""
+
+    def __init__(self) -> None:
+        self.hashes: dict[bytes, Span] = {}
+        self.keys: dict[Key, Span] = {}
+
+    def add(self, span: Span) -> None:
+        self.hashes.update(dict.fromkeys(span.hashes, span))
+        self.keys.update(dict.fromkeys(span.keys, span))
+
+    def remove(self, span: Span) -> None:
+        for key in span.keys:
+            del self.keys[key]
+        for page_hash in span.hashes:
+            if self.hashes.get(page_hash) is span:
+                del self.hashes[page_hash]
 
 
 class Flow:
@@ -89,6 +113,10 @@ class Flow:
         self.gone = False
         self.pinned: dict[tuple[int, int], int] = {}  # of one that has ended: what waits for room on the host
 
+    def go_back(self, at: int) -> None:
+        """Its pages from this one on are to be offloaded, again or still."""
+        self.at, self.next, self.blocked_since = at, 0, -1
+
     def hash_before(self, position: int) -> bytes:
         return self.hashes[position - 1] if position else self.root
 
@@ -98,9 +126,10 @@ def gpu_pages(pages: Mapping[tuple[int, int], int]) -> tuple[GpuPage, ...]:
     return tuple(GpuPage(g, position, page) for (g, position), page in pages.items())
 
 
-def know(known: OrderedDict[K, None], key: K) -> None:
-    """Remembers a name, and forgets the one that was heard of first when there are too many."""
-    known[key] = None
-    known.move_to_end(key)
-    if len(known) > KNOWN:
-        known.popitem(last=False)
+def know(known: OrderedDict[K, None], names: Iterable[K]) -> None:
+    """Remembers names, and forgets those that were heard of first when there are too many."""
+    for name in names:
+        known[name] = None
+        known.move_to_end(name)
+        if len(known) > KNOWN:
+            known.popitem(last=False)

@@ -35,6 +35,7 @@ CALL_S = 10.0  # for an answer, and for so many bytes of it
 BYTES_PER_S = 4 << 20  # a store that is slower than this is not worth waiting for: computing KV again is faster
 LIST_CHUNK = 1000
 DELETE_CHUNK = 500
+PANIC = "PanicException"  # of the client; no Exception, and not importable
 # What stores say when it is not the object that is missing but what it would be in.
 _NO_CONTAINER = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist", "notFound: bucket")
 
@@ -229,7 +230,10 @@ class ObjectStore:
         except (BaseError, OSError, ValueError) as error:
             failed = Cause.LATE if "timed out" in str(error) else Cause.FAILED
             raise StoreError(failed, _said(error)) from error
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception) or type(error).__name__ == PANIC:
+                failed = Cause.FAILED
+                raise StoreError(failed, f"the store's client broke: {_said(error)}") from error
             self.breaker.give_up(call, self._clock())
             call = None
             raise

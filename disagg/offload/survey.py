@@ -259,6 +259,21 @@ def eviction_order(spans: Iterable[StoredSpan]) -> list[StoredSpan]:
     """What nobody can find first, and then the least recently used. A span is as young as the youngest of those that go on from
     it, since whoever reads them reads it: so what goes on from a span goes before it, and no chain gets a hole."""
     spans = sorted(spans, key=lambda each: each.span.start)
+    before, lost = _chains(spans)
+    age = {each.path: (each.used_s, each.read_s) for each in spans}
+    for each in reversed(spans):
+        if each.path in before:
+            path = before[each.path].path
+            age[path] = max(age[path], age[each.path])
+    return sorted(spans, key=lambda each: (each.path not in lost, age[each.path], -each.span.start, each.path))
+
+
+def _chains(spans: Iterable[StoredSpan]) -> tuple[dict[str, StoredSpan], set[str]]:
+    """By path, the span that each goes on from; and the paths of those that nobody can find, since what they go on from is gone.
+
+    spans: by where they start.
+    """
+    spans = list(spans)
     holder = {(each.folder, page_hash): each for each in spans for page_hash in each.span.hashes}
     before: dict[str, StoredSpan] = {}
     lost: set[str] = set()
@@ -268,12 +283,7 @@ def eviction_order(spans: Iterable[StoredSpan]) -> list[StoredSpan]:
             before[each.path] = holding
         if each.span.start and (each.path not in before or before[each.path].path in lost):
             lost.add(each.path)
-    age = {each.path: (each.used_s, each.read_s) for each in spans}
-    for each in reversed(spans):
-        if each.path in before:
-            path = before[each.path].path
-            age[path] = max(age[path], age[each.path])
-    return sorted(spans, key=lambda each: (each.path not in lost, age[each.path], -each.span.start, each.path))
+    return before, lost
 
 
 async def collect(
@@ -285,12 +295,18 @@ async def collect(
 ) -> Collected:
     """Removes garbage, and then what was least recently used, until at most budget_bytes are left (0: no limit).
 
-    Garbage: spans that cannot be read, but for those of another version, or whose parts are not all there; parts that
-    belong to no span and notes of reads of spans that have gone, when they are older than grace_s.
+    Garbage: spans that cannot be read, but for those of another version, or whose parts are not all there; and when they are
+    older than grace_s, spans that nobody can find, parts that belong to no span and notes of reads of spans that have gone.
     """
     now_s = await _store_clock(store)
     found = await survey(store, progress)
-    broken = [each for each in found.spans if not all(part.path in found.parts for part in each.parts)]
+    _, lost = _chains(sorted(found.spans, key=lambda each: each.span.start))
+    broken = [
+        each
+        for each in found.spans
+        if not all(part.path in found.parts for part in each.parts)
+        or (each.path in lost and each.written_s < now_s - grace_s)
+    ]
     order = [each for each in eviction_order(found.spans) if each not in broken] if budget_bytes else []
     unreadable = [each.path for each in found.damage if each.cause is not Cause.VERSION]
     freed = sum(found.spans_bytes[path] for path in unreadable)

@@ -280,11 +280,12 @@ class StoreKeeper:
         self._start(self._answer(ask) if why is None else self._answer_nothing(ask))
 
     async def _answer_nothing(self, ask: Ask) -> None:
-        self._say_found(ask, None, [])
+        self._asking.discard(ask.ask)
+        self._say(StoreFound(ask.ask, ask.first, (), known=False))
 
     async def _answer(self, ask: Ask) -> None:
         """Within the deadline. Calls of the store go on, so that its breaker hears how they end."""
-        tier, found, until_s = self._tier(ask.salt), [], self._clock() + self._limits.ask_s
+        tier, until_s = self._tier(ask.salt), self._clock() + self._limits.ask_s
         try:
             async with asyncio.timeout(self._limits.ask_s):
                 await self._walks.acquire()
@@ -292,31 +293,40 @@ class StoreKeeper:
             await asyncio.wait({walk}, timeout=max(0.0, until_s - self._clock()))
             if not walk.done():
                 raise TimeoutError
-            found = walk.result()
+            found, known = walk.result()
         except TimeoutError:
             self._sums.misses[Cause.LATE] += 1
-        self._say_found(ask, tier, found)
+            await self._answer_nothing(ask)
+            return
+        self._say_found(ask, tier, found, known=known)
 
-    async def _walk(self, tier: StorageTier, ask: Ask) -> list[Found]:
-        """A place among the walks is taken, and given back here."""
+    async def _walk(self, tier: StorageTier, ask: Ask) -> tuple[list[Found], bool]:
+        """What is found, and whether the store has said all of it. A place among the walks is taken, and given back here."""
         found: list[Found] = []
+        passing = self._passing_misses()
+        whole = False
         try:
             async with asyncio.timeout(WALK_S):
                 found = await tier.walk(ask.hashes, ask.first)
                 if not found and ask.first:  # no span begins there, but one may go through it
                     found = await tier.walk(ask.hashes)
+            whole = True
         except TimeoutError:
             pass
         except Exception:  # whatever a store holds, the engine hears something
             logger.exception("storage could not be asked")
         finally:
             self._walks.release()
-        return found
+        return found, whole and passing == self._passing_misses()
 
-    def _say_found(self, ask: Ask, tier: StorageTier | None, found: list[Found]) -> None:
+    def _passing_misses(self) -> int:
+        """Of all walks and fetches: what one of them missed for a while, another takes for unknown, too."""
+        return sum(self._sums.misses[cause] for cause in PASSING)
+
+    def _say_found(self, ask: Ask, tier: StorageTier, found: list[Found], *, known: bool) -> None:
         self._asking.discard(ask.ask)
-        if tier is None or not found:
-            self._say(StoreFound(ask.ask, ask.first, ()))
+        if not found:
+            self._say(StoreFound(ask.ask, ask.first, (), known))
             return
         self._asks[ask.ask] = tier, found
         self._known_spans += len(found)
@@ -326,7 +336,7 @@ class StoreKeeper:
             self._forget(next(iter(self._asks)))
         last = found[-1]
         positions = tuple(_readable(found, g) for g in range(len(self._facts.scope.groups)))
-        self._say(StoreFound(ask.ask, max(ask.first, last.span.start + last.pages), positions))
+        self._say(StoreFound(ask.ask, max(ask.first, last.span.start + last.pages), positions, known))
 
     def _forget(self, ask: int) -> None:
         _, found = self._asks.pop(ask, (None, []))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 
 from disagg.telemetry.logs import LINES_PER_S, configure_logging
-from disagg.telemetry.process import die_with_parent
+from disagg.telemetry.process import die_with_parent, leave
 
 
 def main() -> int:
@@ -30,4 +29,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

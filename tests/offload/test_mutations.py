@@ -61,10 +61,12 @@ OF_MANAGER = (
         "OffloadManager.published",
         replaced("min(pages, len(span.hashes))", "len(span.hashes)"),
     ),
-    Mutation("what failed is not tried again", "OffloadManager._fail", replaced("self._go_back(flow, at)", "pass")),
+    Mutation("what failed is not tried again", "OffloadManager._fail", replaced("flow.go_back(at)", "pass")),
     Mutation("what was stored is stored again", "OffloadManager._skip", replaced("page_hash in self._stored", "False")),
     Mutation(
-        "what is under way is made again", "OffloadManager._skip", replaced("self._planned.get(page_hash)", "None")
+        "what is under way is made again",
+        "OffloadManager._skip",
+        replaced("self._planned.hashes.get(page_hash)", "None"),
     ),
     Mutation(
         "a span that is on its way to the host is taken for one to storage",
@@ -103,13 +105,6 @@ OF_MANAGER = (
         replaced("self._out.append(Pin(gpu_pages(wanted)))", "pass"),
     ),
     Mutation(
-        "a page that is gone is copied as if it were there",
-        "OffloadManager._wanted",
-        replaced(
-            "return lacking if all(map(there, lacking)) else None", "return [each for each in lacking if there(each)]"
-        ),
-    ),
-    Mutation(
         "every upload is started at once",
         "OffloadManager._start_uploads",
         replaced("self._transfers < self._most_uploads", "True"),
@@ -126,7 +121,7 @@ OF_MANAGER = (
     Mutation(
         "storage that is back is not used for what there is",
         "OffloadManager.set_store",
-        replaced("self._go_back(flow, 0)", "pass"),
+        replaced("flow.go_back(0)", "pass"),
     ),
 )
 OF_ACKS = (
@@ -135,6 +130,13 @@ OF_ACKS = (
     Mutation("failures are forgotten", "Acks.report", replaced("self._failed |=", "set() |")),
 )
 OF_RULES = (
+    Mutation(
+        "a page that is gone is copied as if it were there",
+        "OffloadRules.wanted",
+        replaced(
+            "return lacking if all(map(there, lacking)) else None", "return [each for each in lacking if there(each)]"
+        ),
+    ),
     Mutation(
         "increments are two strides",
         "OffloadRules.cut",

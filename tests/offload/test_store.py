@@ -128,6 +128,25 @@ async def test_every_call_says_that_the_store_failed(s3: S3Server) -> None:
     assert set(await every_call(store)) == {Cause.FAILED}
 
 
+async def test_a_client_that_breaks_is_a_store_that_fails(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Panics of the client's native code come as exceptions of its own, some of which are no Exception."""
+
+    class PanicException(BaseException):
+        pass
+
+    for kind in (PanicException, RuntimeError):
+
+        def breaks(*args: object, kind: type[BaseException] = kind, **more: object) -> None:
+            raise kind("called `Result::unwrap()` on an `Err` value")
+
+        for name in ("get_async", "get_range_async", "head_async", "put_async", "delete_async"):
+            monkeypatch.setattr(f"obstore.{name}", breaks)
+        causes = {await cause_of(call) for call in (store.get("a", 9), store.create("a", [b"x"]), store.delete(["a"]))}
+        assert causes == {Cause.FAILED}
+        assert store.breaker.failed_calls[Cause.FAILED] == 3
+        store.breaker = Breaker()
+
+
 async def test_every_call_has_a_deadline(s3: S3Server) -> None:
     store = impatient(s3, call_s=0.2)
     s3.fault = s3_server.says_nothing_for(2.0)

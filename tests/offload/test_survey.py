@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -151,6 +153,11 @@ async def test_what_nobody_can_find_goes_first(store: ObjectStore, tmp_path: Pat
     (tmp_path / "kv" / span_path(SCOPE.place, lost[0].hashes[0])).unlink()
     order = [each.span.hashes[0] for each in eviction_order((await survey(store)).spans)]
     assert order[:2] == [lost[2].hashes[0], lost[1].hashes[0]]
+    assert (await collect(store, 0)).spans == 0, "whoever has the beginning may write it again"
+    assert len(await verify(store, await survey(store))) == 1
+    assert (await collect(store, 0, grace_s=-10.0)).spans == 2
+    assert left(await survey(store)) == {span.hashes[0] for span in reachable}
+    assert await verify(store, await survey(store)) == []
 
 
 @settings(max_examples=30, deadline=None)
@@ -243,6 +250,14 @@ def test_the_commands_reach_s3_with_options_from_the_settings(s3: S3Server, tmp_
 def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], code: int, says: str) -> None:
     exit_code, output = disagg(*arguments)
     assert exit_code == code and says in output
+
+
+def test_a_command_that_has_done_its_work_ends_with_its_status(tmp_path: Path) -> None:
+    """The runtime of the store's client still has threads then, and the interpreter must not be taken apart under them."""
+    command = [sys.executable, "-m", "disagg", "cache", "stats", "--json", "--storage", f"file://{tmp_path}"]
+    for _ in range(6):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["pages"] == 0
 
 
 def test_a_store_that_does_not_answer_is_an_error_and_no_verdict(s3: S3Server) -> None:

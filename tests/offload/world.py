@@ -350,7 +350,7 @@ class World:
         assert not +self.pins, f"pages that stay pinned: {+self.pins}"
         assert not +self.holders, f"pages that are never released: {+self.holders}"
         assert not self.manager.host.holders(), "pages of the host that are held for ever"
-        assert not self.manager._keepers and not self.manager._planned
+        assert not self.manager._keepers and not self.manager._planned.hashes
 
     def dump(self) -> dict[str, Any]:
         return {"seen": dict(self.seen), "tally": dict(self.manager.tally)}

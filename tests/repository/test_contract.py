@@ -58,7 +58,10 @@ def test_make_alone_lists_every_target() -> None:
 
 @pytest.mark.parametrize(
     ("target", "selection"),
-    [("test", 'pytest -m "not slow"'), ("check", 'pytest -m "not slow and not cluster and not long"')],
+    [
+        ("test", 'pytest -m "cluster and not slow and not short"'),
+        ("check", 'pytest -n 2 --dist worksteal -m "not slow and not cluster and not long"'),
+    ],
 )
 def test_tests_are_run_after_lint_types_and_contracts(target: str, selection: str) -> None:
     commands = make("--dry-run", target).splitlines()
@@ -66,6 +69,16 @@ def test_tests_are_run_after_lint_types_and_contracts(target: str, selection: st
     at = [next(i for i, command in enumerate(commands) if command.endswith(each)) for each in wanted]
     assert at == sorted(at)
     assert at[-1] == len(commands) - 1, "pytest's closing line must come last"
+
+
+def test_every_test_that_is_not_slow_is_in_one_of_the_two_runs_of_make_test() -> None:
+    runs = [command for command in make("--dry-run", "test").splitlines() if "pytest" in command]
+    beside, clusters = (command.partition('-m "')[2].rstrip('"') for command in runs)
+    marks = ("slow", "short", "cluster", "long")
+    for mask in range(2 ** len(marks)):
+        has = {mark: bool(mask >> i & 1) for i, mark in enumerate(marks)}
+        chosen = [eval(selection, {}, has) for selection in (beside, clusters)]
+        assert sum(chosen) == (not has["slow"] and not has["short"])
 
 
 @pytest.mark.parametrize(

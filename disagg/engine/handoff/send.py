@@ -404,8 +404,9 @@ class Sender(Handoff):
             return
         if not transfer.leg.ended and transfer.first_tokens is None:
             raise ProtocolError(f"decode says that {key} is complete before its first token")
-        if transfer.sequence is not None:
-            transfer.sequence.handed_over = True
+        if transfer.sequence is not None and transfer.first_tokens is not None:
+            # Decode keeps it while some choice goes on there, and lets go of it at once when none does.
+            transfer.sequence.handed_over = any(token.finish is None for token in transfer.first_tokens.tokens)
         if transfer.session.complete() is SendState.DROPPING and not transfer.dropping:
             transfer.tell_drained = True
             self._drop_sends(transfer)
