@@ -23,9 +23,11 @@ class StoreState(enum.StrEnum):
 
 
 class Breaker:
-    """failures: so many calls in a row. failed_calls: since the start, by cause. opened: how often it became degraded."""
+    """failures: so many calls in a row; math.inf: it is never left alone. failed_calls: since the start, by cause. opened: how
+    often it became degraded.
+    """
 
-    def __init__(self, failures: int = 3, pause_s: float = 1.0, most_pause_s: float = 30.0) -> None:
+    def __init__(self, failures: float = 3, pause_s: float = 1.0, most_pause_s: float = 30.0) -> None:
         assert failures > 0 and 0 < pause_s <= most_pause_s, f"{failures} failures, {pause_s} to {most_pause_s} s"
         self.failed_calls: Counter[Cause] = Counter()
         self.opened = 0
@@ -36,6 +38,7 @@ class Breaker:
         self._tried_again_s: float | None = None  # when a call is let through; None while all are
         self._trial = 0  # the call that was let through; 0: none is under way
         self._calls = 0
+        self._given_up_at = 0  # the last call that was begun before it became degraded
 
     @property
     def state(self) -> StoreState:
@@ -54,7 +57,7 @@ class Breaker:
         """The call has ended. failed: why the store did not answer; that something is not there is an answer."""
         if failed is not None:
             self.failed_calls[failed] += 1
-        if self._tried_again_s is not None and call != self._trial:
+        if call != self._trial and (self._tried_again_s is not None or (failed and call <= self._given_up_at)):
             return  # begun before the store was given up: says nothing of how it is now
         if failed is None:
             self._in_a_row, self._pause_s, self._tried_again_s, self._trial = 0, self._least_s, None, 0
@@ -66,6 +69,7 @@ class Breaker:
             return
         else:
             self.opened += 1
+            self._given_up_at = self._calls
         self._trial = 0
         self._tried_again_s = now_s + self._pause_s
 

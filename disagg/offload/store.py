@@ -59,16 +59,25 @@ class Entry(Struct, frozen=True):
 
 
 def open_store(
-    url: str, options: Mapping[str, OptionValue], *, make: bool = True, clock: Callable[[], float] = time.monotonic
+    url: str,
+    options: Mapping[str, OptionValue],
+    *,
+    make: bool = True,
+    breaker: Breaker | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> ObjectStore:
-    """make: a directory that is not there is made. Raises ConfigError for what no call could succeed with."""
+    """make: a directory that is not there is made. breaker: see ObjectStore.
+
+    Raises ConfigError for what no call could succeed with.
+    """
     target = storage_target(url, options)
     try:
         if target.scheme == "file":
             _check_directory(target, make)
-            return ObjectStore(from_url(target.url), clock=clock)
+            return ObjectStore(from_url(target.url), breaker=breaker, clock=clock)
         return ObjectStore(
             from_url(target.url, config=target.store, client_options=target.client, retry_config=target.retry),  # type: ignore[call-overload]
+            breaker=breaker,
             clock=clock,
         )
     except (BaseError, ValueError, OSError) as error:

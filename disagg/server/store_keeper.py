@@ -63,9 +63,12 @@ PASSING = (Cause.FAILED, Cause.LATE, Cause.DEGRADED)  # says nothing of the obje
 
 @dataclass(eq=False)
 class _Upload:
-    """parts: by rank, of those that have reported; by group. failed: on some rank."""
+    """opened: of the breaker of writes, when ranks were told. parts: by rank, of those that have reported; by group. failed: on
+    some rank.
+    """
 
     command: Upload
+    opened: int
     parts: dict[int, tuple[tuple[PartRef, ...], ...]] = field(default_factory=dict)
     failed: bool = False
     discarded: bool = False
@@ -194,15 +197,17 @@ class StoreKeeper:
     # ---- writing
 
     def _upload(self, upload: Upload) -> None:
-        self._uploads[upload.op] = _Upload(upload)
+        self._uploads[upload.op] = _Upload(upload, self._writes.opened)
         groups = tuple(GroupParts(share.hashes, share.host_pages) for share in upload.shares)
         for rank in range(self._facts.tp):
             self._send(rank, [WriteParts(upload.op, upload.salt, groups)])
 
     def _written(self, rank: int, report: PartsWritten) -> None:
-        if report.error or any(report.parts):  # a rank that writes nothing proves nothing
-            self._note_write(failed=bool(report.error))
         upload = self._uploads.get(report.op)
+        self._sums.failures += bool(report.error)
+        # A rank that writes nothing proves nothing, and so does one that has tried since before the store was given up.
+        if any(report.parts) or (report.error and upload is not None and upload.opened == self._writes.opened):
+            self._note_write(failed=bool(report.error))
         if upload is None:
             return
         if report.error:
@@ -216,7 +221,6 @@ class StoreKeeper:
 
     def _note_write(self, *, failed: bool) -> None:
         """As a call of the store: when the store is left alone, what was begun before says nothing."""
-        self._sums.failures += failed
         now_s = self._clock()
         if (call := self._writes.begin(now_s)) is not None:
             self._writes.end(call, now_s, Cause.FAILED if failed else None)

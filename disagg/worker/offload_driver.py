@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -177,10 +178,13 @@ class OffloadDriver:
     def _open_storage(self, tp: int, opened: OpenOffload, store: ObjectStore | None) -> StorageThread | None:
         if not opened.url and store is None:
             return None
+        from disagg.offload.breaker import Breaker
         from disagg.offload.store import open_store
         from disagg.worker.rank_storage import RankStorage
 
-        store = store or open_store(opened.url, opened.options, make=True)
+        # The server decides whether the store is left alone, from what ranks report, too. A rank with a mind of its own would
+        # refuse, when the store is back, all but one of what it is told to do.
+        store = store or open_store(opened.url, opened.options, breaker=Breaker(failures=math.inf))
         return StorageThread(RankStorage(self._rank, tp, opened, self._host, store), self._report, self._fail)
 
     def opened(self) -> OffloadOpen:

@@ -106,7 +106,7 @@ class RankStorage:
         self._deleting: set[asyncio.Task[None]] = set()
 
     def describe(self) -> str:
-        return f"store {self._store.state}, {len(self._tiers)} tenants of late, deleting {len(self._deleting)}"
+        return f"{len(self._tiers)} tenants of late, deleting {len(self._deleting)}"
 
     # ---- writing
 

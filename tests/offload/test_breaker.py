@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
@@ -55,6 +57,32 @@ def test_it_closes_by_itself_when_the_trial_succeeds() -> None:
     assert breaker.begin(2) is not None
     fail(breaker, 3)
     assert breaker.begin(3.5) is None and breaker.begin(4.1) is not None, "the pause is a short one again"
+
+
+def test_it_may_be_told_never_to_open() -> None:
+    breaker = Breaker(failures=math.inf)
+    for _ in range(100):
+        fail(breaker, 0)
+    assert breaker.state is StoreState.OK and breaker.failed_calls == {Cause.FAILED: 100}
+
+
+def test_calls_from_before_that_fail_after_it_has_closed_do_not_open_it_again() -> None:
+    breaker = Breaker(failures=3, pause_s=1)
+    hanging = [breaker.begin(0) for _ in range(6)]
+    for call in hanging[:3]:
+        assert call is not None
+        breaker.end(call, 10, Cause.LATE)
+    trial = breaker.begin(12)
+    assert trial is not None
+    breaker.end(trial, 12, None)
+    for call in hanging[3:]:
+        assert call is not None
+        breaker.end(call, 13, Cause.LATE)
+    assert breaker.state is StoreState.OK and breaker.opened == 1
+    assert breaker.failed_calls == {Cause.LATE: 6}
+    for _ in range(3):
+        fail(breaker, 14)
+    assert breaker.state is StoreState.DEGRADED
 
 
 def test_a_call_from_before_says_nothing_of_how_it_is_now() -> None:

@@ -432,6 +432,30 @@ async def test_a_store_without_room_fails_though_it_can_be_read(
     await server.keeper.close()
 
 
+async def test_what_ranks_tried_before_a_store_failed_says_nothing_when_it_works_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moody, clock = Moody(monkeypatch), Clock()
+    server = Server(open_at(tmp_path, _clock=clock), clock=clock)
+    moody.mood = "fails"
+    for op in range(6):
+        server.keeper.do(upload_of(op, OTHER, 0, 4))
+    late = [PartsWritten(op, "late: the store did not answer in time", ((), (), ()), 0, 0.0) for op in range(6)]
+    for report in late[:3]:
+        server.keeper.rank_report(0, report)
+    server.keeper.tick()
+    assert server.heard == [StoreWorks(False)]
+    moody.mood, clock.now_s = "well", 50.0
+    server.keeper.tick()
+    await server.settle()
+    for report in late[3:]:
+        server.keeper.rank_report(0, report)
+    server.keeper.tick()
+    assert server.heard == [StoreWorks(False), StoreWorks(True)] and server.keeper.works
+    assert server.sums.failures == 6
+    await server.keeper.close()
+
+
 async def test_an_upload_that_cannot_be_published_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moody = Moody(monkeypatch)
     server = Server(open_at(tmp_path))

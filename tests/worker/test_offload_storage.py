@@ -288,6 +288,20 @@ def test_a_bug_is_one_operations_error_and_is_logged(
     assert made[0].ask(sequence().writing(1, made[0]), PartsWritten).error == ""
 
 
+def test_a_store_that_is_back_gets_all_that_a_rank_is_told_to_write(tmp_path: Path, made: list[Rank]) -> None:
+    """Whether it is left alone, the server decides: a rank that tried first would refuse all others meanwhile."""
+    directory = tmp_path / "away"
+    made.append(rank := Rank(SCOPE, url=f"file://{directory}"))
+    directory.rmdir()
+    directory.write_text("in the way")
+    failed = [rank.ask(sequence().writing(op, rank), PartsWritten) for op in range(5)]
+    assert all(report.error.startswith("failed: ") for report in failed), failed
+    directory.unlink()
+    rank.tell(*(sequence().writing(op, rank) for op in range(5, 13)))
+    written = [report for report in rank.reports(8) if isinstance(report, PartsWritten)]
+    assert [report.error for report in written] == [""] * 8
+
+
 def test_a_store_that_hangs_delays_neither_copies_nor_the_end(store: FakeStore) -> None:
     rank = Rank(SCOPE, store=store)
     store.gates[""] = threading.Event()
