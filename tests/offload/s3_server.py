@@ -6,6 +6,7 @@ import http.client
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,24 +27,36 @@ class _Quiet(WSGIRequestHandler):
 
 
 class S3Server:
-    """fault: what happens to each request instead; None: nothing. requests: how many came."""
+    """fault: what happens to each request instead; None: nothing. requests: how many came.
+
+    spoiled: how many met a fault, by method and by what of: "GET spans", "PUT parts".
+    """
 
     def __init__(self) -> None:
-        self._backend = DomainDispatcherApplication(create_backend_app)
+        self._moto = DomainDispatcherApplication(create_backend_app)
+        self._one_at_a_time = threading.Lock()  # moto fails where two replace one object at once
         self.fault: Fault | None = None
         self.requests = 0
+        self.spoiled: Counter[str] = Counter()
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=_Quiet)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
-        self.ask("POST", "/moto-api/reset")
-        assert self.ask("PUT", f"/{BUCKET}") == 200
+        self.lose_bucket()
+        self.make_bucket()
 
     def _serve(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         self.requests += 1
-        if self.fault is not None and not environ["PATH_INFO"].startswith("/moto-api"):
-            return self.fault(environ, start_response, self._backend)
+        fault = self.fault
+        if fault is not None and not environ["PATH_INFO"].startswith("/moto-api"):
+            kind = next((kind for kind in ("spans", "parts", "reads") if f"/{kind}/" in environ["PATH_INFO"]), "else")
+            self.spoiled[f"{environ['REQUEST_METHOD']} {kind}"] += 1
+            return fault(environ, start_response, self._backend)
         return self._backend(environ, start_response)
+
+    def _backend(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        with self._one_at_a_time:
+            return [b"".join(self._moto(environ, start_response))]
 
     def ask(self, method: str, path: str) -> int:
         connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=30)
@@ -51,6 +64,13 @@ class S3Server:
         status = connection.getresponse().status
         connection.close()
         return status
+
+    def lose_bucket(self) -> None:
+        """With all that is in it."""
+        self.ask("POST", "/moto-api/reset")
+
+    def make_bucket(self) -> None:
+        assert self.ask("PUT", f"/{BUCKET}") == 200
 
     @property
     def url(self) -> str:
@@ -99,6 +119,14 @@ def says_nothing_for(seconds: float) -> Fault:
     return fault
 
 
+def says_nothing_until(released: threading.Event) -> Fault:
+    def fault(environ: dict[str, Any], start_response: Callable[..., Any], backend: Any) -> Iterable[bytes]:
+        released.wait(300)
+        return says_500(environ, start_response, backend)
+
+    return fault
+
+
 def _body_of(environ: dict[str, Any], start_response: Callable[..., Any], backend: Any) -> bytes:
     """The true answer's body; its head has been sent."""
     return b"".join(backend(environ, start_response))
@@ -125,6 +153,18 @@ def cuts_bodies(environ: dict[str, Any], start_response: Callable[..., Any], bac
     )
     start_response(status, [*headers, ("Content-Length", str(len(half)))], *rest)
     return [half]
+
+
+def only(kind: str, fault: Fault) -> Fault:
+    """Of objects of one kind: spans, parts or reads."""
+
+    def chosen(environ: dict[str, Any], start_response: Callable[..., Any], backend: Any) -> Iterable[bytes]:
+        if f"/{kind}/" in environ["PATH_INFO"]:
+            return fault(environ, start_response, backend)
+        answer: Iterable[bytes] = backend(environ, start_response)
+        return answer
+
+    return chosen
 
 
 def drips(environ: dict[str, Any], start_response: Callable[..., Any], backend: Any) -> Iterable[bytes]:
