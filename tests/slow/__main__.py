@@ -34,7 +34,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "swapped-checkpoint": ("-m", "slow", "tests/cluster/test_swapped_checkpoint.py"),
     "tokenizer-files": ("-m", "slow", "tests/text"),
     "partition": ("tests/cluster/test_partition.py",),
-    "offload": ("-m", "slow", "tests/offload"),
+    "offload": ("-m", "slow", "tests/offload", "tests/cluster/test_offload_store.py"),
     "properties": (
         "-m",
         "slow and not cluster",
