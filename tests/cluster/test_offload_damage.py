@@ -114,7 +114,7 @@ DAMAGE: dict[str, Damage] = {
 }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_damage_is_found_by_verify_is_a_miss_by_its_cause_and_changes_no_answer(
     kept_on_disk: tuple[Cluster, Path], talks: list[Talk]
 ) -> None:
@@ -162,7 +162,7 @@ def check_verify_finds(store: Path, damaged: dict[str, dict[Path, str]]) -> None
     assert all("nobody can find it" in each["why"] for each in others), others
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_gc_keeps_the_budget_while_servers_read_and_write(
     kept_on_disk: tuple[Cluster, Path], talks: list[Talk]
 ) -> None:

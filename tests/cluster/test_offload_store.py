@@ -143,7 +143,7 @@ def through(cluster: Cluster, s3: S3Server, talks: list[Talk], name: str, salt: 
     remember(cluster, talks[-1:], [f"after {salt}"])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_store_that_fails_costs_no_answer_and_is_used_again_when_it_works(
     tmp_path: Path, talking_model: Path, talks: list[Talk]
 ) -> None:
@@ -186,7 +186,7 @@ def full(directory: Path) -> Iterator[Path]:
         filler.unlink()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_full_disk_costs_no_answer_and_is_written_again_when_it_has_room(
     kept_on_disk: tuple[Cluster, Path], talks: list[Talk]
 ) -> None:
