@@ -211,6 +211,18 @@ def test_without_storage_what_ran_last_is_evicted_last_and_the_longest_prefix_fi
 
 
 @named
+def test_of_one_prefix_the_end_is_evicted_first() -> None:
+    world = new_world("full", ranks=1, stride_tokens=4, host_large=5, storage=False)
+    run(world, "a", 8, 1)
+    world.finish("a")
+    world.settle()
+    run(world, "b", 4, 1, first=200)
+    world.finish("b")
+    world.settle()
+    assert world.manager.host.lookup(world.to_be_stored[0], 99) == 6
+
+
+@named
 def test_of_a_window_only_what_a_point_needs_is_stored_and_of_states_only_checkpoints() -> None:
     world = new_world("everything", ranks=1, stride_tokens=16)  # points every 2 pages; strides of 8
     run(world, "a", 39, 8, chunk=4)
