@@ -306,6 +306,22 @@ class StorageTier:
         await self.discard(span)
         return there
 
+    async def remove(self, span: Span) -> None:
+        """A damaged span, if it is still the one that is found, is a miss to everybody from now on, and stored again by whoever has
+        its pages. Raises StoreError.
+        """
+        first = span.hashes[0]
+        try:
+            there = await self._read_span(first, span.parent, span.start)
+        except Missed as missed:
+            if missed.cause in (Cause.FAILED, Cause.LATE, Cause.DEGRADED):
+                raise StoreError(missed.cause, str(missed)) from missed
+            return  # it is not there, or is damaged itself: whoever publishes next replaces it
+        if there == span:
+            await self._store.delete([span_path(self._folder, first)])
+            await self.discard(span)
+        self._damaged.pop(first, None)
+
     async def discard(self, span: Span) -> None:
         """The parts of a span that was not published. What cannot be removed is collected later (survey.collect)."""
         try:

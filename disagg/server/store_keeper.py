@@ -11,7 +11,7 @@ Every Ask and Publish is answered once, and not from within `do`. A store that f
 asks are answered at once with nothing, the engine is told, and the keeper tries by itself whether it works again.
 
 A rank that could not read says so, but not what is damaged. So the keeper reads again what that rank was to read: a span that
-is damaged is then counted, not found by this server any more, and replaced when it writes it next.
+is damaged is then counted and removed, so that whoever has its pages stores them again.
 """
 
 from __future__ import annotations
@@ -395,6 +395,8 @@ class StoreKeeper:
                     if missed.cause in PASSING:
                         return
                     fetch.damaged.add(first_hash)
+                    if missed.cause is not Cause.VERSION:
+                        await _without_errors(fetch.tier.remove(read.span))
 
     # ---- the store's state
 
