@@ -34,5 +34,5 @@ class Core:
             self.tiers = Tiers(facts, self.pool.kv, self.counters, self.out, lambda: self.batch.pipeline.clock)
         self.batch = Batch(facts, self.pool.kv, self.counters, sharing.policy, sharing.step_tokens, self.tiers)
         self.legs = Legs(self.counters, self.batch.pipeline, self.out)
-        self.turns = Turns(facts.scheduling, self.batch)
+        self.turns = Turns(facts.scheduling, self.batch, self.legs)
         self.lookahead = Lookahead(facts, self.pool.kv, self.batch)

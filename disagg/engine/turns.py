@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 from disagg.engine.batch import Batch
 from disagg.engine.facts import SchedulingFacts
+from disagg.engine.legs import Legs
 from disagg.engine.now import Now
+from disagg.engine.sequences import Sequence
+from disagg.messages.legs import TimelineEvent
 from disagg.scheduler.fairness import FairQueue
 
 FIRST_CHOICES_SHARE = 8  # one slot in so many is for the first choice of a request
@@ -39,9 +42,10 @@ class Turn:
 class Turns:
     """See the module. Whoever adds a turn takes it, or removes it."""
 
-    def __init__(self, facts: SchedulingFacts, batch: Batch) -> None:
+    def __init__(self, facts: SchedulingFacts, batch: Batch, legs: Legs) -> None:
         self._facts = facts
         self._batch = batch
+        self._legs = legs
         self.queue: FairQueue[Turn] = FairQueue()
 
     def begin(self, now: Now) -> None:
@@ -55,9 +59,16 @@ class Turns:
                 if now.s - oldest.parked_s >= self._facts.preempt_after_s:
                     batch.give_way("age", TURN_TOKENS, to_arrival=oldest.arrival)
                 return
+            self._note_parked(oldest, now)
         for turn in self.queue:
             if not batch.slots.free or turn.begin(now) is Begins.TOO_LITTLE:
                 return
+
+    def _note_parked(self, sequence: Sequence, now: Now) -> None:
+        leg = self._legs.get(sequence.key)
+        if leg is not None:
+            since_unix_s = now.unix_s - (now.s - sequence.parked_s)
+            leg.note_part(TimelineEvent("parked", since_unix_s, now.unix_s, f"choice {sequence.choice}"))
 
     @property
     def slots_for_more(self) -> int:

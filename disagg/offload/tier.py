@@ -307,8 +307,8 @@ class StorageTier:
         return there
 
     async def remove(self, span: Span) -> None:
-        """A damaged span, if it is still the one that is found, is a miss to everybody from now on, and stored again by whoever has
-        its pages. Raises StoreError.
+        """A damaged span, if it is still the one that is found, is a miss to everybody from now on, and stored again by those
+        who have its pages. Raises StoreError.
         """
         first = span.hashes[0]
         try:

@@ -41,8 +41,11 @@ class Sizes:
         return (f"engine.checkpoint_tokens={self.checkpoint_tokens}", "engine.grant_headroom_tokens=0")
 
 
-def sizes(model_dir: Path, longest: int, page_tokens: int, chunk_tokens: int, checkpoint_tokens: int) -> Sizes:
-    groups = PagedModel.load(model_dir, "float32", "cpu").groups
+def sizes(
+    model_dir: Path, longest: int, page_tokens: int, chunk_tokens: int, checkpoint_tokens: int, tp: int = 1
+) -> Sizes:
+    """tp: of servers whose ranks' pools are to be so small."""
+    groups = [group.on_rank(tp) for group in PagedModel.load(model_dir, "float32", "cpu").groups]
     layout: PoolLayout = plan_layout([spec_of(group, page_tokens) for group in groups], page_tokens, checkpoint_tokens)
     memory = KvMemory(layout, 1)
     alone = max(

@@ -30,6 +30,7 @@ CLI = (sys.executable, "-m", "disagg.cli")
 class Answer:
     """What one request got. token_ids by choice."""
 
+    id: str
     token_ids: list[list[int]]
     text: list[str]
     finish: list[str | None]
@@ -154,8 +155,11 @@ class Cluster:
 
     def metrics(self, server: str) -> dict[str, float]:
         """Samples by `name` or `name{label="x"}`."""
+        return parse_metrics(self._said_by(server, "/metrics"))
+
+    def _said_by(self, server: str, path: str) -> str:
         port = tomllib.loads((self.run_dir / f"{server}.toml").read_text())["server"]["metrics_port"]
-        return parse_metrics(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=ANSWER_S).text)
+        return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=ANSWER_S).text
 
     def router_metrics(self) -> dict[str, float]:
         return parse_metrics(httpx.get(f"{self.http}/metrics", timeout=ANSWER_S).text)
@@ -186,6 +190,15 @@ class Cluster:
             debts = {s["name"]: self._debts(s["name"]) for s in self.status()["servers"]}
             raise AssertionError(f"{debts}\n{error}") from None
 
+    def wait_offloaded(self, timeout_s: float = 120.0) -> None:
+        """No server has anything to copy to the host or to write to storage any more. To be called when it adds up."""
+
+        def idle() -> bool:
+            dumps = [self._said_by(server["name"], "/debug/dump") for server in self.status()["servers"]]
+            return all('"idle": true' in dump and '"publishing": []' in dump for dump in dumps)
+
+        self.wait(idle, timeout_s, "the end of all offloads")
+
     def _debts(self, name: str) -> dict[str, float]:
         m = self.metrics(name)
         pages = {state: m[f'disagg_kv_large_pages{{state="{state}"}}'] for state in ("free", "used", "evictable")}
@@ -210,11 +223,23 @@ class Cluster:
         data = reply.json()
         choices = sorted(data["choices"], key=lambda c: c["index"])
         return Answer(
+            data["id"],
             [c["token_ids"] for c in choices],
             [c["text"] for c in choices],
             [c["finish_reason"] for c in choices],
             data["usage"],
         )
+
+    def timeline(self, request_id: str) -> list[dict[str, Any]]:
+        """Of a request that has been answered, once the decode server has said its part."""
+
+        def events() -> list[dict[str, Any]]:
+            reply = httpx.get(f"{self.http}/debug/timeline", params={"request_id": request_id}, timeout=ANSWER_S)
+            assert reply.status_code == 200, reply.text
+            told = reply.json()["events"]
+            return told if any(event["name"].endswith("/decode") for event in told) else []
+
+        return self.wait(events, 30, f"the timeline of {request_id}")
 
     @property
     def model(self) -> str:

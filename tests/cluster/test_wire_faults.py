@@ -1,7 +1,8 @@
 """Frames, writes and notifications are lost, repeated, late or damaged; workers die and freeze: no answer changes.
 
-Every answer is compared with what `transformers` says, every request is answered, nothing leaks, and every damaged piece
-is found by its checksum. The same damage with checksums that notice nothing shows wrong tokens.
+So it is also while KV goes to the host and to a store that fails, and pools are so small that sequences give way. Every
+answer is compared with what `transformers` says, every request is answered, nothing leaks, and every damaged piece is found
+by its checksum. The same damage with checksums that notice nothing shows wrong tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from tests.cluster import reference
 from tests.cluster.campaign import total
 from tests.cluster.cluster import Cluster
+from tests.cluster.failing_store import FAULTS, failing_store
 from tests.cluster.wire_faults.plan import COMMAND, FaultPlan, Rates
 from tests.cluster.wire_faults.questions import Questions, ask, two_layers
 
@@ -26,6 +28,10 @@ CONCURRENCY = 48
 FLAGS = ("--page-tokens", "4", "--chunk-tokens", "16", "--dtype", "float32", "--kv-memory", "4MiB")
 FIVE_PERCENT = Rates(drop=0.05, duplicate=0.05, delay=0.05)
 FIVE_PERCENT_AND_DAMAGE = Rates(drop=0.05, duplicate=0.05, delay=0.05, flip=0.01)
+
+# Room for a few requests, each of which may come to want more when there is none left.
+PARKING = ("--offload", "on", "--host-memory", "1MiB", "--kv-memory", "64KiB")
+PARKING_SETS = ("engine.grant_headroom_tokens=0", "engine.lookahead_tokens=0", "offload.stride_tokens=16")
 
 # One piece in a hundred is damaged, and with it an attempt is lost; workers die beside. With three attempts one request in
 # some ten thousand would rightly fail.
@@ -76,8 +82,13 @@ def campaign(
     requests: int,
     every: int,
     concurrency: int = CONCURRENCY,
+    sets: Sequence[str] = (),
+    look: Callable[[Cluster], None] = lambda cluster: None,
 ) -> None:
-    """Half of the requests while the wire is bad, half while workers die and freeze too, one every `every` requests."""
+    """Half of the requests while the wire is bad, half while workers die and freeze too, one every `every` requests.
+
+    look: at what was counted, before the first worker dies and at the end.
+    """
     plan = FaultPlan(
         log_dir=str(run_dir / "faults"),
         seed=requests,
@@ -87,7 +98,7 @@ def campaign(
     )
     model = ("--model", str(questions.model_dir))
     started = time.monotonic()
-    with Cluster(run_dir, *model, *flags, sets=(ATTEMPTS,), env=plan.environ(), cli=COMMAND) as cluster:
+    with Cluster(run_dir, *model, *flags, sets=(ATTEMPTS, *sets), env=plan.environ(), cli=COMMAND) as cluster:
         first = requests // 2
         ask(cluster, questions, range(first), concurrency).check()
         while not plan.log.counts()["landing damaged checksum"] and first < 2 * requests:
@@ -99,6 +110,7 @@ def campaign(
         print(f"a bad wire: {first} requests in {time.monotonic() - started:.0f} s; {dict(counts)}")
         damaged, failures = counts["landing damaged checksum"], total(cluster, "disagg_checksum_failures")
         assert failures == damaged > 0, f"{damaged} damaged pieces were verified, {failures:g} are counted"
+        look(cluster)
 
         servers = [*cluster.servers("prefill"), *cluster.servers("decode")]
         for strike in strikes(requests, requests // 2 // every, servers):
@@ -108,6 +120,7 @@ def campaign(
             first += every
         cluster.wait_healthy()
         cluster.check_adds_up()
+        look(cluster)
         counts = plan.log.counts()
         print(f"all: {first} requests in {time.monotonic() - started:.0f} s; {dict(counts)}")
     for what in ("frame", "write", "notification"):
@@ -117,9 +130,40 @@ def campaign(
     assert counts["landing intact checksum"] == 0, "an intact piece was refused"
 
 
+def offloading_campaign(run_dir: Path, questions: Questions, pools: Sequence[str], requests: int, every: int) -> None:
+    """The same with KV that goes to the host and to a store that fails, and pools in which sequences give way."""
+
+    def look(cluster: Cluster) -> None:
+        servers = [cluster.metrics(server["name"]) for server in cluster.status()["servers"]]
+        gave_way, went_on = total(cluster, "disagg_preemptions"), sum(m["disagg_parked_seconds_count"] for m in servers)
+        from_host = sum(m.get('disagg_tier_bytes_total{direction="in",tier="host"}', 0) for m in servers)
+        published, failures = (total(cluster, f"disagg_store_{what}") for what in ("published_pages", "failures"))
+        print(
+            f"{gave_way:g} gave way, {went_on:g} went on, {from_host:g} bytes came from the host; {published:g} pages were "
+            f"stored, and {failures:g} calls failed, while the store failed like this: {dict(store.turns)}"
+        )
+        # One that gives way may come to its end by the step that is under way.
+        assert gave_way >= went_on > 0 < from_host and published > 0 < failures
+
+    with failing_store() as store:
+        flags = (*FLAGS, *PARKING, *store.flags, *pools)
+        campaign(run_dir, questions, flags, requests, every, sets=PARKING_SETS, look=look)
+        assert set(store.turns) == set(FAULTS) or requests < 1000, f"only {set(store.turns)} had a turn"
+
+
 @pytest.mark.timeout(1800)
-def test_no_answer_is_wrong_or_missing_on_a_bad_wire(tmp_path: Path, short: Questions) -> None:
-    campaign(tmp_path, short, FLAGS, requests=300, every=50)
+def test_no_answer_is_wrong_or_missing_on_a_bad_wire_with_parking_and_a_failing_store(
+    tmp_path: Path, short: Questions
+) -> None:
+    offloading_campaign(tmp_path, short, (), requests=300, every=50)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_no_answer_of_ten_thousand_is_wrong_or_missing_with_parking_and_a_failing_store(
+    tmp_path: Path, short: Questions
+) -> None:
+    offloading_campaign(tmp_path, short, ("--prefill", "2", "--decode", "2"), requests=10_000, every=250)
 
 
 @pytest.mark.slow

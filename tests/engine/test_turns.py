@@ -175,6 +175,16 @@ def test_a_younger_one_gives_way_to_an_older_one_that_has_been_parked_for_long()
     assert decode.engine.counters.preemptions == {"memory": 1, "age": 1}
     out += decode.compute_all()
     assert indices(out, "old") == list(range(40)) and indices(out, "young") == list(range(22))
+    ends = {message.key.request_id: message for message in to_router(out) if isinstance(message, LegEnd)}
+    pauses = {
+        name: [
+            (event.end_unix_s - event.start_unix_s, event.detail) for event in end.timeline if event.name == "parked"
+        ]
+        for name, end in ends.items()
+    }
+    ((old_s, what),) = pauses["old"]
+    assert old_s >= silent_for - 1 and what == "choice 0", "its timeline says for how long"
+    assert len(pauses["young"]) == 1
 
 
 # ---- tenants

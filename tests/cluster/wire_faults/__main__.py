@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
+from tests.cluster.own_servers import ROLES, start_servers_by
 from tests.cluster.wire_faults.plan import COMMAND, plan_of
-
-SERVERS = ("prefill", "decode")
 
 
 def main() -> int:
@@ -27,8 +25,8 @@ def main() -> int:
         pieces.install(plan, sys.argv[sys.argv.index("--name") + 1])
         return worker()
     if role == "up":
-        _start_servers_so()
-    elif role in SERVERS:
+        start_servers_by(COMMAND)
+    elif role in ROLES:
         from tests.cluster.wire_faults import links
 
         links.install(plan, role)
@@ -36,20 +34,6 @@ def main() -> int:
 
     disagg()
     return 0
-
-
-def _start_servers_so() -> None:
-    """Servers of this `up` are started by this module; the router as ever."""
-    from disagg.cli import up
-
-    shipped = up.ChildSpec
-
-    def wrapped(name: str, argv: tuple[str, ...], log: Path) -> up.ChildSpec:
-        role = argv[argv.index("disagg.cli") + 1]
-        given = argv[argv.index(role) :]
-        return shipped(name, (*COMMAND, *given) if role in SERVERS else argv, log)
-
-    up.ChildSpec = wrapped
 
 
 if __name__ == "__main__":
