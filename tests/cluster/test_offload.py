@@ -25,7 +25,7 @@ def flags(model: Path, store: Path, prefill_tp: int, decode_tp: int) -> tuple[st
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "jamba"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gemma3_text", "jamba"])
 def test_second_turns_come_from_storage_at_any_tp_size(family: str, tmp_path: Path) -> None:
     model = make_tiny(family, tmp_path / family)
     draw = random.Random(family)

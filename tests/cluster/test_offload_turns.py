@@ -72,13 +72,10 @@ class Case:
 
 QUICK_SHAPE = Shape(conversations=4, turns=4, opening=0, first=(20, 70), said=(3, 25), outputs=20)
 LONG_SHAPE = Shape(conversations=16, turns=10, opening=0, first=(20, 300), said=(3, 80), outputs=24)
-QUICK = (Case("jamba", QUICK_SHAPE),)
 SHIPPED: dict[str, Any] = {"command": CLI, "kv_memory": "512MiB", "stride_tokens": 128}
 OPENING_SHAPE = replace(QUICK_SHAPE, opening=40, first=(8, 30))
-CUT_ANEW = pytest.mark.xfail(
-    reason="a page is stored again where a server that does not know it begins a span elsewhere"
-)
-SLOW = (
+CASES = (
+    Case("jamba", QUICK_SHAPE),
     Case("llama", OPENING_SHAPE),  # in other orders these prompts are cut into other spans
     Case("gemma3_text", QUICK_SHAPE, fields={"sliding_window": 64}),
     Case("llama", LONG_SHAPE),
@@ -196,23 +193,18 @@ def another_tenant(case: Case, cluster: Cluster, talks: list[Conversation], form
     return took_s
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", QUICK, ids=str)
-def test_turns_on_servers_that_never_saw_the_others_compute_what_is_new(case: Case, tmp_path: Path) -> None:
-    run(case, tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
-@pytest.mark.parametrize("case", SLOW, ids=str)
-def test_ten_turns_of_sixteen_conversations_compute_what_is_new(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_turns_on_servers_that_never_saw_the_others_compute_what_is_new(case: Case, tmp_path: Path) -> None:
     run(case, tmp_path)
 
 
 # ---- prompts that no decode server sees
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", ["gemma3_text"])
 def test_prompts_of_which_one_token_was_wanted_are_found_by_another_prefill_server(family: str, tmp_path: Path) -> None:
     case = Case(family, QUICK_SHAPE)

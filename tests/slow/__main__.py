@@ -35,7 +35,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "swapped-checkpoint": ("-m", "slow", "tests/cluster/test_swapped_checkpoint.py"),
     "tokenizer-files": ("-m", "slow", "tests/text"),
     "partition": ("tests/cluster/test_partition.py",),
-    "offload": ("-m", "slow", "tests/offload", "tests/cluster/test_offload_store.py"),
+    "offload": ("-m", "slow", "tests/offload", "tests/cluster/test_offload_store.py", "tests/cluster/test_offload.py"),
     "offload-parked": ("-m", "slow", "tests/cluster/test_offload_parked.py"),
     "offload-turns": ("-m", "slow", "tests/cluster/test_offload_turns.py"),
     "properties": (
