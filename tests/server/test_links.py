@@ -151,6 +151,7 @@ async def test_a_server_that_restarted_links_again_once_its_old_stream_is_broken
         old = Dialled(prefill, decode_hello("g1", "process-1"))
         await old.greeted()
         await old.close()
+        await asyncio.sleep(0.5)  # what it said last is heard: after a rival's first try it would be a sign of life
         async with asyncio.timeout(30):
             for attempt in range(1000):
                 new = Dialled(prefill, decode_hello(f"g2-{attempt}", "process-2", "two"))
