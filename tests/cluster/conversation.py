@@ -37,7 +37,7 @@ class Conversation:
 
 
 def converse(model_dir: Path, shape: Shape, seed: int, vocab: int) -> list[Conversation]:
-    """What `transformers` makes of them."""
+    """What `transformers` makes of them. No answer is a matter of rounding."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -46,12 +46,21 @@ def converse(model_dir: Path, shape: Shape, seed: int, vocab: int) -> list[Conve
     opening = tokens(shape.opening)
     talks = [Conversation() for _ in range(shape.conversations)]
     for turn in range(shape.turns):
-        for talk in talks:
-            before = [*talk.prompts[-1], *talk.answers[-1].outputs] if turn else opening
-            talk.prompts.append([*before, *tokens(rng.randint(*(shape.said if turn else shape.first)))])
-        answers = reference.generate(model_dir, [talk.prompts[-1] for talk in talks], shape.outputs)
-        for talk, answer in zip(talks, answers, strict=True):
-            talk.answers.append(answer)
+        left = talks
+        while left:  # where two tokens are equally right, who says the other one has another conversation
+            prompts = []
+            for talk in left:
+                before = [*talk.prompts[-1], *talk.answers[-1].outputs] if turn else opening
+                prompts.append([*before, *tokens(rng.randint(*(shape.said if turn else shape.first)))])
+            answers = reference.generate(model_dir, prompts, shape.outputs)
+            tied = []
+            for talk, prompt, answer in zip(left, prompts, answers, strict=True):
+                if any(answer.tied(step) for step in range(shape.outputs)):
+                    tied.append(talk)
+                else:
+                    talk.prompts.append(prompt)
+                    talk.answers.append(answer)
+            left = tied
     return talks
 
 

@@ -162,8 +162,7 @@ def one_turn(case: Case, cluster: Cluster, talks: list[Conversation], turn: int,
     started = time.monotonic()
     got = ask(cluster, prompts, case.shape.outputs, "one")
     took_s = time.monotonic() - started
-    _, ties = check(answers, [answer.token_ids[0] for answer in got], f"turn {turn + 1}")
-    assert not ties, "another answer would be another conversation"
+    check(answers, [answer.token_ids[0] for answer in got], f"turn {turn + 1}")
     if turn:
         before = [len(talk.prompts[turn - 1]) + case.shape.outputs - 1 for talk in talks]
         known = [formula.hit_tokens(tokens) for tokens in before]
