@@ -136,7 +136,7 @@ def test_damage_is_found_by_verify_is_a_miss_by_its_cause_and_changes_no_answer(
         def counted(before: dict[str, float] = before) -> dict[str, float]:
             return {cause: n - before.get(cause, 0) for cause, n in misses(cluster).items() if n > before.get(cause, 0)}
 
-        cluster.wait(counted, 30, f"a counted miss for {salt}")
+        cluster.wait(counted, 120, f"a counted miss for {salt}")
         assert set(counted()) == set(files.values()), f"{salt} counts {counted()}"
         assert heard.cached_tokens <= known[salt], f"{salt}: {heard.cached_tokens} tokens are cached"
     check_all_answered(cluster)
@@ -150,7 +150,7 @@ def test_damage_is_found_by_verify_is_a_miss_by_its_cause_and_changes_no_answer(
         told = disagg("cache", "verify", "--storage", url)[1]["damage"]
         return all(any(tenant_of(salt) in each["path"] for salt in others) for each in told)
 
-    cluster.wait(mended, 30, "all that is damaged to be stored again")
+    cluster.wait(mended, 180, "all that is damaged to be stored again")
     assert disagg("cache", "gc", "--storage", url)[0] == 0
     assert all(file.exists() for salt in others for file in damaged[salt])
     for salt in others:  # what it cannot mend, an operator removes: here with the tenant's whole folder

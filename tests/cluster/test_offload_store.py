@@ -143,6 +143,7 @@ def through(cluster: Cluster, s3: S3Server, talks: list[Talk], name: str, salt: 
     remember(cluster, talks[-1:], [f"after {salt}"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_store_that_fails_costs_no_answer_and_is_used_again_when_it_works(
     tmp_path: Path, talking_model: Path, talks: list[Talk]
