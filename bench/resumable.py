@@ -57,7 +57,7 @@ def second_turns(model: Path, run_dir: Path, tokens: int, conversations: int, po
         str(PAGE_TOKENS),
     )
     tiers = ("--offload", "on") if offload else ()
-    sets = ("offload.host_ratio=4", f"engine.max_model_len={tokens + 256}")
+    sets = ("offload.host_ratio=4", f"model.max_model_len={tokens + 256}")
     with Cluster(run_dir, *flags, *tiers, sets=sets) as cluster:
         talks = []
         for number in range(conversations):
