@@ -319,16 +319,12 @@ class OffloadManager:
     def _wanted(self, flow: Flow, g: int, stop: int, view: View) -> list[int] | None:
         """Positions of a group's pages that the span up to `stop` has, as far as they can be had. None: it cannot be made."""
 
-        stores = self._stores(flow)
-
         def there(position: int) -> bool:
             return self.host.find(g, flow.hashes[position]) is not None or view(g, position) is not None
 
         def kept(position: int) -> bool:
             key = g, flow.hashes[position]
-            if key in self._planned.keys:
-                return True
-            return key in self._stored_keys if stores else self.host.find(*key) is not None
+            return key in self._planned.keys or (key in self._stored_keys and self._stores(flow))
 
         return self._rules.wanted(g, range(flow.at, stop), flow.prompt_end, there, kept)
 
