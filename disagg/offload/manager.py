@@ -175,7 +175,7 @@ class OffloadManager:
                 self._out.append(Discard(op))
                 del self._uploading[op]
                 if span.to_storage:
-                    self._fail(span, span.start)
+                    self._fail(span)
                 else:
                     self._end(span, SpanState.ENDED)
                 continue
@@ -191,7 +191,10 @@ class OffloadManager:
         found = 0 if pages is None else min(pages, len(span.hashes))
         know(self._stored, span.hashes[:found])
         if found < len(span.hashes):
-            self._fail(span, span.start + found)
+            if found and self._storing:
+                self._go_on_from(span, found)
+            else:
+                self._fail(span)
             return self._take()
         know(self._stored_keys, span.keys)
         self.tally["stored"] += sum(map(len, span.placed))
@@ -283,7 +286,8 @@ class OffloadManager:
         ready: list[dict[int, int]] = []
         copies: list[list[GpuPage]] = []
         for g in self._groups:
-            if stores and self._on_its_way_to_the_host(flow, g, stop):
+            positions = {*range(flow.at, stop), *self._rules.needed(g, stop)}
+            if stores and self._planned.only_to_host((g, flow.hashes[position]) for position in positions):
                 return False
             wanted = self._wanted(flow, g, stop, view)
             if wanted is None:
@@ -328,12 +332,6 @@ class OffloadManager:
 
         return self._rules.wanted(g, range(flow.at, stop), flow.prompt_end, there, kept)
 
-    def _on_its_way_to_the_host(self, flow: Flow, g: int, stop: int) -> bool:
-        """And no further: a page that the span up to `stop` may need, which is in one that is not stored."""
-        positions = {*range(flow.at, stop), *self._rules.needed(g, stop)}
-        spans = (self._planned.keys.get((g, flow.hashes[position])) for position in positions)
-        return any(span is not None and not span.to_storage for span in spans)
-
     def _begin_span(self, flow: Flow, span: Span) -> None:
         span.to_storage = self._stores(flow)
         self._planned.add(span)
@@ -377,20 +375,26 @@ class OffloadManager:
             span.state = SpanState.PUBLISHING
             self._out.append(Publish(span.upload))
 
-    def _fail(self, span: Span, at: int) -> None:
-        """The span's pages from `at` on are not stored; what goes on from them will not be, either."""
+    def _fail(self, span: Span) -> None:
+        """It is not stored; what goes on from it will not be, either."""
         self.tally["failed"] += 1
-        lost = span.hashes[at - span.start]
         for flow in (*self._flows.values(), *self._lingering):
-            if flow.at > at and flow.hashes[at] == lost:
-                flow.go_back(at)
+            if flow.at > span.start and flow.hashes[span.start] == span.hashes[0]:
+                flow.go_back(span.start)
         self._end(span, SpanState.ENDED)
         for child in span.children:
-            if child.parent is span and child.start <= at:
-                child.parent = None
-                self._publish(child)
-            else:
-                self._doom(child)
+            self._doom(child)
+
+    def _go_on_from(self, span: Span, found: int) -> None:
+        """What follows somebody else's span is on the host: the sequence may have ended, and nobody else come by for it."""
+        self._planned.remove(span)
+        left, others = span.goes_on_from(found, self._rules)
+        self._planned.add(span)
+        self.host.release(left)
+        self._version += 1
+        self._on_host(span)
+        for child in others:
+            self._publish(child)
 
     def _doom(self, first: Span) -> None:
         """A span whose parent failed, and all that go on from it, go no further than to the host."""

@@ -7,7 +7,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from disagg.messages.layout import GroupKind
+from disagg.offload.host import Placed
 from disagg.offload.instructions import GpuPage, Upload, UploadShare
+from disagg.offload.rules import OffloadRules
 
 Key = tuple[int, bytes]  # (group, hash)
 K = TypeVar("K", Key, bytes)
@@ -54,7 +57,7 @@ class Span:
         return ((g, self.names[g, position][0]) for g, pages in enumerate(self.placed) for position in pages)
 
     @property
-    def held(self) -> list[tuple[int, int, int]]:
+    def held(self) -> list[Placed]:
         """Group, position and page of the host, of each that it has."""
         return [(g, position, page) for g, pages in enumerate(self.placed) for position, page in pages.items()]
 
@@ -62,6 +65,28 @@ class Span:
         """A sequence has it as a part."""
         flow.open += 1
         self.followers.append(flow)
+
+    def goes_on_from(self, found: int, rules: OffloadRules) -> tuple[list[Placed], list[Span]]:
+        """Somebody else's span has its first so many pages: it is what follows them. Returns the pages that it lets go of, and
+        the spans that went on from those.
+        """
+        at, first = self.start + found, self.start - len(self.before)
+        names = (*self.before, *self.hashes)
+        full = [group.kind is GroupKind.FULL for group in rules.layout.groups]
+        left = [
+            (g, position, page)
+            for g, position, page in self.held
+            if position < at and (full[g] or position not in rules.needed(g, self.stop))
+        ]
+        for g, position, _ in left:
+            del self.placed[g][position]
+        self.start, self.parent, self.parent_hash, self.hashes = at, None, self.hashes[found - 1], self.hashes[found:]
+        self.before = names[min([at, *(min(pages) for pages in self.placed if pages)]) - first : at - first]
+        others = [child for child in self.children if child.start <= at]
+        self.children = [child for child in self.children if child.start > at]
+        for child in others:
+            child.parent = None
+        return left, others
 
     def as_upload(self) -> Upload:
         shares = tuple(
@@ -89,6 +114,11 @@ class Planned:
             if self.hashes.get(page_hash) is span:
                 del self.hashes[page_hash]
 
+    def only_to_host(self, keys: Iterable[Key]) -> bool:
+        """One of these pages is in a span that is not stored."""
+        spans = map(self.keys.get, keys)
+        return any(span is not None and not span.to_storage for span in spans)
+
 
 class Flow:
     """What is known of one sequence. at: pages that are stored, or in a span. next: pages from which there is more to do."""
@@ -108,7 +138,7 @@ class Flow:
         self.ended = False
         # Without storage a sequence holds on the host what it has there, and lets go of all of it at its end: so nothing is
         # evicted before what goes on from it. open: spans that it has to wait for then.
-        self.kept: list[tuple[int, int, int]] = []
+        self.kept: list[Placed] = []
         self.open = 0
         self.gone = False
         self.pinned: dict[tuple[int, int], int] = {}  # of one that has ended: what waits for room on the host

@@ -289,6 +289,20 @@ def test_what_somebody_else_stored_first_counts_and_the_rest_is_stored_from_the_
 
 
 @named
+def test_what_goes_on_from_somebody_elses_span_is_stored_though_the_sequence_has_ended() -> None:
+    """A turn of a conversation: another server has stored the one before, whose end was no end of a stride."""
+    world = new_world("full", ranks=1, stride_tokens=8)
+    run(world, "a", 12, 3)
+    world.other_server("a", 3)
+    world.finish("a")
+    world.settle()
+    assert world.seen["conflict"] == 1
+    assert spans(world) == [(0, 4), (4, 6), (6, 7), (3, 4)] and len(world.copies) == 3
+    assert set(world.stored.values()) == {1}
+    world.check_end()
+
+
+@named
 def test_a_store_that_comes_back_gets_what_is_on_the_host() -> None:
     world = new_world("full", ranks=1, stride_tokens=4)
     world.set_store(False)
