@@ -61,7 +61,7 @@ OF_MANAGER = (
         "OffloadManager.published",
         replaced("min(pages, len(span.hashes))", "len(span.hashes)"),
     ),
-    Mutation("what failed is not tried again", "OffloadManager._fail", replaced("flow.go_back(at)", "pass")),
+    Mutation("what failed is not tried again", "OffloadManager._fail", replaced("flow.go_back(span.start)", "pass")),
     Mutation("what was stored is stored again", "OffloadManager._skip", replaced("page_hash in self._stored", "False")),
     Mutation(
         "what is under way is made again",
@@ -76,13 +76,13 @@ OF_MANAGER = (
     Mutation("what is kept on the host only is stored", "OffloadManager._stores", replaced(" and flow.to_storage", "")),
     Mutation(
         "a page that goes to the host only counts as stored",
-        "OffloadManager._on_its_way_to_the_host",
-        replaced("not span.to_storage", "False"),
+        "OffloadManager._make_span",
+        replaced("stores and self._planned.only_to_host", "False and self._planned.only_to_host"),
     ),
     Mutation(
         "pages of windows are stored again by every span",
         "OffloadManager._wanted",
-        replaced("return key in self._stored_keys if stores else self.host.find(*key) is not None", "return False"),
+        replaced("key in self._planned.keys or (key in self._stored_keys and self._stores(flow))", "False"),
     ),
     Mutation("the host's pages stay held", "OffloadManager._end", replaced("self.host.release(placed)", "pass")),
     Mutation(
