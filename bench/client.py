@@ -136,7 +136,12 @@ class Bench:
         )
 
     def burst(self, count: int, tokens: int) -> str:
+        before = self._cluster.metrics("prefill-0")
         streams = self._at_once(count, tokens, 2)
+        after = self._cluster.metrics("prefill-0")
+        steps, step_s = (
+            after[name] - before[name] for name in ("disagg_step_seconds_count", "disagg_step_seconds_sum")
+        )
         taken_s = max(stream.first_s for stream in streams) - min(stream.arrived_s for stream in streams)
         work = self._prefill(count, tokens)
         floor_s, burst_s = (
@@ -144,7 +149,8 @@ class Bench:
         )
         return (
             f"{count} of {tokens} tokens at once: last first token after {taken_s * 1e3:.0f} ms; floor {floor_s * 1e3:.0f} "
-            f"= {floor_s / taken_s:.2f} of a sustained product, {burst_s / taken_s:.2f} of a burst"
+            f"= {floor_s / taken_s:.2f} of a sustained product, {burst_s / taken_s:.2f} of a burst; "
+            f"{steps:.0f} steps of prefill took {step_s * 1e3:.0f} ms"
         )
 
     def decode(self, count: int) -> str:

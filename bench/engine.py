@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from disagg.models.fused.passes import FUSIONS
 from disagg.models.layers import lay_out
 from disagg.models.loader import LoadedModel
 from disagg.models.model import PagedModel
-from disagg.models.pool import AttentionPages
+from disagg.models.pool import AttentionPages, Pool
 from disagg.models.ranks import Ranks
 from disagg.types.sampling import SamplingParams
 from disagg.worker.executor import Executor
@@ -47,7 +48,7 @@ DECODES = (
     (32, 8192),
     (1, 32768),
 )  # (sequences, tokens of each)
-PREFILLS = ((2048, 8192), (8192, 8192), (32768, 8192), (8192, 512))  # (tokens, of one chunk)
+PREFILLS = ((2048, 8192), (8192, 8192), (32768, 8192), (2048, 512), (8192, 512), (32768, 512))  # (tokens, of one chunk)
 PROFILED = 5  # replays
 STEPS = 24  # of one measurement, after as many to warm up
 MAX_LEN = 33 * 1024
@@ -129,6 +130,10 @@ class Bench:
         self._plan_no = self._seq_id = 0
         self._rng = random.Random(0)
 
+    @property
+    def pool(self) -> Pool:
+        return self._executor.pool
+
     def _plan(self, **fields: object) -> WorkerPlan:
         self._plan_no += 1
         return WorkerPlan(self._plan_no - 1, **fields)
@@ -205,9 +210,10 @@ class Bench:
         self._run([self._plan(ends=tuple(start.seq_id for start in starts))])
         return found
 
-    def prefill(self, tokens: int, chunk: int) -> float:
-        """Seconds of one prompt, the second of two."""
-        for _ in range(2):
+    def prefill(self, tokens: int, chunk: int, rounds: int = 3) -> float:
+        """Seconds of one prompt, the median of some behind a first one."""
+        taken = []
+        for _ in range(1 + rounds):
             (start,) = self._starts(1, tokens, 0, 1)
             torch.cuda.synchronize()
             plans = [
@@ -217,9 +223,37 @@ class Bench:
                 )
                 for done in range(0, tokens, chunk)
             ]
-            taken_s = self._run(plans)
+            taken.append(self._run(plans))
             self._run([self._plan(ends=(start.seq_id,))])
-        return taken_s
+        return statistics.median(taken[1:])
+
+    def prefill_kernels(self, tokens: int, chunk: int) -> list[str]:
+        """Lines of what a prompt launches, as `kernels` has them, with how long the GPU was busy and the host launched."""
+        (start,) = self._starts(1, tokens, 0, 1)
+        runs = [
+            Run(start.seq_id, min(chunk, tokens - done), done + chunk >= tokens) for done in range(0, tokens, chunk)
+        ]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            started_s = time.perf_counter()
+            launched = [
+                self._executor.launch(self._plan(starts=() if index else (start,), runs=(run,)))
+                for index, run in enumerate(runs)
+            ]
+            host_s = time.perf_counter() - started_s
+            for each in launched:
+                self._executor.collect(each)
+            torch.cuda.synchronize()
+        self._run([self._plan(ends=(start.seq_id,))])
+        found = [(event.device_time_total, event.count, event.key) for event in profile.key_averages()]
+        busy_us = sum(total_us for total_us, _, _ in found)
+        return [
+            f"{tokens} tokens in chunks of {chunk}: the GPU busy for {busy_us / 1e3:.1f} ms, launched in {host_s * 1e3:.1f} ms",
+            *(
+                f"{total_us:10.1f} us {launches:6.0f} x {total_us / launches:8.2f}  {name[:90]}"
+                for total_us, launches, name in sorted(found, reverse=True)[:14]
+                if total_us
+            ),
+        ]
 
 
 def main() -> int:
@@ -294,6 +328,8 @@ def measure(computation: Computation, arguments: argparse.Namespace, ceilings: C
         print("prefill     chunk   prompt ms    floor ms (burst)   (sustained)    of burst   of sustained", flush=True)
         for tokens, chunk in PREFILLS:
             print(prefill_row(bench, tokens, chunk, ceilings), flush=True)
+            if arguments.kernels:
+                print(*bench.prefill_kernels(tokens, chunk), sep="\n", flush=True)
 
 
 def decode_row(bench: Bench, count: int, tokens: int, ceilings: Ceilings) -> str:

@@ -22,7 +22,8 @@ from bench.memory_models import PAGE_TOKENS, BenchModel
 from bench.memory_trace import BenchRequest, text_of
 from disagg.memory.spans import PLANS_IN_FLIGHT
 from disagg.scheduler.admission import common_pages, should_wait
-from disagg.scheduler.policies import Candidate, Phase, decode_only, prefill_only
+from disagg.scheduler.budget import of_tokens
+from disagg.scheduler.policies import Candidate, Phase, StepState, decodes_first, prefill_only
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -186,7 +187,9 @@ class DecodeEngine:
     def _step(self) -> None:
         out = self.outcome
         candidates = tuple(Candidate(number, Phase.DECODE, remaining=1, most=1) for number in range(len(self._running)))
-        sequences = [self._running[run.seq_id] for run in decode_only(candidates, self._max_running).runs]
+        sequences = [
+            self._running[run.seq_id] for run in decodes_first(candidates, StepState(of_tokens(self._max_running))).runs
+        ]
         scheduled = [sequence for sequence in sequences if sequence in self._running and self._grow(sequence)]
         scheduled = [sequence for sequence in scheduled if sequence in self._running]
         out.batches.append(len(scheduled))
@@ -301,7 +304,7 @@ class PrefillEngine:
             for number, s in enumerate(unplanned)
         )
         plan = []
-        runs = prefill_only(candidates, self._chunk).runs
+        runs = prefill_only(candidates, StepState(of_tokens(self._chunk))).runs
         for run in runs:
             sequence = unplanned[run.seq_id]
             stop = sequence.scheduled + run.num_tokens

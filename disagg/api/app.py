@@ -32,7 +32,7 @@ from disagg.api.crowd import Bounds, Crowd, HttpMetrics
 from disagg.api.errors import INTERNAL, BadField, BodyTooLarge, Fault, UnreadableBody, fault_of, fault_of_http
 from disagg.api.ports import ChatTemplatePort, RouterPort, ServedModel
 from disagg.router.budget import Held
-from disagg.router.tenants import tenant_of
+from disagg.router.tenants import TENANT_HEADER, tenant_of
 from disagg.telemetry.listening import cannot_listen, no_such_host
 from disagg.types.errors import DisaggError, UnknownModel
 from disagg.types.plain import quoted
@@ -249,7 +249,7 @@ def _client_request_id(request: Request) -> str:
 def _tenant(request: Request) -> str:
     address = request.client.host if request.client is not None else ""
     credentials = next((request.headers[name] for name in CREDENTIALS if name in request.headers), "")
-    return tenant_of(address, credentials)
+    return tenant_of(address, credentials, name=request.headers.get(TENANT_HEADER, ""))
 
 
 # ---- errors

@@ -102,6 +102,7 @@ class _Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: TokenIds = ()
     cache_salt: str = ""
+    priority: Int32 = 0
     return_token_ids: bool = False
 
 
@@ -246,6 +247,7 @@ def _call(
             params=params,
             seed=seed,
             cache_salt=body.cache_salt,
+            priority=body.priority,
             tenant=tenant,
             prompt_name="prompt" if len(prompts) == 1 else f"prompt[{at}]",
             client_request_id=client_request_id,

@@ -18,7 +18,7 @@ from disagg.config.load import load_config
 from disagg.config.sizes import format_size, show_bytes
 from disagg.config.tree import Config
 from disagg.offload.options import is_secret
-from disagg.types.errors import ConfigError, Unavailable
+from disagg.types.errors import ConfigError, Unavailable, first_of
 
 if TYPE_CHECKING:
     from disagg.offload.store import ObjectStore
@@ -138,10 +138,8 @@ def _with_store(config: Config, work: Callable[[ObjectStore], Awaitable[T]]) -> 
     try:
         return asyncio.run(run())
     except* StoreError as errors:
-        first: BaseException = errors
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise Unavailable(f"the store at {config.storage.url} did not do what it was asked: {first}") from None
+        why = first_of(errors)
+        raise Unavailable(f"the store at {config.storage.url} did not do what it was asked: {why}") from None
 
 
 def _row(each: StoredSpan) -> dict[str, object]:

@@ -16,6 +16,7 @@ from disagg.cli.cache_commands import cache
 from disagg.cli.flags import Command, config_options, given_settings, overrides_of, size_of
 from disagg.cli.group import CommandGroup
 from disagg.cli.interrupts import end_at_ctrl_c, raise_at_ctrl_c
+from disagg.cli.load_commands import bench_serve, report
 from disagg.cli.up_settings import up_settings
 
 DEFAULT_HTTP = "http://127.0.0.1:8000"
@@ -97,10 +98,12 @@ def _host_port(ctx: click.Context, param: click.Parameter, value: str) -> str:
 
 @cli.command()
 @up_settings
-@click.option("--prefill", default=1, show_default=True, type=click.IntRange(1, 64), help="Prefill servers.")
-@click.option("--decode", default=1, show_default=True, type=click.IntRange(1, 64), help="Decode servers.")
+@click.option("--prefill", default=1, show_default=True, type=click.IntRange(0, 64), help="Prefill servers.")
+@click.option("--decode", default=1, show_default=True, type=click.IntRange(0, 64), help="Decode servers.")
+@click.option("--mixed", default=0, show_default=True, type=click.IntRange(0, 64), help="Servers that do both.")
 @click.option("--prefill-tp", type=click.IntRange(1, 64), help="Ranks per prefill server.  [default: 1]")
 @click.option("--decode-tp", type=click.IntRange(1, 64), help="Ranks per decode server.  [default: 1]")
+@click.option("--mixed-tp", type=click.IntRange(1, 64), help="Ranks per mixed server.  [default: 1]")
 @click.option(
     "--run-dir",
     default=RUN_DIR,
@@ -126,8 +129,10 @@ def up(file: Path | None, sets: tuple[str, ...], run_dir: Path, parent_pid: int 
     options = UpOptions(
         num_prefill=sizes["prefill"],
         num_decode=sizes["decode"],
+        num_mixed=sizes["mixed"],
         prefill_tp=sizes["prefill_tp"],
         decode_tp=sizes["decode_tp"],
+        mixed_tp=sizes["mixed_tp"],
         run_parent=home_expanded(run_dir, "--run-dir"),
     )
     sys.exit(run_up(options, file, {**overrides_of(sets), **given_settings()}))
@@ -227,7 +232,7 @@ def debug_dump(base_url: str) -> None:
 
 @cli.group()
 def bench() -> None:
-    """Measure parts of the system on this machine."""
+    """Measure an endpoint, or parts of the system on this machine."""
 
 
 @bench.command("transfer")
@@ -322,6 +327,10 @@ def bench_transfer(**options: Any) -> None:
     sys.exit(run_transfer_bench(TransferOptions(**options), note))
 
 
+bench.add_command(bench_serve)
+cli.add_command(report)
+
+
 @cli.group()
 def model() -> None:
     """Models in Hugging Face format, converted where need be."""
@@ -404,3 +413,4 @@ def _role_command(role: str, what: str) -> None:
 _role_command("router", "router")
 _role_command("prefill", "prefill server")
 _role_command("decode", "decode server")
+_role_command("mixed", "mixed server, for both phases of whole requests")

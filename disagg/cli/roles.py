@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
 
 from msgspec.structs import replace
 
-from disagg.config.check import check_descriptors, connections_allowed, warnings_of
+from disagg.config.check import check_descriptors, check_role, connections_allowed, warnings_of
 from disagg.config.load import load_config
-from disagg.config.tree import Config
+from disagg.config.tree import Config, ProcessRole
 from disagg.router.names import drawn_name
 from disagg.telemetry.logs import configure_logging, log_uncaught_exceptions
 from disagg.telemetry.memory import few_arenas
@@ -24,13 +23,15 @@ from disagg.telemetry.process import (
 )
 from disagg.telemetry.stacks import dump_stacks_on_signal
 
-Role = Literal["router", "prefill", "decode"]
-
 log = logging.getLogger(__name__)
 
 
 def run_role(
-    role: Role, file: Path | None, overrides: Mapping[str, object], heartbeat_fd: int | None, parent_pid: int | None
+    role: ProcessRole,
+    file: Path | None,
+    overrides: Mapping[str, object],
+    heartbeat_fd: int | None,
+    parent_pid: int | None,
 ) -> int:
     """Runs until the process is told to end; returns its exit code. Raises ConfigError.
 
@@ -42,6 +43,7 @@ def run_role(
     heartbeat = no_heartbeat if heartbeat_fd is None else heartbeat_to(heartbeat_fd)
     never_wait_for_readers()
     config = load_config(file, overrides)
+    check_role(config, role)
     if role == "router" and not config.router.name:
         config = replace(config, router=replace(config.router, name=drawn_name()))
     name = config.router.name if role == "router" else config.server.name or role
@@ -57,15 +59,21 @@ def run_role(
     return _run(role, config, heartbeat)
 
 
-def _run(role: Role, config: Config, heartbeat: Callable[[], None]) -> int:
+def _run(role: ProcessRole, config: Config, heartbeat: Callable[[], None]) -> int:
     if role == "router":
         from disagg.cli.router_process import run as run_router
 
         return run_router(config, heartbeat)
+    from disagg.server.run import run_server
+
     if role == "prefill":
-        from disagg.prefill_server.main import run as run_prefill
+        from disagg.prefill_server.role import PREFILL
 
-        return int(run_prefill(config, heartbeat))
-    from disagg.decode_server.main import run as run_decode
+        return int(run_server(config, PREFILL, heartbeat))
+    if role == "mixed":
+        from disagg.mixed_server.role import MIXED
 
-    return int(run_decode(config, heartbeat))
+        return int(run_server(config, MIXED, heartbeat))
+    from disagg.decode_server.role import DECODE
+
+    return int(run_server(config, DECODE, heartbeat))

@@ -44,8 +44,12 @@ def show_status(base_url: str, as_json: bool, memory: bool = False) -> None:
 
 def print_pools(console: Console, status: Mapping[str, Any]) -> None:
     """status: of /status."""
-    for role in ("prefill", "decode"):
-        console.print(pool_table(role, [each for each in status.get("servers", []) if each.get("role") == role]))
+    pools = {
+        role: [s for s in status.get("servers", []) if s.get("role") == role] for role in ("prefill", "decode", "mixed")
+    }
+    for role, servers in pools.items():
+        if servers or (role != "mixed" and not pools["mixed"]):
+            console.print(pool_table(role, servers))
     for server in status.get("servers", []):
         if reason := server.get("reason"):
             console.print(f"{server.get('name')}: {reason}", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`disagg up`: one router and N + M servers on this machine, as children that are watched and started again.
+"""`disagg up`: one router and its servers on this machine, as children that are watched and started again.
 
 Decides names, ports and files; what happens to children is decided in `supervise` and done in `children`.
 """
@@ -24,8 +24,9 @@ from disagg.cli.placement import Placement, describe, place
 from disagg.cli.rundir import cannot_write, make_run_dir, pick_ports, prune_run_dirs, require_free
 from disagg.cli.supervise import Limits
 from disagg.cli.terminal import StageProgress, UnblockedStream, note, problem, result, unblock_streams
+from disagg.config.check import check_role, without_mixed_only
 from disagg.config.load import child_environ, dump_config, load_config
-from disagg.config.tree import Config, LogConfig, ServerRef
+from disagg.config.tree import Config, LogConfig, ServerRef, ServerRole
 from disagg.messages.heads import SliceError, check_heads
 from disagg.offload.options import storage_target
 from disagg.router.names import drawn_name
@@ -34,6 +35,7 @@ from disagg.telemetry.line_writer import LineWriter, Target
 from disagg.telemetry.logs import notice_of
 from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.process import raise_descriptor_limit
+from disagg.telemetry.record_files import require_pyarrow
 from disagg.types.errors import ConfigError
 from disagg.types.plain import one_line
 from disagg.types.small_files import home_expanded
@@ -52,9 +54,20 @@ class UpOptions(Struct, frozen=True, kw_only=True):
 
     num_prefill: int
     num_decode: int
+    num_mixed: int = 0
     prefill_tp: int | None = None  # None: server.tp
     decode_tp: int | None = None
+    mixed_tp: int | None = None
     run_parent: Path = Path()
+
+    @property
+    def pools(self) -> tuple[tuple[ServerRole, int, int | None], ...]:
+        """Role, servers and their ranks."""
+        return (
+            ("prefill", self.num_prefill, self.prefill_tp),
+            ("decode", self.num_decode, self.decode_tp),
+            ("mixed", self.num_mixed, self.mixed_tp),
+        )
 
 
 class Plan(Struct, frozen=True):
@@ -75,11 +88,16 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
     base = load_config(file, overrides)
     if base.offload.enabled and base.storage.url:
         storage_target(base.storage.url, base.storage.options)  # refused here rather than by every child
+    if base.record.dir:
+        require_pyarrow()
     router = base.router
     require_free(router.host, router.http_port, "router.http_port", "--http-port")
     require_free(router.host, router.grpc_port, "router.grpc_port", "--grpc-port")
     model_dir = _convert(base)
     plans = plan_cluster(base, options)
+    for role, number, tp in options.pools:
+        if tp is not None and not number:
+            note(f"--{role}-tp {tp} is of no use: there are no {role} servers")
     _check_heads(model_dir, plans[1:])
     if choose_device(base.model.device) == "cuda":
         tps = {plan.name: plan.config.server.tp for plan in plans[1:]}
@@ -115,14 +133,22 @@ def keep_copy(streams: Sequence[UnblockedStream], file: Target) -> None:
 
 def plan_cluster(base: Config, options: UpOptions) -> tuple[Plan, ...]:
     """The router and its servers, with ports that stay theirs over restarts. The router comes first."""
+    if not options.num_mixed and not (options.num_prefill and options.num_decode):
+        raise ConfigError(
+            f"--prefill {options.num_prefill} --decode {options.num_decode} --mixed 0: no request could be answered; there "
+            "must be servers of both roles, or mixed ones"
+        )
+    if not options.num_mixed:
+        check_role(base, "prefill")
     fixed = [port for port in (base.router.http_port, base.router.grpc_port) if port]
-    pools = (("prefill", options.num_prefill, options.prefill_tp), ("decode", options.num_decode, options.decode_tp))
-    tps = {f"{role}-{index}": tp or base.server.tp for role, number, tp in pools for index in range(number)}
+    tps = {
+        (role, f"{role}-{index}"): tp or base.server.tp for role, number, tp in options.pools for index in range(number)
+    }
     ports = pick_ports(SERVER_HOST, 2 * len(tps) + 2 - len(fixed), taken=fixed)
     http_port = base.router.http_port or ports.pop()
     grpc_port = base.router.grpc_port or ports.pop()
-    servers = []
-    for name, tp in tps.items():
+    servers, refs = [], []
+    for (role, name), tp in tps.items():
         own = replace(
             base.server,
             name=name,
@@ -132,13 +158,12 @@ def plan_cluster(base: Config, options: UpOptions) -> tuple[Plan, ...]:
             port=ports.pop(),
             metrics_port=ports.pop(),
         )
-        servers.append(Plan(name, name.partition("-")[0], replace(base, server=own)))
-    refs = tuple(
-        ServerRef(name=plan.name, role="prefill" if plan.role == "prefill" else "decode", address=_address(plan))
-        for plan in servers
-    )
+        engine = base.engine if role == "mixed" else without_mixed_only(base.engine)
+        plan = Plan(name, role, replace(base, server=own, engine=engine))
+        servers.append(plan)
+        refs.append(ServerRef(name=name, role=role, address=_address(plan)))
     name = base.router.name or drawn_name()  # its own for as long as `up` runs: a router that is started again keeps it
-    router = replace(base.router, name=name, http_port=http_port, grpc_port=grpc_port, servers=refs)
+    router = replace(base.router, name=name, http_port=http_port, grpc_port=grpc_port, servers=tuple(refs))
     return Plan("router", "router", replace(base, router=router)), *servers
 
 

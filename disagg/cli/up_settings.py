@@ -29,6 +29,12 @@ FLAGS = (
         help="Token budget of one prefill step.  [default: 256]",
     ),
     setting(
+        "--policy",
+        "engine.policy",
+        type=click.Choice(["sarathi", "vllm", "simple_chunking", "orca", "faster_transformer"]),
+        help="What a step of mixed servers computes.  [default: sarathi]",
+    ),
+    setting(
         "--kv-memory",
         "engine.kv_memory_bytes",
         metavar="SIZE",
@@ -59,6 +65,12 @@ FLAGS = (
         "storage.url",
         metavar="URL",
         help="Where KV is stored, with --offload on: file:///directory, s3://bucket/folder, gs:// or az://.  [default: nowhere]",
+    ),
+    setting(
+        "--record",
+        "record.dir",
+        metavar="DIR",
+        help="Where servers record each step and request, for `disagg report DIR`.  [default: nowhere]",
     ),
     setting("--host", "router.host", metavar="HOST", help="Where the router listens.  [default: 127.0.0.1]"),
     setting(

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from disagg.config.sizes import format_size, show_bytes
 from disagg.config.staging import PAGE_BYTES, Device, size_staging
-from disagg.config.tree import Config, TransferConfig
+from disagg.config.tree import Config, EngineConfig, ProcessRole, ServerRole, TransferConfig
 from disagg.types.errors import ConfigError
 from disagg.types.plain import quoted
 
+WHOLE_PROMPTS = ("vllm", "orca", "faster_transformer")
 LEAST_KV_BYTES = 1 << 14
 MAX_NAME_CHARS = 128
 MODEL_NAME_SIGNS = "._-/:@+="  # beside letters and digits
@@ -74,6 +75,30 @@ def _check_times(config: Config) -> None:
             raise ConfigError(f"{each.path} = {value:g}: it must be at least {each.least_s:g}: {each.why}")
 
 
+# Settings that only a mixed server can have otherwise than by default, and why.
+MIXED_ONLY = {
+    "policy": "what the steps of other servers compute is their role's to say",
+    "prefill_delay_passes": "prompts wait for steps of sequences that decode, and others have no steps of both",
+    "prefill_delay_low_usage": "prompts wait for steps of sequences that decode, and others have no steps of both",
+}
+
+
+def check_role(config: Config, role: ProcessRole) -> None:
+    """Raises ConfigError for settings that servers of this role cannot have."""
+    if role in ("router", "mixed"):
+        return
+    for name, why in MIXED_ONLY.items():
+        value = getattr(config.engine, name)
+        if value != getattr(EngineConfig(), name):
+            said = quoted(value) if isinstance(value, str) else f"{value:g}"
+            raise ConfigError(f"engine.{name} = {said}: only a mixed server can have that: {why}")
+
+
+def without_mixed_only(engine: EngineConfig) -> EngineConfig:
+    """The same for servers of other roles."""
+    return replace(engine, **{name: getattr(EngineConfig(), name) for name in MIXED_ONLY})
+
+
 def warnings_of(config: Config) -> tuple[str, ...]:
     """Sentences for the log of the process that starts with this configuration."""
     found = []
@@ -104,7 +129,7 @@ def warnings_of(config: Config) -> tuple[str, ...]:
     return tuple(found)
 
 
-def descriptors_needed(config: Config, role: Literal["router", "prefill", "decode"]) -> tuple[int, int]:
+def descriptors_needed(config: Config, role: ProcessRole) -> tuple[int, int]:
     """(with fewer open files the process cannot work at all, with fewer it may refuse what its other limits allow)."""
     if role == "router":
         router = config.router
@@ -115,7 +140,7 @@ def descriptors_needed(config: Config, role: Literal["router", "prefill", "decod
     return least, least + PEERS * (DESCRIPTORS_PER_SERVER + config.server.tp)
 
 
-def check_descriptors(config: Config, role: Literal["router", "prefill", "decode"], limit: int) -> str:
+def check_descriptors(config: Config, role: ProcessRole, limit: int) -> str:
     """limit: open files that this process may have. A warning, or nothing. Raises ConfigError if it cannot work so."""
     least, wanted = descriptors_needed(config, role)
     said = f"this process may have {limit} files open (the hard limit, `ulimit -Hn`)"
@@ -127,7 +152,7 @@ def check_descriptors(config: Config, role: Literal["router", "prefill", "decode
     return f"{said}; with {why} it may need {wanted}; beyond its limit it refuses connections; raise the limit"
 
 
-def connections_allowed(config: Config, role: Literal["router", "prefill", "decode"], limit: int) -> int:
+def connections_allowed(config: Config, role: ProcessRole, limit: int) -> int:
     """How many connections each of its two ports may accept at most, so that what comes from outside leaves the process
     the files that it needs for itself: for its workers, whose sockets end it when there is no descriptor for them, for what
     it dials, and for its other port."""
@@ -168,6 +193,11 @@ def _check_engine(config: Config) -> None:
         raise ConfigError(
             f"engine.kv_memory_bytes = {format_size(engine.kv_memory_bytes)}: it must be at least "
             f"{format_size(LEAST_KV_BYTES)}, or 0 to let the server decide"
+        )
+    if engine.target_step_ms and engine.policy in WHOLE_PROMPTS:
+        raise ConfigError(
+            f"engine.target_step_ms = {engine.target_step_ms:g}: engine.policy = {quoted(engine.policy)} computes prompts in one "
+            "step, however long that takes; only policies that cut prompts into chunks can keep steps to a time"
         )
     if engine.checkpoint_tokens % engine.page_tokens:
         raise ConfigError(
@@ -221,15 +251,14 @@ def check_staging(transfer: TransferConfig, device: Device) -> None:
         )
 
 
-def check_memory(
-    config: Config, transfer: TransferConfig, role: Literal["prefill", "decode"], machine_bytes: int
-) -> None:
+def check_memory(config: Config, transfer: TransferConfig, role: ServerRole, machine_bytes: int) -> None:
     """transfer: from size_staging. machine_bytes: 0 where that is not known. Raises ConfigError where workers on the CPU would
     need more than the machine has, whoever else runs there.
     """
+    staging, what = 0, "no staging"
     if role == "decode":
         staging, what = transfer.arena_bytes, "transfer.arena_bytes"
-    else:
+    elif role == "prefill":
         staging = transfer.gather_bytes * transfer.gather_buffers
         what = "transfer.gather_bytes x transfer.gather_buffers"
     needed = config.server.tp * (config.engine.kv_memory_bytes + staging)

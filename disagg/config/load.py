@@ -236,7 +236,7 @@ def _allowed(path: str, kind: inspect.Type) -> str:
     if isinstance(kind, inspect.BoolType):
         return SWITCH_ALLOWED
     if isinstance(kind, inspect.LiteralType):
-        return "one of " + ", ".join(str(each) for each in kind.values)
+        return "one of " + ", ".join(str(each) or '""' for each in kind.values)
     if isinstance(kind, inspect.VarTupleType):
         if isinstance(kind.item_type, inspect.StructType):
             return "a list of tables with " + ", ".join(each.name for each in kind.item_type.fields)

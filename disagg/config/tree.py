@@ -19,6 +19,9 @@ Seconds = Annotated[float, Meta(gt=0)]
 
 Fusion = Literal["norm", "residual", "gate_up", "qkv", "few_rows"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+ServerRole = Literal["prefill", "decode", "mixed"]
+ProcessRole = Literal["router", "prefill", "decode", "mixed"]
+MixedPolicy = Literal["", "sarathi", "vllm", "simple_chunking", "orca", "faster_transformer"]
 
 
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -70,6 +73,14 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     lookahead_tokens: NonNegativeInt = 512  # for which all that decodes must be able to go on for more to begin
     preempt_after_s: Seconds = 2.0  # one that gave way waits this long before younger ones give way to it
     preemption: Literal["latest", "fewest_tokens"] = "latest"  # who gives way when pages run out
+    policy: MixedPolicy = ""  # what a step of a mixed server computes; empty: sarathi
+    prefill_delay_passes: Annotated[int, Meta(ge=0, le=1 << 20)] = (
+        30  # before which prompts of a mixed server run; 0: off
+    )
+    prefill_delay_low_usage: Annotated[float, Meta(ge=0, le=1)] = (
+        0  # of a pool, below which none waits for others; 0: off
+    )
+    target_step_ms: Annotated[float, Meta(ge=0, le=1e6)] = 0  # which steps with prompts should take; 0: chunk_tokens
 
 
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,7 +112,7 @@ class TransferConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One prefill or decode server."""
+    """One prefill, decode or mixed server."""
 
     name: str = ""
     tp: PositiveInt = 1  # ranks, each with some of the heads, and a GPU of its own
@@ -117,7 +128,7 @@ class ServerRef(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where a router finds a server."""
 
     name: str
-    role: Literal["prefill", "decode"]
+    role: ServerRole
     address: str  # host:port of its gRPC service
 
 
@@ -163,7 +174,7 @@ class StorageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     url: str = ""  # file:///directory, s3://bucket/folder, gs://, az://
     options: dict[str, bool | int | float | str] = field(default_factory=dict)  # of the store and its client, flat
-    budget_bytes: NonNegativeInt = 0  # what `disagg cache gc` leaves; 0: no limit
+    budget_bytes: NonNegativeInt = 0  # what servers, and `disagg cache gc`, keep it to; 0: no limit
     compression: Literal["none", "zstd"] = "none"
 
 
@@ -175,6 +186,12 @@ class LogConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     )
     max_bytes: Annotated[int, Meta(ge=64 << 10)] = 16 * MIB  # of one file in a run directory, which then gets a number
     keep: Annotated[int, Meta(ge=0, le=100)] = 3  # files with numbers that are kept
+
+
+class RecordConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What servers did, step by step and request by request, for `disagg report`."""
+
+    dir: str = ""  # a directory for Parquet files; empty: nothing is recorded
 
 
 class DebugConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -195,4 +212,5 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    record: RecordConfig = field(default_factory=RecordConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)

@@ -14,10 +14,10 @@ from disagg.types.ids import Role
 
 def decode_engine(facts: EngineFacts) -> Engine:
     step_tokens = facts.scheduling.max_slots + facts.scheduling.chunk_tokens
-    core = Core(facts, Sharing("decode_only", step_tokens, answer_fits))
+    core = Core(facts, Sharing("decode", "decode_only", step_tokens, answer_fits))
     choices = Choices(core)
     receiver = Receiver(core, choices)
-    return Engine("decode", core, (choices, receiver), dialled=receiver)
+    return Engine(core, (choices, receiver), dialled=receiver)
 
 
 DECODE = ServerRole(

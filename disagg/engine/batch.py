@@ -33,8 +33,12 @@ from disagg.engine.tiers import Tiers
 from disagg.memory.sequence import KvMemory, SequencePages
 from disagg.messages.plan import PageCopy, Run, SamplerStart, SequenceStart, StepResult, WorkerPlan
 from disagg.messages.sequence_diff import DiffEncoder
+from disagg.scheduler.budget import Budget, of_tokens
 from disagg.scheduler.fairness import Shares
-from disagg.scheduler.policies import POLICIES, PREEMPTION, Candidate, Running
+from disagg.scheduler.policies import POLICIES, PREEMPTION, Candidate, Phase, Running, StepState
+from disagg.scheduler.step_times import StepTimes
+
+PRIORITY_TOKENS = 1024  # that a prompt lets others of its tenant go first, for each step in which it is less urgent
 
 
 class Batch:
@@ -46,17 +50,21 @@ class Batch:
         memory: KvMemory,
         counters: Counters,
         policy: str,
-        budget_tokens: int,
+        step_tokens: int,
         tiers: Tiers | None = None,
     ) -> None:
-        """policy: a key of scheduler.policies.POLICIES. budget_tokens: of one step, at most. tiers: if there are any."""
+        """policy: a key of scheduler.policies.POLICIES. step_tokens: of one step, at most. tiers: if there are any."""
         self._facts = facts.scheduling
         self._page_tokens = facts.memory.page_tokens
         self._checkpoint_tokens = facts.memory.checkpoint_tokens
         self._memory = memory
         self._counters = counters
         self._policy = POLICIES[policy]
-        self._budget_tokens = budget_tokens
+        self._most = of_tokens(step_tokens)
+        self._times = StepTimes()
+        self.budget_tokens = step_tokens  # of the step that was planned last, where attention costs nothing
+        self._last: Phase | None = None  # what the last step was for
+        self._prompt_tokens = 0  # of all prompts, that steps were given so far
         self._tiers = tiers
         self.slots = Slots(facts.scheduling.max_slots)
         self.pipeline = PlanPipeline(facts.tp)
@@ -71,6 +79,28 @@ class Batch:
 
     # ---- who is in the batch
 
+    @property
+    def room(self) -> int:
+        """How many more may run beside those that do."""
+        return self._facts.max_running - len(self.running)
+
+    @property
+    def full(self) -> bool:
+        return self.room <= 0
+
+    @property
+    def closed(self) -> bool:
+        """Its policy lets no prompt begin before all that has been in a step, and what goes on after it, is over."""
+        if not self._policy.alone:
+            return False
+        begun = any(not s.is_prompt or s.last_plan >= 0 for s in self.running.values())
+        return begun or bool(self.parked or self._leaving)
+
+    @property
+    def reserves(self) -> bool:
+        """Its policy takes pages for all that a request may come to have when it begins."""
+        return self._policy.reserves
+
     def join(self, sequence: Sequence) -> None:
         """It runs from the next plan on; its pages hold `sequence.computed` tokens."""
         assert sequence.pages is not None
@@ -78,6 +108,7 @@ class Batch:
         sequence.state = State.RUNNING
         sequence.position = sequence.computed
         sequence.promised = sequence.joined_tokens = len(sequence.tokens)
+        sequence.place = self._prompt_tokens + sequence.priority * PRIORITY_TOKENS
         self.running[sequence.seq_id] = self._named[sequence.seq_id] = sequence
         if self._tiers is not None:
             self._tiers.offload.joined(sequence)
@@ -145,7 +176,7 @@ class Batch:
         to_arrival: only one that is younger.
         """
         could = tuple(
-            Running(s.seq_id, s.arrival, len(s.tokens))
+            Running(s.seq_id, s.arrival, len(s.tokens), s.priority)
             for s in self.running.values()
             if not s.is_prompt and len(s.tokens) - s.joined_tokens >= outputs and s.arrival > to_arrival
         )
@@ -190,7 +221,8 @@ class Batch:
         if slots is None:
             return False
         memory.extend_hashes(sequence.hashes, sequence.root, sequence.tokens)
-        total = min(tokens + self._facts.spare_tokens, sequence.limit - 1)  # the last one's KV is never written
+        spare_tokens = sequence.limit if self._policy.reserves else self._facts.spare_tokens
+        total = min(tokens + spare_tokens, sequence.limit - 1)  # the last one's KV is never written
         pages = memory.open(sequence.hashes, tokens, total, self._facts.chunk_tokens, self.pipeline.clock)
         if self._tiers is not None:
             self._tiers.begins(sequence, pages.computed if pages is not None else 0)
@@ -211,11 +243,10 @@ class Batch:
         """What the host and storage have of it is cached again, or is not worth waiting for."""
         if self._tiers is None:
             return True
-        loads = self._tiers.loads
-        if not loads.asked(sequence):
-            self._memory.extend_hashes(sequence.hashes, sequence.root, sequence.tokens)
-            loads.ask(sequence, sequence.salt, sequence.root, sequence.hashes, len(sequence.tokens), now_s)
-        return loads.ready(sequence)
+        self._memory.extend_hashes(sequence.hashes, sequence.root, sequence.tokens)
+        return self._tiers.loads.brought_back(
+            sequence, sequence.salt, sequence.root, sequence.hashes, len(sequence.tokens), now_s
+        )
 
     # ---- steps
 
@@ -225,8 +256,13 @@ class Batch:
             return None
         runs = []
         self.short = False
-        for run in self._policy(self._candidates(), self._budget_tokens).runs:
+        budget = self._budget()
+        self.budget_tokens = min(int(budget.cost), budget.most_tokens)
+        state = StepState(budget, least_chunk=self._page_tokens, whole=self._policy.whole_prompts, last=self._last)
+        self._last = None
+        for run in self._policy.schedule(self._candidates(), state).runs:
             sequence = self.running[run.seq_id]
+            self._last = Phase.PREFILL if sequence.phase is Phase.PREFILL else self._last or Phase.DECODE
             assert sequence.pages is not None
             new_pages = sequence.pages.grow(sequence.position, sequence.position + run.num_tokens)
             if new_pages is None:
@@ -236,6 +272,7 @@ class Batch:
                 continue
             if sequence.is_prompt:
                 self._shares.charge(sequence.tenant, run.num_tokens)
+                self._prompt_tokens += run.num_tokens
             sequence.position += run.num_tokens
             sequence.promised += run.sample
             sequence.last_plan = self._encoder.next_plan_no
@@ -248,18 +285,30 @@ class Batch:
             self.give_way("memory")
         return plan
 
+    def _budget(self) -> Budget:
+        """Of the next step: the tokens that it may have, or what takes as long as it should, once that is known."""
+        if not self._facts.target_step_s:
+            return self._most
+        return self._times.budget(self._facts.target_step_s, self._most.most_tokens)
+
     def _candidates(self) -> tuple[Candidate, ...]:
-        """What could run: choices in the order in which they joined, then prompts, of the tenant least served first."""
+        """What could run: choices in the order in which they joined, then prompts, of the tenant least served first, and of
+        each tenant those first of which least is left, so that short ones do not wait for a long one: but for one that has
+        let so many tokens of others go first as are left of it. A step of priority counts as many tokens as PRIORITY_TOKENS.
+        """
         choices, prompts = [], []
         for sequence in self.running.values():
             if remaining := sequence.remaining:
-                candidate = Candidate(sequence.seq_id, sequence.phase, remaining, self._longest_run(sequence.position))
+                position = sequence.position
+                most = self._longest_run(position)
+                candidate = Candidate(sequence.seq_id, sequence.phase, remaining, most, position)
                 if sequence.is_prompt:
-                    prompts.append((sequence.tenant, candidate))
+                    prompts.append((sequence, candidate))
                 else:
                     choices.append(candidate)
-        turns = {tenant: turn for turn, tenant in enumerate(self._shares.order([tenant for tenant, _ in prompts]))}
-        prompts.sort(key=lambda each: turns[each[0]])
+        tenants = self._shares.order([sequence.tenant for sequence, _ in prompts])
+        turns = {tenant: turn for turn, tenant in enumerate(tenants)}
+        prompts.sort(key=lambda each: (turns[each[0].tenant], each[0].place + each[1].remaining))
         return (*choices, *(candidate for _, candidate in prompts))
 
     def _longest_run(self, position: int) -> int:
@@ -282,6 +331,9 @@ class Batch:
         plan, result = complete
         if self._tiers is not None:
             self._tiers.loads.rates.computed(tuple(run.num_tokens for run in plan.runs), result.compute_s)
+        if self._facts.target_step_s:
+            runs = [(self._named[run.seq_id].computed, run.num_tokens) for run in plan.runs]
+            self._times.observe(runs, result.compute_s)
         for run in plan.runs:
             sequence = self._named[run.seq_id]
             sequence.computed += run.num_tokens

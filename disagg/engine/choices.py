@@ -16,9 +16,10 @@ from msgspec import Struct
 
 from disagg.engine.core import Core
 from disagg.engine.finish import finish_of
-from disagg.engine.legs import Leg, Stage
+from disagg.engine.legs import Leg
 from disagg.engine.lookahead import Begun
 from disagg.engine.now import Now
+from disagg.engine.onward import Onward
 from disagg.engine.pool import answer_fits
 from disagg.engine.sequences import Sequence, State
 from disagg.engine.turns import Begins, Turn
@@ -58,7 +59,7 @@ class Answer:
         return [t for t in self.first_tokens.values() if not t.finish and t.choice not in self.dropped]
 
 
-class Choices(Stage):
+class Choices(Onward):
     """See the module."""
 
     def __init__(self, core: Core) -> None:
@@ -80,7 +81,7 @@ class Choices(Stage):
             return ""
         return (
             f"prompt and max_tokens come to {total} tokens for each of {len(start.choices)} choices; the "
-            f"decode server has KV memory for {self._core.pool.longest_alone} tokens of one"
+            f"{self._core.role} server has KV memory for {self._core.pool.longest_alone} tokens of one"
         )
 
     def start(self, leg: Leg, now: Now) -> None:
@@ -97,6 +98,7 @@ class Choices(Stage):
 
     def close(self, leg: Leg, outcome: Outcome, reason: str) -> None:
         answer = self._answers[leg.key]
+        self._lookahead.granted.pop(leg.key, None)
         for sequence in answer.sequences:
             self._stop(answer, sequence)
 
@@ -126,16 +128,31 @@ class Choices(Stage):
 
     # ---- the prompt is here
 
-    def takes(self, leg: Leg) -> bool:
-        """Its prompt is computed here."""
-        return leg.key in self._answers
-
     @property
     def may_admit(self) -> bool:
         return True
 
-    def holds_back(self, leg: Leg, pages: SequencePages) -> None:
-        """Nothing: they go on in the same pages."""
+    def cost(self, start: StartLeg) -> int:
+        """What one choice costs its tenant beside the prompt: tokens for which it may keep its slot, as far as that is looked
+        at.
+        """
+        return max(1, min(start.params.max_tokens, self._facts.scheduling.lookahead_tokens))
+
+    def total_tokens(self, start: StartLeg) -> int:
+        """Tokens whose KV a choice may come to hold (the last output's is never written)."""
+        most = min(start.num_prompt + start.params.max_tokens, self._facts.model.max_model_len)
+        return max(len(start.token_ids), most - 1)
+
+    def take_on(self, leg: Leg, pages: SequencePages, *, alone: bool) -> bool:
+        """One of its choices will go on in the same pages, if those that have begun can go on beside it."""
+        total, shared = self.total_tokens(leg.start), pages.computed
+        room = max(0, pages.room_tokens - leg.num_tokens)
+        growing = Growing(total - leg.num_tokens, min(room, total - leg.num_tokens), total - shared)
+        begun = Begun([growing], total + 1)
+        if not self._lookahead.enough(begun, alone=alone):
+            return False
+        self._lookahead.granted[leg.key] = begun
+        return True
 
     def scheduled(self, leg: Leg, sequence: Sequence, start: int, plan_no: int) -> None:
         """It is told of the whole prompt."""
@@ -143,6 +160,7 @@ class Choices(Stage):
     def prompt_done(self, leg: Leg, sequence: Sequence, tokens: tuple[FirstToken, ...], now: Now) -> None:
         """One choice begins in the prompt's pages; the others wait for slots, as they do after a transfer."""
         pages, slots = self._batch.part(sequence)
+        self._lookahead.granted.pop(leg.key, None)
         self._batch.slots.give(slots[1:])
         kv = PromptKv(pages, slots[:1], sequence.root, sequence.hashes, self.next_age(), in_transfer=False)
         if self.kv_here(leg, tokens, len(kv.slots), now):
@@ -214,6 +232,7 @@ class Choices(Stage):
             choices=(token.choice,),
             is_prompt=False,
             arrival=kv.age * MAX_CHOICES + number,
+            priority=start.priority,
             tokens=[*start.token_ids, token.token_id],
             num_prompt=start.num_prompt,
             limit=start.num_prompt + min(start.params.max_tokens, most),
@@ -228,13 +247,14 @@ class Choices(Stage):
     # ---- a choice that waits for its slot
 
     def _wait(self, answer: Answer, sequence: Sequence) -> None:
-        turn = Turn(lambda now: self._begin_one(answer, sequence, now), sequence)
+        turn = Turn(answer.leg.tenant, lambda now: self._begin_one(answer, sequence, now), sequence)
         answer.turns[sequence.choice] = turn
-        self._turns.queue.append(answer.leg.tenant, turn, self.cost(answer.leg.start))
+        start = answer.leg.start
+        self._turns.queue.append(answer.leg.tenant, turn, self.cost(start), start.priority)
 
     def _begin_one(self, answer: Answer, sequence: Sequence, now: Now) -> Begins:
         """It computes from the prefix cache on, like one that gave way."""
-        if self._turns.slots_for_more <= 0:
+        if self._turns.slots_for_more <= 0 and not self._turns.is_due(answer.turns[sequence.choice]):
             return Begins.NOT_NOW  # the last ones are for requests that have none
         shared = sequence.shared_tokens if any(s.pages is not None for s in answer.sequences) else 0
         steps = sequence.limit - len(sequence.tokens)
@@ -291,16 +311,3 @@ class Choices(Stage):
         if answer.here_unix_s and now.unix_s and not leg.ended:
             leg.timeline.append(TimelineEvent("decode", answer.here_unix_s, now.unix_s))
         self._legs.end(leg, Outcome.DONE)
-
-    # ---- arithmetic of what an answer needs
-
-    def total_tokens(self, start: StartLeg) -> int:
-        """Tokens whose KV a choice may come to hold (the last output's is never written)."""
-        most = min(start.num_prompt + start.params.max_tokens, self._facts.model.max_model_len)
-        return max(len(start.token_ids), most - 1)
-
-    def cost(self, start: StartLeg) -> int:
-        """What one choice costs its tenant beside the prompt: tokens for which it may keep its slot, as far as that is looked
-        at.
-        """
-        return max(1, min(start.params.max_tokens, self._facts.scheduling.lookahead_tokens))

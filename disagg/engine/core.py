@@ -9,23 +9,29 @@ from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Counters, Instruction
 from disagg.engine.legs import Legs
 from disagg.engine.lookahead import Lookahead
+from disagg.engine.passes import Passes
 from disagg.engine.pool import EnginePool, Fits
 from disagg.engine.tiers import Tiers
 from disagg.engine.turns import Turns
+from disagg.scheduler.prefill_delayer import Alone, Gather, Limits, PrefillDelayer
 
 
 class Sharing(Struct, frozen=True):
     """What a role decides of it."""
 
+    role: str  # for messages to people
     policy: str  # a key of scheduler.policies.POLICIES
     step_tokens: int  # most tokens of one step
     fits_alone: Fits  # of any sequence that this role may have
     common_late_tokens: int = 0  # see memory.sequence.KvMemory
+    delays_prompts: bool = False  # where the configuration says so
 
 
 class Core:
-    def __init__(self, facts: EngineFacts, sharing: Sharing) -> None:
+    def __init__(self, facts: EngineFacts, sharing: Sharing, gather: Gather | None = None) -> None:
+        """gather: from the data-parallel ranks of which this engine is one; by default it is alone."""
         self.facts = facts
+        self.role = sharing.role
         self.counters = Counters()
         self.out: list[Instruction] = []
         self.pool = EnginePool(facts, self.counters, sharing.fits_alone, sharing.common_late_tokens)
@@ -36,3 +42,8 @@ class Core:
         self.legs = Legs(self.counters, self.batch.pipeline, self.out)
         self.turns = Turns(facts.scheduling, self.batch, self.legs)
         self.lookahead = Lookahead(facts, self.pool.kv, self.batch)
+        delayer, scheduling = None, facts.scheduling
+        if sharing.delays_prompts and scheduling.prefill_delay_passes:
+            limits = Limits(scheduling.prefill_delay_passes, scheduling.max_running, scheduling.prefill_delay_low_usage)
+            delayer = PrefillDelayer(limits, gather or Alone())
+        self.passes = Passes(delayer, self.batch, self.pool.kv, self.counters)

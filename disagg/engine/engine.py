@@ -19,6 +19,7 @@ from disagg.engine.instructions import Counters, Instruction, ToWorkers
 from disagg.engine.legs import Leg, Stage
 from disagg.engine.now import Now
 from disagg.engine.refusal import refusal
+from disagg.engine.sequences import Sequence
 from disagg.engine.steps import PlanPipeline
 from disagg.messages.legs import AbortLeg, KvEvents, LoadReport, Outcome, ServerState, StartLeg
 from disagg.messages.link import LinkHello, LinkMessage
@@ -38,7 +39,6 @@ class Engine:
 
     def __init__(
         self,
-        role: str,
         core: Core,
         stages: tuple[Stage, ...],
         *,
@@ -46,10 +46,9 @@ class Engine:
         dialled: Handoff | None = None,
         accepted: Handoff | None = None,
     ) -> None:
-        """role: for messages to people. stages: in the order in which they hear of things. route: which of them a leg passes
+        """stages: in the order in which they hear of things. route: which of them a leg passes
         through; by default all. dialled, accepted: whose the links are that the server dials, and those that it accepts.
         """
-        self._role = role
         self.core = core
         self.stages = stages
         self._route: Route = route or (lambda start: stages)
@@ -117,13 +116,21 @@ class Engine:
         self._settle(now)
         for stage in self.stages:
             stage.schedule(now)
+        while self._one_pass(now):
+            pass
+        self._legs.reap()
+        return self._take()
+
+    def _one_pass(self, now: Now) -> bool:
+        """What waits begins as far as it can, and a plan is sent if there is one. Whether another pass follows at once."""
+        self.core.passes.begin(now)
         self.core.turns.begin(now)
-        while (plan := self._batch.plan()) is not None:
+        plan = self._batch.plan()
+        if plan is not None:
             self.core.out.append(ToWorkers(plan))
             for stage in self.stages:
                 stage.planned(plan, now)
-        self._legs.reap()
-        return self._take()
+        return self.core.passes.end(plan)
 
     def step_done(self, result: StepResult, now: Now) -> list[Instruction]:
         """A rank has computed a plan."""
@@ -182,14 +189,16 @@ class Engine:
         if not isinstance(message, Beat):
             heard = [handoff.transfer_event(rank, message, now) for handoff in self._all_handoffs]
             if not any(heard):
-                raise ProtocolError(f"a {self._role} worker may not report {type(message).__name__}")
+                raise ProtocolError(f"a {self.core.role} worker may not report {type(message).__name__}")
         return self._take()
 
     def tier_event(self, rank: int, message: TierEvent, now: Now) -> list[Instruction]:
         """A rank's offload thread has something to say."""
         tiers = self.core.tiers
         if tiers is None:
-            raise ProtocolError(f"a {self._role} worker may not report {type(message).__name__}: nothing is offloaded")
+            raise ProtocolError(
+                f"a {self.core.role} worker may not report {type(message).__name__}: nothing is offloaded"
+            )
         tiers.tier_event(rank, message)
         return self._take()
 
@@ -225,6 +234,20 @@ class Engine:
         return self._batch.pipeline
 
     @property
+    def budget_tokens(self) -> int:
+        """Most tokens of the step that was planned last."""
+        return self._batch.budget_tokens
+
+    def sequence(self, seq_id: int) -> Sequence | None:
+        """That a plan in flight may name."""
+        return self._batch.sequence(seq_id)
+
+    @property
+    def running_and_waiting(self) -> tuple[int, int]:
+        waiting = sum(stage.waiting for stage in self.stages) + len(self._batch.parked)
+        return len(self._batch.running), waiting
+
+    @property
     def idle(self) -> bool:
         return not len(self._legs)
 
@@ -239,9 +262,9 @@ class Engine:
         return self.core.pool.longest_alone
 
     def load(self, state: ServerState) -> LoadReport:
-        waiting = sum(stage.waiting for stage in self.stages) + len(self._batch.parked)
+        running, waiting = self.running_and_waiting
         host = None if self.core.tiers is None else self.core.tiers.host_memory()
-        return self.core.pool.load(state, running=len(self._batch.running), waiting=waiting, host=host)
+        return self.core.pool.load(state, running=running, waiting=waiting, host=host)
 
     def parked(self, now_s: float) -> tuple[int, float]:
         """How many sequences gave way and have not gone on, and for how long the longest of them."""
@@ -268,6 +291,7 @@ class Engine:
             "running": list(self._batch.running),
             "parked": [f"{s.key} choice {s.choice}" for s in self._batch.parked],
             "memory": self.core.pool.dump(),
+            **self.core.passes.dump(),
             **(self.core.tiers.dump() if self.core.tiers is not None else {}),
             "arena bytes": dict(zip(("free", "leased", "quarantined"), self.arena_bytes(), strict=True)),
         }

@@ -35,14 +35,18 @@ class MemoryFacts(Struct, frozen=True):
 
 class SchedulingFacts(Struct, frozen=True):
     max_slots: int  # choices sampled at once
-    max_prompts: int  # computed at once, whatever their choices
+    max_running: int  # prompts and choices computed at once, whatever their choices
     chunk_tokens: int  # of prompts, in one step
+    target_step_s: float  # which steps with prompts should take; 0: as long as the budget of tokens takes
+    policy: str  # of a role that leaves it to the configuration: a key of scheduler.policies.POLICIES
     max_waiting: int  # legs that have not begun
     ungranted_share: float  # of the pool, for KV that is computed and that no decode server has granted pages for
     spare_tokens: int  # of each choice's outputs, for which a grant reserves pages
     lookahead_tokens: int  # for so many more, all that has begun must be able to go on for something new to begin
     preempt_after_s: float  # a sequence that gave way waits so long before younger ones give way to it
     preemption: str  # a key of scheduler.policies.PREEMPTION
+    prefill_delay_passes: int  # of a role that delays prompts: see scheduler.prefill_delayer.Limits; 0: none waits
+    prefill_delay_low_usage: float
 
 
 class TransferFacts(Struct, frozen=True):

@@ -100,6 +100,9 @@ class Counters:
     transfer_failures: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
     preemptions: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason: memory, age
     evictions: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # small pages, by layer group
+    prefill_delays: dict[tuple[str, bool, str, bool], int] = field(  # by estimate, allow, reason, executed
+        default_factory=lambda: defaultdict(int)
+    )
     observations: list[tuple[str, float]] = field(default_factory=list)  # (histogram, seconds)
 
     def observe(self, histogram: str, seconds: float) -> None:

@@ -109,7 +109,7 @@ class Loads:
 
     # ---- who waits
 
-    def ask(
+    def brought_back(
         self,
         who: Hashable,
         salt: str,
@@ -119,27 +119,27 @@ class Loads:
         now_s: float,
         *,
         storage: bool = True,
-    ) -> None:
-        """A sequence of num_tokens tokens will begin: what is kept of it elsewhere is brought, as far as that pays.
+    ) -> bool:
+        """A sequence of num_tokens tokens will begin: what is kept of it elsewhere is cached again, or not worth waiting for.
 
-        storage: look there, too, and not on the host only.
+        When this is asked for the first time it begins to be brought, as far as that pays. storage: look there, too, and not
+        on the host only.
         """
-        pages = min(len(hashes), (num_tokens - 1) // self._page_tokens)
-        load = self._loads[who] = Load(salt, root, tuple(hashes[:pages]), now_s)
+        if who not in self._loads:
+            pages = min(len(hashes), (num_tokens - 1) // self._page_tokens)
+            self._begin(who, Load(salt, root, tuple(hashes[:pages]), now_s), storage)
+        load = self._loads[who]
+        return load.given_up or load.state is LoadState.OVER
+
+    def _begin(self, who: Hashable, load: Load, storage: bool) -> None:
+        self._loads[who] = load
         self._all.append(load)
+        pages = len(load.hashes)
         if storage and self._stores and self._longest(load, 0) < self._offload.rules.last_point(pages):
             load.state = LoadState.ASKED
-            load.ask = self._asks.ask(salt, load.hashes, partial(self._found, load))
+            load.ask = self._asks.ask(load.salt, load.hashes, partial(self._found, load))
         else:
             self._go_on(load)
-
-    def ready(self, who: Hashable) -> bool:
-        """It can begin, as far as loads are concerned. Also if nothing was asked for it."""
-        load = self._loads.get(who)
-        return load is None or load.given_up or load.state is LoadState.OVER
-
-    def asked(self, who: Hashable) -> bool:
-        return who in self._loads
 
     def forget(self, who: Hashable) -> Mapping[str, int]:
         """It has begun, or has ended. What is under way goes on, and is cached. Tokens that its load brought, by tier."""

@@ -28,7 +28,7 @@ class Begun:
 
 
 class Lookahead:
-    """See the module. granted: what has begun and does not run yet; whoever grants keeps it."""
+    """See the module. granted: what has begun, but whose choices do not run yet; whoever lets it begin keeps it."""
 
     def __init__(self, facts: EngineFacts, memory: KvMemory, batch: Batch) -> None:
         self._facts = facts
@@ -41,15 +41,18 @@ class Lookahead:
         """Nobody holds memory."""
         return not self._memory.allocator.used_large
 
-    def enough(self, new: Begun) -> bool:
-        """All that have begun, and these, can go on together for as long as is looked ahead."""
+    def enough(self, new: Begun, *, alone: bool | None = None) -> bool:
+        """All that have begun, and these, can go on together for as long as is looked ahead.
+
+        alone: nobody but these holds memory; None: nobody at all does, if that is so.
+        """
         running = [s for s in self._batch.running.values() if not s.is_prompt]
         growing = [running_on(s) for s in running]
         limits = [s.limit for s in running]
         for begun in self.granted.values():
             growing += begun.growing
             limits += [begun.limit] * len(begun.growing)
-        if not growing and self.alone:
+        if not growing and (self.alone if alone is None else alone):
             return True
         growth = self._grown_to([*growing, *new.growing], [*limits, *[new.limit] * len(new.growing)])
         return self._memory.allocator.used_large + growth <= self._facts.memory.num_large

@@ -1,56 +1,37 @@
 """Prompts: which of them are admitted, what the steps make of them, and the first token of every choice.
 
-    StartLeg ──> waiting ──> admitted (pages, slots) ──> chunks scheduled ──> first tokens ──> onward
-                                └ behind the longest prefix that is cached in every layer group
+    StartLeg ──> a turn (engine/turns) ──> pages, slots ──> chunks scheduled ──> first tokens ──> onward
+                                            └ behind the longest prefix that is cached in every layer group
 
-Tenants take turns: in being admitted, and chunk by chunk in being computed (scheduler/fairness). What is computed enters the
-cache chunk by chunk, so that the next prompt finds it while this one still runs.
+Tenants take turns: in being admitted, all or nothing, and chunk by chunk in being computed (scheduler/fairness). A tenant
+whose first prompt waits for another's prefix lets the others go on; nobody overtakes one that waits for pages or slots. What is
+computed enters the cache chunk by chunk, so that the next prompt finds it while this one still runs.
 
 What becomes of the KV is somebody else's business (`Onward`): a transfer's, or that of the choices which go on here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
 from disagg.engine.core import Core
 from disagg.engine.finish import finish_of
 from disagg.engine.legs import Leg, Stage
 from disagg.engine.now import Now
+from disagg.engine.onward import Onward
 from disagg.engine.pool import prompt_fits
 from disagg.engine.sequences import Sequence
-from disagg.memory.sequence import SequencePages
+from disagg.engine.turns import Begins, Turn
 from disagg.messages.legs import Outcome, StartLeg, TimelineEvent
 from disagg.messages.link import FirstToken
 from disagg.messages.plan import Run, SampledToken, StepResult, WorkerPlan
 from disagg.scheduler.admission import common_pages, should_wait
-from disagg.scheduler.fairness import FairQueue
 from disagg.types.ids import LegKey
 
 LOADS_AHEAD = 4  # prompts at the head of the queue whose KV is looked for, and brought, before their turn
-
-
-class Onward(Protocol):
-    """Where a prompt's KV goes."""
-
-    def takes(self, leg: Leg) -> bool:
-        """This leg's goes here."""
-
-    @property
-    def may_admit(self) -> bool:
-        """It can take the KV of one more prompt."""
-
-    def holds_back(self, leg: Leg, pages: SequencePages) -> None:
-        """The prompt has got these. What must not leave them while it is computed is said now."""
-
-    def scheduled(self, leg: Leg, sequence: Sequence, start: int, plan_no: int) -> None:
-        """Tokens [start, sequence.position) are computed by this plan."""
-
-    def prompt_done(self, leg: Leg, sequence: Sequence, tokens: tuple[FirstToken, ...], now: Now) -> None:
-        """Every token is computed, and every choice has its first one. Takes the sequence out of the batch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +40,7 @@ class Prompt:
     root: bytes = b""
     hashes: list[bytes] = field(default_factory=list)  # of full pages
     too_little_at: int = -1  # KvMemory.releases when there were too few pages for it
+    turn: Turn | None = None  # while it waits
     sequence: Sequence | None = None  # once it is admitted
 
 
@@ -76,7 +58,8 @@ class Prompts(Stage):
         self._counters = core.counters
         self._tiers = core.tiers
         self._onward = onward
-        self.queue: FairQueue[Prompt] = FairQueue()
+        self._turns = core.turns
+        self._waiting = 0
         self._prompts: dict[LegKey, Prompt] = {}
         self._by_seq: dict[int, Prompt] = {}  # admitted
 
@@ -86,7 +69,8 @@ class Prompts(Stage):
         tokens = len(start.token_ids)
         if not prompt_fits(self._core.facts, self._pool.kv, tokens):
             return (
-                f"{tokens} prompt tokens do not fit the prefill server's KV pool of {self._pool.longest_alone} tokens"
+                f"{tokens} prompt tokens do not fit the {self._core.role} server's KV pool of "
+                f"{self._pool.longest_alone} tokens"
             )
         if len(start.choices) > self._facts.max_slots:
             return f"{len(start.choices)} choices are more than the server's {self._facts.max_slots} slots"
@@ -94,24 +78,29 @@ class Prompts(Stage):
 
     def make_room(self, leg: Leg) -> str:
         """If the queue is full, the youngest of whoever has most there is given back."""
-        waiting = len(self.queue)
-        if waiting < self._facts.max_waiting:
+        if self._waiting < self._facts.max_waiting:
             return ""
-        other = self.queue.displaced_by(leg.tenant)
+        other = self._turns.queue.displaced_by(leg.tenant, lambda turn: isinstance(turn.what, Prompt))
         if other is None:
-            return f"{waiting} legs are waiting already"
-        reason = f"{waiting} legs are waiting already, most of them its tenant's"
-        self._legs.close(other.leg, Outcome.GIVEN_BACK, reason)
+            return f"{self._waiting} legs are waiting already"
+        assert isinstance(other.what, Prompt)
+        reason = f"{self._waiting} legs are waiting already, most of them its tenant's"
+        self._legs.close(other.what.leg, Outcome.GIVEN_BACK, reason)
         return ""
 
     def start(self, leg: Leg, now: Now) -> None:
         """It waits here."""
         prompt = self._prompts[leg.key] = Prompt(leg)
-        self.queue.append(leg.tenant, prompt, leg.num_tokens)
+        prompt.turn = Turn(leg.tenant, lambda now: self._try(prompt, now), prompt)
+        cost = leg.num_tokens + self._onward_of(leg).cost(leg.start)
+        self._turns.queue.append(leg.tenant, prompt.turn, cost, leg.start.priority)
+        self._waiting += 1
 
     def close(self, leg: Leg, outcome: Outcome, reason: str) -> None:
         prompt = self._prompts[leg.key]
-        self.queue.discard(prompt)
+        if prompt.turn is not None:
+            self._turns.queue.remove(prompt.turn)
+            self._waits_no_more(prompt)
         if self._tiers is not None:
             self._tiers.loads.forget(leg.key)
         if prompt.sequence is not None:
@@ -126,9 +115,18 @@ class Prompts(Stage):
         if sequence is not None:
             del self._by_seq[sequence.seq_id]
 
+    def _waits_no_more(self, prompt: Prompt) -> None:
+        prompt.turn = None
+        self._waiting -= 1
+
     @property
     def waiting(self) -> int:
-        return len(self.queue)
+        return self._waiting
+
+    @property
+    def queue(self) -> Iterator[Prompt]:
+        """Those that wait, in the order in which they would be admitted if nothing came."""
+        return (turn.what for turn in self._turns.queue if isinstance(turn.what, Prompt))
 
     def describe(self, leg: Leg) -> dict[str, object]:
         sequence = self._prompts[leg.key].sequence
@@ -139,51 +137,42 @@ class Prompts(Stage):
         return {"waiting": [str(prompt.leg.key) for prompt in self.queue]}
 
     def check_integrity(self) -> None:
-        assert all(prompt.leg.key in self._prompts and prompt.sequence is None for prompt in self.queue)
+        waiting = [prompt for prompt in self._prompts.values() if prompt.turn is not None]
+        for prompt in waiting:
+            assert prompt.turn is not None and prompt.turn in self._turns.queue and prompt.sequence is None
+        assert len(waiting) == self._waiting
         assert all(self._batch.running[s].is_prompt == (s in self._by_seq) for s in self._batch.running)
 
     # ---- admission
 
     def schedule(self, now: Now) -> None:
-        """Tenants in turns, of each the oldest first, all or nothing. A tenant whose first prompt waits for another's prefix
-        lets the others go on; nobody overtakes one that waits for pages or slots, and nothing begins before what gave way.
-        """
+        """What is kept elsewhere of those that come next is brought back before it is their turn."""
         for prompt in islice(self.queue, LOADS_AHEAD if self._tiers is not None else 0):
-            self._bring_back(prompt, now)
-        if self._batch.parked or not all(onward.may_admit for onward in self._onward):
-            return
-        held_up: set[str] = set()
-        computing = sum(sequence.is_prompt for sequence in self._batch.running.values()) if self.waiting else 0
-        for prompt in self.queue:
-            leg = prompt.leg
-            if leg.tenant in held_up:
-                continue
-            if computing >= self._facts.max_prompts or self._batch.slots.free < len(leg.start.choices):
-                return
-            if not self._brought_back(prompt, now):
-                continue
-            if self._awaits_prefix(prompt):
-                held_up.add(leg.tenant)
-            elif self._admit(prompt, now):
-                computing += 1
-            else:
-                return
+            self._brought_back(prompt, now)
 
-    def _bring_back(self, prompt: Prompt, now: Now) -> None:
-        """Ask what the host and storage have of it, once."""
-        leg = prompt.leg
-        assert self._tiers is not None
-        if not self._tiers.loads.asked(leg.key):
-            self._hash(prompt)
-            salt = leg.start.cache_salt
-            self._tiers.loads.ask(leg.key, salt, prompt.root, prompt.hashes, leg.num_tokens, now.s)
+    def _try(self, prompt: Prompt, now: Now) -> Begins:
+        """Its turn has come."""
+        if not self._onward_of(prompt.leg).may_admit or self._batch.slots.free < len(prompt.leg.start.choices):
+            return Begins.TOO_LITTLE
+        if not self._brought_back(prompt, now):
+            return Begins.NOT_NOW
+        if self._batch.closed or self._awaits_prefix(prompt):
+            return Begins.AWAITS
+        if prompt.too_little_at == self._pool.kv.releases:
+            return Begins.TOO_LITTLE
+        if not self._core.passes.may_prefill():
+            return Begins.AWAITS
+        return Begins.NOW if self._admit(prompt, now) else Begins.TOO_LITTLE
 
     def _brought_back(self, prompt: Prompt, now: Now) -> bool:
         """What the host and storage have of it is cached again, or is not worth waiting for. Others may go on meanwhile."""
         if self._tiers is None:
             return True
-        self._bring_back(prompt, now)
-        return self._tiers.loads.ready(prompt.leg.key)
+        leg = prompt.leg
+        self._hash(prompt)
+        return self._tiers.loads.brought_back(
+            leg.key, leg.start.cache_salt, prompt.root, prompt.hashes, leg.num_tokens, now.s
+        )
 
     def _hash(self, prompt: Prompt) -> None:
         if not prompt.root:
@@ -205,18 +194,20 @@ class Prompts(Stage):
     def _admit(self, prompt: Prompt, now: Now) -> bool:
         """The cached prefix, pages for all that has to be computed after it, and slots for every choice."""
         leg, kv, batch = prompt.leg, self._pool.kv, self._batch
-        if prompt.too_little_at == kv.releases:
-            return False
-        tokens = leg.num_tokens
-        pages = kv.open(prompt.hashes, tokens, tokens, self._facts.chunk_tokens, batch.pipeline.clock)
+        onward, tokens, alone = self._onward_of(leg), leg.num_tokens, not kv.allocator.used_large
+        total = onward.total_tokens(leg.start) if batch.reserves else tokens
+        pages = kv.open(prompt.hashes, tokens, total, self._facts.chunk_tokens, batch.pipeline.clock)
+        if pages is not None and not onward.take_on(leg, pages, alone=alone):
+            pages.close(batch.pipeline.clock)
+            pages = None
         if pages is None:
             prompt.too_little_at = kv.releases
             return False
-        self._onward_of(leg).holds_back(leg, pages)
         self._pool.taken(pages)
         slots = batch.slots.take(len(leg.start.choices))
-        assert slots is not None
-        self.queue.take(prompt)
+        assert slots is not None and prompt.turn is not None
+        self._turns.queue.take(prompt.turn)
+        self._waits_no_more(prompt)
         if self._tiers is not None:
             leg.brought_tokens = self._tiers.begins(leg.key, pages.computed)
         leg.cached_tokens = pages.computed
@@ -226,6 +217,7 @@ class Prompts(Stage):
             choices=leg.start.choices,
             is_prompt=True,
             arrival=-1,
+            priority=leg.start.priority,
             tokens=list(leg.start.token_ids),
             num_prompt=leg.start.num_prompt,
             limit=tokens + 1,
@@ -292,4 +284,4 @@ class Prompts(Stage):
         self._onward_of(leg).prompt_done(leg, sequence, tuple(first), now)
 
     def _onward_of(self, leg: Leg) -> Onward:
-        return next(onward for onward in self._onward if onward.takes(leg))
+        return next(onward for onward in self._onward if onward in leg.stages)

@@ -39,6 +39,7 @@ class Sequence:
     root: bytes
     salt: str  # the tenant's, which is in the root
     hashes: list[bytes]  # of full pages, as far as their tokens are known
+    priority: int = 0  # lower is more urgent
     pages: SequencePages | None = None
     slots: tuple[int, ...] = ()  # of the sampler, one for each of its choices
     seq_id: int = -1
@@ -52,6 +53,7 @@ class Sequence:
     recomputes: bool = False  # its pages were reserved for chunks
     joined_tokens: int = 0  # how many it had when it last joined the batch
     shared_tokens: int = 0  # of its first tokens, whose pages others may hold too
+    place: int = 0  # among the prompts of its tenant: tokens that steps had been given when it joined, and its priority
     parked_s: float = 0.0
     too_little_at: int = -1  # KvMemory.releases when there were too few pages to go on
 

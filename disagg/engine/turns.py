@@ -1,4 +1,4 @@
-"""Who begins to answer next: legs that wait for a grant, and choices that wait for their slots.
+"""Who begins next: prompts, legs that wait for a grant, and choices that wait for their slots.
 
 First those that have begun and gave way for want of pages (engine/batch), oldest first; while there are any, nothing new
 begins. Then whoever waits here, tenant by tenant in turns (scheduler/fairness). Nobody overtakes one who waits for pages or
@@ -27,16 +27,21 @@ class Begins(enum.Enum):
     """How it went when something's turn had come."""
 
     NOW = "now"
-    NOT_NOW = "not now"  # for a reason of its own: others need not wait for it
+    NOT_NOW = "not now"  # for a reason of its own: others need not wait for it, and overtake it
+    AWAITS = "awaits"  # something that others are at: those of other tenants need not wait for it
     TOO_LITTLE = "too little"  # pages or a slot: nobody may overtake it
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A place in the queue. begin: tries; it takes the place out of the queue when it begins. what: for a person."""
+    """A place in the queue. begin: tries; it takes the place out of the queue when it begins. what: whose it is. overtaken:
+    how many began that came after it, while it was the first one that they overtook.
+    """
 
+    tenant: str
     begin: Callable[[Now], Begins]
     what: object
+    overtaken: int = 0
 
 
 class Turns:
@@ -60,9 +65,18 @@ class Turns:
                     batch.give_way("age", TURN_TOKENS, to_arrival=oldest.arrival)
                 return
             self._note_parked(oldest, now)
-        for turn in self.queue:
-            if not batch.slots.free or turn.begin(now) is Begins.TOO_LITTLE:
+        held_up: set[str] = set()
+        passed: Turn | None = None
+        for turn in self.queue.of_those(lambda tenant: tenant not in held_up):
+            went = turn.begin(now) if batch.slots.free and not batch.full else Begins.TOO_LITTLE
+            if went is Begins.TOO_LITTLE:
                 return
+            if went is Begins.AWAITS:
+                held_up.add(turn.tenant)
+            elif went is Begins.NOT_NOW:
+                passed = passed or turn
+            elif passed is not None:
+                passed.overtaken += 1
 
     def _note_parked(self, sequence: Sequence, now: Now) -> None:
         leg = self._legs.get(sequence.key)
@@ -75,4 +89,14 @@ class Turns:
         """Free slots that second and further choices of a request may take: were they all, whoever asks next would wait for the
         end of somebody else's 64 choices, which come to it all at once.
         """
-        return self._batch.slots.free - self._facts.max_slots // FIRST_CHOICES_SHARE
+        return min(self._batch.slots.free, self._batch.room) - self._for_first_choices
+
+    def is_due(self, turn: Turn) -> bool:
+        """So many others have overtaken it as slots are kept for them: a free one is its own now, or whoever keeps all slots
+        busy with requests of one choice would keep it waiting for ever.
+        """
+        return turn.overtaken >= self._for_first_choices
+
+    @property
+    def _for_first_choices(self) -> int:
+        return min(self._facts.max_slots, self._facts.max_running) // FIRST_CHOICES_SHARE

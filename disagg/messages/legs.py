@@ -43,7 +43,8 @@ class StartLeg(Struct, frozen=True):
     token_ids: the prompt's, then outputs accepted in earlier attempts; num_prompt: how many are the prompt's. Output index
     of the first token to be produced is len(token_ids) - num_prompt. deadline_s: seconds left. cache_salt: one prefix
     cache per salt. incarnation: of the recipient's workers, as the router knows them; others give the leg back.
-    tenant: whose request it is; tenants that wait take turns. Empty: a router that does not say.
+    tenant: whose request it is; tenants that wait take turns. Empty: a router that does not say. priority: lower is more urgent,
+    among the tenant's own.
     """
 
     key: LegKey
@@ -56,6 +57,7 @@ class StartLeg(Struct, frozen=True):
     cache_salt: str = ""
     incarnation: str = ""
     tenant: str = ""
+    priority: int = 0
 
 
 class AbortLeg(Struct, frozen=True):

@@ -74,12 +74,14 @@ class AttentionTables:
     """One group of attention layers.
 
     slot_pages: [N] int64, the page where each row's K and V are written; no two rows share a slot. prefills: a row per
-    prefill run; decodes: a row per decode row. None without such runs.
+    prefill run; decodes: a row per decode row. None without such runs. tiles: how prefill runs are cut, as Triton's attention
+    takes them (attention/triton_prefill), where that is on the device already: in graphs.
     """
 
     slot_pages: torch.Tensor
     prefills: PageTable | None
     decodes: PageTable | None
+    tiles: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,10 @@ class PagedModel:
             not group.is_state and backends[index].decode.capabilities.captured
             for index, group in enumerate(self.groups)
         )
+        self._prefill_may_be_captured = all(
+            not group.is_state and any(offer.capabilities.captured for offer in backends[index].prefill)
+            for index, group in enumerate(self.groups)
+        )
         self._backends = {index: chosen.make() for index, chosen in backends.items()}
         for index, chosen in backends.items():
             logger.info("attention of layer group %s: %s", self.groups[index].name, chosen.describe())
@@ -122,6 +126,11 @@ class PagedModel:
     def may_be_captured(self) -> bool:
         """Whether all that decode steps ask of attention may be part of a CUDA graph; of the rest only a try tells."""
         return self._may_be_captured
+
+    @property
+    def prefill_may_be_captured(self) -> bool:
+        """The same of chunks of prompts."""
+        return self._prefill_may_be_captured
 
     @property
     def writing_layers(self) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ from disagg.offload.store import Entry, ObjectStore, StoreError
 AT_ONCE = 16
 GRACE_S = 3600.0  # parts without a span that are younger may be about to get one
 CLOCK_PATH = f"{LAYOUT}/clock"
+COLLECTED_PATH = f"{LAYOUT}/collected"  # when a server last began to keep it to its budget
 Progress = Callable[[str, int, int], None]  # what is done, how many of how many; 0: unknown
 T = TypeVar("T")
 
@@ -120,7 +121,7 @@ async def survey(store: ObjectStore, progress: Progress = lambda what, done, tot
         place = parse_path(entry.path)
         if place is not None:
             by_kind[place.kind][entry.path] = entry
-        elif entry.path != CLOCK_PATH:
+        elif entry.path not in (CLOCK_PATH, COLLECTED_PATH):
             strangers += 1
         if listed % 1000 == 0:
             progress("listing", listed, 0)
@@ -298,7 +299,7 @@ async def collect(
     Garbage: spans that cannot be read, but for those of another version, or whose parts are not all there; and when they are
     older than grace_s, spans that nobody can find, parts that belong to no span and notes of reads of spans that have gone.
     """
-    now_s = await _store_clock(store)
+    now_s = await store_clock(store)
     found = await survey(store, progress)
     _, lost = _chains(sorted(found.spans, key=lambda each: each.span.start))
     broken = [
@@ -360,7 +361,7 @@ async def _remove(store: ObjectStore, batch: list[StoredSpan]) -> int:
     return len(names) + len(rest)
 
 
-async def _store_clock(store: ObjectStore) -> float:
+async def store_clock(store: ObjectStore) -> float:
     """What the store says the time is, as it does of every object."""
     await store.replace(CLOCK_PATH, [b""])
     return await store.modified(CLOCK_PATH)

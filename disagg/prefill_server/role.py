@@ -16,9 +16,9 @@ from disagg.types.sampling import MAX_CHOICES
 
 def prefill_engine(facts: EngineFacts) -> Engine:
     chunk_tokens = facts.scheduling.chunk_tokens
-    core = Core(facts, Sharing("prefill_only", chunk_tokens, prompt_fits, PLANS_IN_FLIGHT * chunk_tokens))
+    core = Core(facts, Sharing("prefill", "prefill_only", chunk_tokens, prompt_fits, PLANS_IN_FLIGHT * chunk_tokens))
     sender = Sender(core)
-    return Engine("prefill", core, (Prompts(core, (sender,)), sender), accepted=sender)
+    return Engine(core, (Prompts(core, (sender,)), sender), accepted=sender)
 
 
 PREFILL = ServerRole(

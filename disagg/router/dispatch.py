@@ -115,7 +115,8 @@ class Dispatch:
         """It waits for a place."""
         asked = live.machine.asked
         self.live[asked.request_id] = live
-        self.places.waiting.append(asked.tenant, live, queue_cost(len(asked.prompt_token_ids), asked.params))
+        cost = queue_cost(len(asked.prompt_token_ids), asked.params)
+        self.places.waiting.append(asked.tenant, live, cost, asked.priority)
         self._after(live, max(0.0, asked.deadline_s - self._clock()), DeadlinePassed())
         self._pump_soon()
 
@@ -185,7 +186,7 @@ class Dispatch:
 
     def _num_prefills(self) -> int:
         """Servers that prompts can be sent to now."""
-        return sum(server.usable for server in self.fleet.view().of_role(Role.PREFILL))
+        return sum(server.usable and server.role is not Role.DECODE for server in self.fleet.view().servers)
 
     def _no_pair_yet(self, live: Live, found: NoPair) -> bool:
         """Tells the request why it waits on, or ends. True if the others need not be asked for."""
@@ -292,11 +293,10 @@ class Dispatch:
         )
         logger.log(
             logging.DEBUG if attempted.attempt == 1 else logging.INFO,
-            "attempt %d (%s): prefill on %s, decode on %s",
+            "attempt %d (%s): on %s",
             attempted.attempt,
             attempted.cause,
-            pair.prefill.name,
-            pair.decode.name,
+            " and ".join(pair.servers),
             extra=live.log,
         )
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from disagg.router.requests import ChoiceDelta, Finished, GenerateRequest, Started, Update
 from disagg.router.service import Router
-from disagg.router.tenants import tenant_of
+from disagg.router.tenants import TENANT_HEADER, tenant_of
 from disagg.types.errors import DisaggError
 from disagg.wire import pb
 from disagg.wire.inference import (
@@ -109,10 +109,12 @@ def _tenant(context: Context) -> str:
     peer = context.peer()
     kind, _, rest = peer.partition(":")
     address = rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else rest
-    for name, value in context.invocation_metadata() or ():
-        if name == "authorization":
-            return tenant_of(address, value if isinstance(value, str) else value.decode("latin-1"))
-    return tenant_of(address, connection=peer)
+    said = {
+        name: value if isinstance(value, str) else value.decode("latin-1")
+        for name, value in reversed(tuple(context.invocation_metadata() or ()))
+        if name in (TENANT_HEADER, "authorization")
+    }
+    return tenant_of(address, said.get("authorization", ""), peer, said.get(TENANT_HEADER, ""))
 
 
 def _to_proto(update: Update) -> pb.inference.GenerateResponse:

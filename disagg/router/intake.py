@@ -21,7 +21,7 @@ from disagg.text.stops import StopTable
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import InvalidRequest, UnknownModel
 from disagg.types.plain import quoted
-from disagg.types.sampling import MAX_CACHE_SALT_CHARS, MAX_INT, SamplingParams, check_ids
+from disagg.types.sampling import MAX_CACHE_SALT_CHARS, MAX_INT, MAX_PRIORITY, SamplingParams, check_ids
 
 
 class Intake:
@@ -46,6 +46,10 @@ class Intake:
             raise InvalidRequest(
                 f"cache_salt has {len(request.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed",
                 "cache_salt",
+            )
+        if abs(request.priority) > MAX_PRIORITY:
+            raise InvalidRequest(
+                f"priority is {request.priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", "priority"
             )
         params = replace(request.params, seed=request.seed or 0)
         replace(params, max_tokens=params.max_tokens or MAX_INT).validate(self.tokenizer.vocab_size)

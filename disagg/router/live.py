@@ -67,7 +67,7 @@ class Live:
         """The current attempt ends so, if there is one."""
         pair = self.machine.pair
         if pair is not None and self.attempt_unix_s > 0:
-            detail = f"{pair.prefill.name} > {pair.decode.name}: {outcome}"
+            detail = f"{' > '.join(pair.servers)}: {outcome}"
             name = f"attempt {self.machine.attempt}"
             self.timeline.append(TimelineEvent(name, self.attempt_unix_s, now_unix_s, detail))
             self.attempt_unix_s = 0.0

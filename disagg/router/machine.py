@@ -6,6 +6,7 @@
 
 An *attempt* sends its legs to one pair, one leg per trunk (see `LegKey`). Rules that are not obvious:
 
+- A mixed server does the work of both; what it says is decode's word, and it hears of the leg once.
 - Only the decode server's verdict, or its loss, replays. When the prefill side fails, decode may hold all it needs: it is
   asked for its verdict by waiting, at most `verdict_s`, unless it has begun to speak.
 - A replay takes all unfinished choices, grouped by equal outputs, and retires the whole attempt. Tokens accepted stay.
@@ -173,7 +174,7 @@ class RequestMachine:
             key = LegKey(self.request_id, self.attempt, trunk)
             self._legs[key] = _Leg(key, tuple(choices))
             prefill_tokens += len(self.prompt_token_ids) + len(outputs)
-            for server, peer in ((pair.prefill, pair.decode), (pair.decode, pair.prefill)):
+            for server, peer in ((pair.prefill, pair.decode), (pair.decode, pair.prefill))[: len(pair.servers)]:
                 leg = StartLeg(
                     key=key,
                     token_ids=self.prompt_token_ids + outputs,
@@ -185,6 +186,7 @@ class RequestMachine:
                     cache_salt=self.asked.cache_salt,
                     incarnation=server.incarnation,
                     tenant=self.asked.tenant,
+                    priority=self.asked.priority,
                 )
                 sends.append(Send(server.name, leg))
         begun = Attempted(self.attempt, pair, self._cause, prefill_tokens, len(self.table.unfinished()))
@@ -241,7 +243,7 @@ class RequestMachine:
             self._crashes.add((ref.name, ref.incarnation))
         if end.outcome is Outcome.GIVEN_BACK:
             self._given_back = True
-        if event.server == self.pair.prefill.name:
+        if event.server == self.pair.prefill.name and not self.pair.whole:
             if end.outcome is Outcome.REFUSED:
                 return self._fail(InvalidRequest(end.reason))
             if end.outcome is Outcome.DONE:
@@ -390,9 +392,9 @@ class RequestMachine:
 
     # ---- helpers
 
-    def _servers(self) -> tuple[str, str]:
+    def _servers(self) -> tuple[str, ...]:
         assert self.pair is not None
-        return (self.pair.prefill.name, self.pair.decode.name)
+        return self.pair.servers
 
     def _fail(self, error: DisaggError) -> list[Instruction]:
         aborts = self._abort_all() if self.phase in (Phase.RUNNING, Phase.CLOSING) else []
@@ -401,9 +403,11 @@ class RequestMachine:
         return [*aborts, Fail(error)]
 
     def _abort(self, leg: _Leg) -> list[Instruction]:
-        """Ends the leg on both servers, as far as they have not said its end. The answer may still come, or not."""
+        """Ends the leg on its servers, as far as they have not said its end. The answer may still come, or not."""
         assert self.pair is not None
-        sides = ((self.pair.prefill.name, leg.prefill_ended), (self.pair.decode.name, leg.decode_ended))
+        sides = zip(
+            self.pair.servers, (leg.prefill_ended, leg.decode_ended), strict=False
+        )  # a mixed one ends both at once
         return [Send(name, AbortLeg(leg.key)) for name, ended in sides if not ended]
 
     def _abort_all(self) -> list[Instruction]:
@@ -420,15 +424,15 @@ class RequestMachine:
         leg = self._legs.get(event.end.key)
         if leg is None or self.pair is None:
             return None
-        if event.server == self.pair.prefill.name:
-            known, leg.prefill_ended = leg.prefill_ended, True
-            if not known:
-                cached_tokens = min(event.end.cached_tokens, len(self.prompt_token_ids))
-                self.cached_tokens = max(self.cached_tokens, cached_tokens)
-        elif event.server == self.pair.decode.name:
-            known, leg.decode_ended = leg.decode_ended, True
-        else:
+        prefill, decode = event.server == self.pair.prefill.name, event.server == self.pair.decode.name
+        if not prefill and not decode:
             return None
+        known = leg.prefill_ended if prefill else leg.decode_ended
+        if prefill and not known:
+            cached_tokens = min(event.end.cached_tokens, len(self.prompt_token_ids))
+            self.cached_tokens = max(self.cached_tokens, cached_tokens)
+        leg.prefill_ended |= prefill
+        leg.decode_ended |= decode
         return None if known else leg
 
     def _note_loss(self, event: ServerLost) -> tuple[bool, bool]:

@@ -1,4 +1,5 @@
-"""Picks a (prefill, decode) pair for a request from a frozen view. Pure; knows nothing of streams, and time is an argument.
+"""Picks the servers for a request from a frozen view: a prefill and a decode server, or a mixed one, which is then a pair with
+itself. Pure; knows nothing of streams, and time is an argument.
 
 Which servers can be taken at all (usable, fitting, large enough) is decided once, here; a policy ranks them. `avoid` and
 staleness are wishes, not rules: a server to avoid is better than none.
@@ -6,7 +7,10 @@ staleness are wishes, not rules: a server to avoid is better than none.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from msgspec import Struct
 
 from disagg.messages.legs import PeerRef, ServerState
 from disagg.router.policies import Policy, RequestFacts
@@ -25,50 +29,98 @@ def pick_pair(
 
     prefer_decode: whose prefix cache has what landed there of an attempt before; as another incarnation it has nothing.
     """
-    layouts: dict[tuple[str, str], tuple[list[ServerView], list[ServerView]]] = {}
+    layouts: dict[tuple[str, str], _Layout] = {}
     for server in view.servers:
         if server.usable and server.hello is not None and facts.weights in ("", server.weights):
-            layout = layouts.setdefault((server.hello.fingerprint, server.hello.model), ([], []))
-            layout[server.role is Role.DECODE].append(server)
-    whole = [(prefills, decodes) for prefills, decodes in layouts.values() if prefills and decodes]
+            layout = layouts.setdefault((server.hello.fingerprint, server.hello.model), _Layout([], [], []))
+            layout.of(server.role).append(server)
+    whole = [layout for layout in layouts.values() if layout.mixed or (layout.prefill and layout.decode)]
     if not whole:
         return NoPair(_why_none(view, facts.weights))
-
-    best: tuple[tuple[object, ...], ServerView, ServerView] | None = None
-    for all_prefills, all_decodes in whole:
-        prefills = [p for p in all_prefills if facts.prefill_tokens <= _limit(p) and facts.total_tokens <= _length(p)]
-        decodes = [d for d in all_decodes if facts.total_tokens <= _limit(d)]
-        if not prefills or not decodes:
-            continue
-        p_rank, prefill = min(
-            ((_wishes(p, avoid, None), policy.prefill_rank(p, i, len(prefills), facts), _turn(i, prefills, facts)), p)
-            for i, p in enumerate(prefills)
-        )
-        d_rank, decode = min(
-            (
-                (
-                    _wishes(d, avoid, prefer_decode),
-                    policy.decode_rank(d, i, len(decodes), facts),
-                    _turn(i, decodes, facts),
-                ),
-                d,
-            )
-            for i, d in enumerate(decodes)
-        )
-        wishes = tuple(a + b for a, b in zip(p_rank[0], d_rank[0], strict=True))
-        rank = (wishes, p_rank[1], d_rank[1])
-        if best is None or rank < best[0]:
-            best = (rank, prefill, decode)
-    if best is None:
-        limit = max(min(max(map(_length, p)), max(map(_limit, p)), max(map(_limit, d))) for p, d in whole)
-        return NoPair(NoPairReason.TOO_LARGE, limit_tokens=limit)
-    _, prefill, decode = best
+    routes = [route for layout in whole for route in _best(layout, _Wanted(facts, policy, prefer_decode, avoid))]
+    if not routes:
+        return NoPair(NoPairReason.TOO_LARGE, limit_tokens=max(layout.limit for layout in whole))
+    best = min(routes, key=lambda route: route.rank)
     return Pair(
-        prefill=prefill.peer_ref,
-        decode=decode.peer_ref,
-        max_total_tokens=min(_length(prefill), _limit(decode)),
-        weights=prefill.weights,
+        prefill=best.prefill.peer_ref,
+        decode=best.decode.peer_ref,
+        max_total_tokens=min(_length(best.prefill), _limit(best.decode)),
+        weights=best.prefill.weights,
     )
+
+
+class _Wanted(Struct, frozen=True):
+    """What `pick_pair` is asked."""
+
+    facts: RequestFacts
+    policy: Policy
+    prefer_decode: PeerRef | None
+    avoid: Collection[str]
+
+    def prefill_rank(self, server: ServerView, index: int, servers: list[ServerView]) -> tuple[Any, ...]:
+        rank = self.policy.prefill_rank(server, index, len(servers), self.facts)
+        return _wishes(server, self.avoid, None), rank, _turn(index, servers, self.facts)
+
+    def decode_rank(self, server: ServerView, index: int, servers: list[ServerView]) -> tuple[Any, ...]:
+        rank = self.policy.decode_rank(server, index, len(servers), self.facts)
+        return _wishes(server, self.avoid, self.prefer_decode), rank, _turn(index, servers, self.facts)
+
+    def mixed_rank(self, server: ServerView, index: int, servers: list[ServerView]) -> tuple[Any, ...]:
+        wishes, rank, turn = self.decode_rank(server, index, servers)
+        return wishes, self.policy.prefill_rank(server, index, len(servers), self.facts), rank, turn
+
+
+class _Route(Struct, frozen=True):
+    """rank: broken wishes, then how busy the one that computes prompts is, the one that decodes, and whose turn it is."""
+
+    rank: tuple[Any, ...]
+    prefill: ServerView
+    decode: ServerView
+
+
+def _best(layout: _Layout, wanted: _Wanted) -> Iterator[_Route]:
+    """The best pair and the best mixed server of those that can hold the request."""
+    facts = wanted.facts
+    prefills = [p for p in layout.prefill if facts.prefill_tokens <= _limit(p) and facts.total_tokens <= _length(p)]
+    decodes = [d for d in layout.decode if facts.total_tokens <= _limit(d)]
+    mixed = [m for m in layout.mixed if max(facts.prefill_tokens, facts.total_tokens) <= _limit(m)]
+    # Where both are equally busy they take turns, too.
+    mixed_turn = facts.serial % (min(len(prefills), len(decodes)) + len(mixed) or 1) < len(mixed)
+    if prefills and decodes:
+        (p_wishes, p_rank, _), prefill = _least(prefills, wanted.prefill_rank)
+        (d_wishes, d_rank, _), decode = _least(decodes, wanted.decode_rank)
+        wishes = tuple(a + b for a, b in zip(p_wishes, d_wishes, strict=True))
+        yield _Route((wishes, p_rank, d_rank, mixed_turn), prefill, decode)
+    if mixed:
+        rank, server = _least(mixed, wanted.mixed_rank)
+        yield _Route((*rank[:3], not mixed_turn), server, server)
+
+
+def _least(
+    servers: list[ServerView], rank: Callable[[ServerView, int, list[ServerView]], tuple[Any, ...]]
+) -> tuple[tuple[Any, ...], ServerView]:
+    """No two of them have the same rank, since no two have the same turn."""
+    return min((rank(server, index, servers), server) for index, server in enumerate(servers))
+
+
+class _Layout(Struct):
+    """Servers that fit together, by role."""
+
+    prefill: list[ServerView]
+    decode: list[ServerView]
+    mixed: list[ServerView]
+
+    def of(self, role: Role) -> list[ServerView]:
+        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.MIXED: self.mixed}[role]
+
+    @property
+    def limit(self) -> int:
+        """Tokens of the longest request that some pair, or a mixed server, can hold."""
+        limit = max(map(_limit, self.mixed), default=0)
+        if self.prefill and self.decode:
+            pairs = (max(map(_length, self.prefill)), max(map(_limit, self.prefill)), max(map(_limit, self.decode)))
+            limit = max(limit, min(pairs))
+        return limit
 
 
 def _wishes(server: ServerView, avoid: Collection[str], prefer: PeerRef | None) -> tuple[int, int, int]:
@@ -95,8 +147,9 @@ def _limit(server: ServerView) -> int:
 def _why_none(view: ClusterView, weights: str) -> NoPairReason:
     """weights: as in RequestFacts."""
     roles = {server.role for server in view.servers}
-    settled = len(roles) == len(Role) and all(server.usable or server.mismatched for server in view.servers)
-    if weights and any(_all_have_others(view, role, weights) for role in roles):
+    routes = _routes(roles)
+    settled = bool(routes) and all(server.usable or server.mismatched for server in view.servers)
+    if weights and routes and all(any(_all_have_others(view, role, weights) for role in route) for route in routes):
         return NoPairReason.OTHER_WEIGHTS
     if settled:
         mismatched = any(server.mismatched for server in view.servers)
@@ -104,6 +157,12 @@ def _why_none(view: ClusterView, weights: str) -> NoPairReason:
     if any(view.state(server) is ServerState.LOADING for server in view.servers):
         return NoPairReason.LOADING
     return NoPairReason.EMPTY_POOL
+
+
+def _routes(roles: Collection[Role]) -> list[tuple[Role, ...]]:
+    """Roles that a request can pass through, of those that there are."""
+    routes: list[tuple[Role, ...]] = [(Role.PREFILL, Role.DECODE), (Role.MIXED,)]
+    return [route for route in routes if set(route) <= set(roles)]
 
 
 def _all_have_others(view: ClusterView, role: Role, weights: str) -> bool:

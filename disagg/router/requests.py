@@ -16,7 +16,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     """One prompt with its parameters. prompt: text, or token ids taken as they are.
 
     params.max_tokens 0 means "as many as fit". seed None: the router draws one. deadline_s None: the configured one.
-    tenant: who asks, as far as a face can tell (router/tenants): those that wait take turns.
+    tenant: who asks, as far as a face can tell (router/tenants): those that wait take turns. priority: lower is more urgent,
+    among the tenant's own.
     client_request_id: what the client calls it (logs only); the router's own id is `Started.request_id`.
     prompt_name: what the client calls the prompt, for errors: `prompt[3]` of a call with several.
     call: which call it is part of, of those with several prompts; empty: it is a call by itself.
@@ -36,6 +37,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     prompt_name: str = "prompt"
     call: str = ""
     too_large: str = ""
+    priority: int = 0
 
     @property
     def the_prompt(self) -> str:
@@ -50,8 +52,8 @@ def subject_of(prompt_name: str) -> str:
 class Asked(Struct, frozen=True, kw_only=True):
     """A request that was accepted. params.max_tokens 0: as many as the first pair can hold, and the model allows.
 
-    deadline_s: on the clock of the events' now_s; limit_s: how long after its arrival that is. prompt_name, call: as in
-    GenerateRequest. serial: which request of this router it is, from 0.
+    deadline_s: on the clock of the events' now_s; limit_s: how long after its arrival that is. prompt_name, call,
+    priority: as in GenerateRequest. serial: which request of this router it is, from 0.
     """
 
     request_id: str
@@ -64,6 +66,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     tenant: str = ""
     call: str = ""
     serial: int = 0
+    priority: int = 0
 
 
 class Started(Struct, frozen=True):

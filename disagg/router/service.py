@@ -258,6 +258,7 @@ class Router:
             tenant=request.tenant,
             call=request.call,
             serial=self._serial,
+            priority=request.priority,
         )
         self._serial += 1
         live = Live(

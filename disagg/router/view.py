@@ -6,7 +6,7 @@ A server's state is the router's judgement over what the server said and whether
     lost (lease over, refused, ...)            dead
     it said loading or draining                that
     its model's files are not the router's     mismatch
-    it said ready, and a ready server of the other role has the same fingerprint and model    ready
+    it said ready, and is mixed, or a ready server of the other role has the same fingerprint and model    ready
     it said ready, and there is none    no-peer
 """
 
@@ -117,8 +117,8 @@ class ServerView(Struct, frozen=True, kw_only=True):
         return self.said_ready and self.connected
 
     def fits(self, other: ServerView) -> bool:
-        """The two have the other role each, and one layout and model."""
-        if self.hello is None or other.hello is None or self.role is other.role:
+        """One of the two is for prefill, the other for decode, and they have one layout and model."""
+        if self.hello is None or other.hello is None or {self.role, other.role} != {Role.PREFILL, Role.DECODE}:
             return False
         return (self.hello.fingerprint, self.hello.model) == (other.hello.fingerprint, other.hello.model)
 
@@ -142,7 +142,7 @@ class ClusterView(Struct, frozen=True):
             return server.load.state
         if server.differing:
             return ServerState.MISMATCH
-        if any(other.said_ready and server.fits(other) for other in self.servers):
+        if server.role is Role.MIXED or any(other.said_ready and server.fits(other) for other in self.servers):
             return ServerState.READY
         return ServerState.NO_PEER
 
@@ -151,7 +151,9 @@ class ClusterView(Struct, frozen=True):
 
     @property
     def has_pair(self) -> bool:
-        """At least one prefill and one decode server are ready and fit together."""
+        """At least one prefill and one decode server are ready and fit together, or a mixed one is ready."""
+        if any(server.usable for server in self.of_role(Role.MIXED)):
+            return True
         decodes = [server for server in self.of_role(Role.DECODE) if server.usable]
         return any(p.usable and any(p.fits(d) for d in decodes) for p in self.of_role(Role.PREFILL))
 
@@ -172,12 +174,22 @@ class Pair(Struct, frozen=True):
     max_total_tokens: int
     weights: str = ""
 
+    @property
+    def whole(self) -> bool:
+        """One server, a mixed one, does both."""
+        return self.prefill == self.decode
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Their names, each once."""
+        return (self.prefill.name,) if self.whole else (self.prefill.name, self.decode.name)
+
 
 class NoPairReason(enum.Enum):
     """Why there is no pair; the value is fit to be shown."""
 
     LOADING = "servers are still loading"
-    EMPTY_POOL = "no server of one role is ready"
+    EMPTY_POOL = "no server of one role is ready, and no mixed one"
     NO_COMPATIBLE = "prefill and decode servers are ready, but their KV layouts or models differ"
     MISMATCH = (
         "servers have loaded another tokenizer, chat template or configuration than this router; see their reasons"

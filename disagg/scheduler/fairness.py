@@ -13,7 +13,10 @@ This is start-time fair queueing: the tag of a tenant's first item is where the 
 time if that is later; the least tag is served. The virtual time goes on with each item served by its cost, divided by the
 tenants that wait, so a tag is reached after a bounded amount of work, however many tenants come after it.
 
-Pure; knows items, tenants and costs, nothing of time.
+Among its own items a tenant may say which are more urgent (*priority*: lower goes first). An item lets so many that are go
+ahead of it, and then no more (MAX_OVERTAKEN), so that none starves.
+
+Pure; knows items, tenants, costs and priorities, nothing of time.
 """
 
 from __future__ import annotations
@@ -25,9 +28,21 @@ from typing import Generic, TypeVar
 
 from disagg.types.bounded import forget_oldest
 
+MAX_OVERTAKEN = 64  # items that came later and are more urgent, which go before one
 MAX_REMEMBERED = 4096  # tenants that wait for nothing and have been served beyond the virtual time
 
 Item = TypeVar("Item")
+
+
+class _Waiting(Generic[Item]):
+    __slots__ = ("arrival", "cost", "item", "overtaken", "priority")
+
+    def __init__(self, arrival: int, cost: float, item: Item, priority: int) -> None:
+        self.arrival = arrival
+        self.cost = cost
+        self.item = item
+        self.priority = priority
+        self.overtaken = 0
 
 
 class _Tenant(Generic[Item]):
@@ -37,7 +52,7 @@ class _Tenant(Generic[Item]):
 
     def __init__(self, tag: float) -> None:
         self.tag = tag
-        self.items: deque[tuple[int, float, Item]] = deque()  # (order of arrival, cost, item)
+        self.items: deque[_Waiting[Item]] = deque()
 
 
 class FairQueue(Generic[Item]):
@@ -64,15 +79,20 @@ class FairQueue(Generic[Item]):
         """That wait for something."""
         return len(self._tenants)
 
-    def append(self, tenant: str, item: Item, cost: float) -> None:
-        """It is the last of its tenant."""
+    def append(self, tenant: str, item: Item, cost: float, priority: int = 0) -> None:
+        """It is the last of its tenant, but for those that are less urgent."""
         assert cost > 0
         assert id(item) not in self._of, "an item waits once"
         waiting = self._tenants.get(tenant)
         if waiting is None:
             tag = max(self._now, self._served.pop(tenant, 0.0))
             waiting = self._tenants[tenant] = _Tenant(tag)
-        waiting.items.append((self._arrivals, cost, item))
+        items = waiting.items
+        at = len(items)
+        while at and items[at - 1].priority > priority and items[at - 1].overtaken < MAX_OVERTAKEN:
+            at -= 1
+            items[at].overtaken += 1
+        items.insert(at, _Waiting(self._arrivals, cost, item, priority))
         self._arrivals += 1
         self._of[id(item)] = tenant
 
@@ -106,9 +126,9 @@ class FairQueue(Generic[Item]):
 
     def of_those(self, may_go: Callable[[str], bool]) -> Iterator[Item]:
         """The same, but of a tenant only as long as it may go, which is asked before each of its items."""
-        heap = [(waiting.tag, waiting.items[0][0], tenant) for tenant, waiting in self._tenants.items()]
+        heap = [(waiting.tag, waiting.items[0].arrival, tenant) for tenant, waiting in self._tenants.items()]
         heapq.heapify(heap)
-        rests: dict[str, deque[tuple[int, float, Item]]] = {}
+        rests: dict[str, deque[_Waiting[Item]]] = {}
         while heap:
             tag, _, tenant = heap[0]
             if not may_go(tenant):
@@ -117,32 +137,36 @@ class FairQueue(Generic[Item]):
             rest = rests.get(tenant)
             if rest is None:
                 rest = rests[tenant] = deque(self._tenants[tenant].items)
-            _, cost, item = rest.popleft()
+            first = rest.popleft()
             if rest:
-                heapq.heapreplace(heap, (tag + cost, rest[0][0], tenant))
+                heapq.heapreplace(heap, (tag + first.cost, rest[0].arrival, tenant))
             else:
                 heapq.heappop(heap)
-            yield item
+            yield first.item
 
-    def displaced_by(self, tenant: str) -> Item | None:
-        """Who goes when the queue is full and one more of this tenant comes: the youngest of whoever has the most there, or
-        None (the newcomer itself) if that tenant would then have fewer than this one.
+    def displaced_by(self, tenant: str, may_go: Callable[[Item], bool] | None = None) -> Item | None:
+        """Who goes when the queue is full and one more of this tenant comes: the last of whoever has the most there, or
+        None (the newcomer itself) if that tenant would then have fewer than this one. may_go: items that count; None: all,
+        which takes no longer the more there are.
         """
-        own = len(self._tenants[tenant].items) if tenant in self._tenants else 0
-        most = max(self._tenants.values(), key=lambda waiting: len(waiting.items), default=None)
-        if most is None or len(most.items) <= own + 1:
+        if may_go is None:
+            counts = {name: len(each.items) for name, each in self._tenants.items()}
+        else:
+            counts = {name: sum(may_go(entry.item) for entry in each.items) for name, each in self._tenants.items()}
+        name, most = max(counts.items(), key=lambda each: each[1], default=("", 0))
+        if most <= counts.get(tenant, 0) + 1:
             return None
-        return most.items[-1][2]
+        return next(e.item for e in reversed(self._tenants[name].items) if may_go is None or may_go(e.item))
 
     def _remove(self, waiting: _Tenant[Item], item: Item) -> float:
         del self._of[id(item)]
         items = waiting.items
-        if items[0][2] is item:
-            return items.popleft()[1]
-        if items[-1][2] is item:
-            return items.pop()[1]
-        index = next(index for index, (_, _, each) in enumerate(items) if each is item)
-        cost = items[index][1]
+        if items[0].item is item:
+            return items.popleft().cost
+        if items[-1].item is item:
+            return items.pop().cost
+        index = next(index for index, each in enumerate(items) if each.item is item)
+        cost = items[index].cost
         del items[index]
         return cost
 

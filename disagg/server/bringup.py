@@ -43,6 +43,7 @@ from disagg.messages.link import RankInfo
 from disagg.offload.host_size import size_host
 from disagg.offload.keys import Scope
 from disagg.offload.rules import offload_rules
+from disagg.scheduler.policies import DEFAULT_MIXED, POLICIES
 from disagg.server.device import (
     UCX_NET_DEVICES_ON_CPU,
     UCX_TLS_ON_CPU,
@@ -131,6 +132,11 @@ class Bringup:
             logger.info("%s", chosen)
         if inspected.max_model_len_note:
             logger.info("contexts hold %d tokens: %s", inspected.max_model_len, inspected.max_model_len_note)
+        if POLICIES[engine.policy or DEFAULT_MIXED].whole_prompts:
+            engine = msgspec.structs.replace(engine, chunk_tokens=self.model_len(inspected.max_model_len))
+            logger.info(
+                "engine.policy = %s: a step has room for a prompt of %d tokens", engine.policy, engine.chunk_tokens
+            )
         sized = replace(self, config=msgspec.structs.replace(self.config, engine=engine))
         return await sized._run(group, inspected)
 
@@ -141,7 +147,9 @@ class Bringup:
         if self.config.engine.keep_windows:
             groups = tuple(layers.keeping_all() for layers in groups)
         on_rank = tuple(layers.on_rank(self.config.server.tp) for layers in groups)
-        check_rows(on_rank, self.config.transfer)
+        moves = self.role.sends or self.role.receives
+        if moves:
+            check_rows(on_rank, self.config.transfer)
         layout, num_large = await self._make_pool(group, on_rank)
         ranks = await self._open_transfer(group)
         model = ModelFacts(
@@ -159,7 +167,8 @@ class Bringup:
         offload = await self._open_offload(group, memory)
         facts = self._facts(group.incarnation, model, memory, offload)
         engine = self.role.engine(facts)
-        check_longest(facts, engine.max_tokens_in_pool, sends=self.role.sends)
+        if moves:
+            check_longest(facts, engine.max_tokens_in_pool, sends=self.role.sends)
         return Incarnation(
             engine=engine,
             facts=facts,
@@ -320,14 +329,18 @@ class Bringup:
         engine, transfer = self.config.engine, self.config.transfer
         scheduling = SchedulingFacts(
             max_slots=self._max_slots,
-            max_prompts=engine.max_running,
+            max_running=engine.max_running,
             chunk_tokens=engine.chunk_tokens,
+            target_step_s=engine.target_step_ms / 1000,
+            policy=engine.policy,
             max_waiting=engine.max_waiting,
             ungranted_share=engine.ungranted_share,
             spare_tokens=engine.grant_headroom_tokens,
             lookahead_tokens=engine.lookahead_tokens,
             preempt_after_s=engine.preempt_after_s,
             preemption=engine.preemption,
+            prefill_delay_passes=engine.prefill_delay_passes,
+            prefill_delay_low_usage=engine.prefill_delay_low_usage,
         )
         moving = TransferFacts(
             gather_bytes=transfer.gather_bytes,

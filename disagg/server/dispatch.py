@@ -42,6 +42,7 @@ from disagg.messages.plan import StepResult, WorkerPlan
 from disagg.messages.tiers import PartsRead, PartsWritten, TierCommand, TierEvent
 from disagg.messages.transfer import TransferCommand, TransferEvent
 from disagg.offload.instructions import StoreCommand, StoreEvent
+from disagg.server.recorder import Unrecorded
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
 
@@ -97,6 +98,7 @@ class Dispatch:
 
     routers: Routers
     links: LinkPort
+    recorder = Unrecorded()
 
     def __init__(
         self, name: str, tp: int, clock: Callable[[], Now], why_not: Callable[[StartLeg], str], *, dials: bool
@@ -114,6 +116,7 @@ class Dispatch:
     def attach(self, engine: Engine, workers: Workers, store: StorePort | None = None) -> None:
         """A group is up. store: of an engine that has storage."""
         self.engine, self._workers, self._store = engine, workers, store
+        self.recorder.up(engine, self._clock())
 
     def detach(self, reason: str) -> Engine | None:
         """The workers are lost: every leg ends, and nothing else that the engine wants can be done. The engine that was."""
@@ -122,6 +125,7 @@ class Dispatch:
             for instruction in engine.end_all(Outcome.WORKER_LOST, reason):
                 if isinstance(instruction, ToRouter):
                     self._tell(instruction)
+        self.recorder.down()
         return engine
 
     # ---- what happens
@@ -135,6 +139,7 @@ class Dispatch:
                     self.routers.flush()
                 elif self.engine is not None:
                     logger.info("leg begins: %d tokens", len(message.token_ids), extra=_log_of(message.key))
+                    self.recorder.started(message, self._clock())
                     self._do(self.engine.start_leg(router, message, self._clock()))
             case AbortLeg():
                 if self.engine is not None:
@@ -146,6 +151,7 @@ class Dispatch:
 
     def step_done(self, result: StepResult) -> None:
         if self.engine is not None:
+            self.recorder.computed(result)
             self._do(self.engine.step_done(result, self._clock()), step=True)
 
     def transfer_event(self, rank: int, message: TransferEvent | TierEvent) -> None:
@@ -197,6 +203,7 @@ class Dispatch:
 
     def tick(self) -> None:
         """Time has passed."""
+        self.recorder.tick(self._clock())
         if self.engine is not None:
             self._do(self.engine.tick(self._clock()))
 
@@ -220,6 +227,7 @@ class Dispatch:
             match instruction:
                 case ToWorkers():
                     workers.publish(instruction.plan)
+                    self.recorder.planned(instruction.plan, self._clock())
                 case ToRouter():
                     self._tell(instruction)
                 case ToTransfer():
@@ -255,6 +263,7 @@ class Dispatch:
             done = message.outcome in (Outcome.DONE, Outcome.ABORTED)
             why = f"{message.outcome.value}: {message.reason}" if message.reason else message.outcome.value
             logger.log(logging.INFO if done else logging.WARNING, "leg ended: %s", why, extra=_log_of(message.key))
+        self.recorder.told(message, self._clock())
         self.routers.tell(instruction.router, message)
 
 

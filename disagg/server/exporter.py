@@ -18,6 +18,8 @@ OBSERVED = {
     "parked": "parked_seconds",
     "transfer": "transfer_seconds",
     "run_pages": "kv_run_pages",
+    "prefill_delay_passes": "prefill_delay_passes",
+    "prefill_delay_seconds": "prefill_delay_seconds",
 }
 
 
@@ -62,6 +64,7 @@ class Exporter:
         self._up(metrics.store_published_pages, "store pages", sums.published_pages)
         self._up(metrics.store_duplicate_pages, "store duplicates", sums.duplicate_pages)
         self._up(metrics.store_failures, "store failures", offloading.failures)
+        self._up(metrics.store_removed_bytes, "store removed", offloading.removed_bytes)
         for cause, count in sums.misses.items():
             self._up(metrics.store_misses.labels(cause.value), f"store miss {cause}", count)
         for way, seconds in sums.seconds.items():
@@ -107,6 +110,9 @@ class Exporter:
             self._up(metrics.kv_evictions.labels(group), f"engine evictions {group}", count)
         for reason, count in counters.preemptions.items():
             self._up(metrics.preemptions.labels(reason), f"engine preemption {reason}", count)
+        for (estimate, allow, reason, executed), count in counters.prefill_delays.items():
+            labels = (estimate, str(allow).lower(), reason, str(executed).lower())
+            self._up(metrics.prefill_delay_outcomes.labels(*labels), f"engine prompts {' '.join(labels)}", count)
         self._steps_after_abort.set(counters.max_steps_after_abort)
         for name, observed in counters.observations:
             getattr(metrics, OBSERVED[name]).observe(observed)

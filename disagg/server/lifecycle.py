@@ -39,6 +39,7 @@ from disagg.server.identity import Identity
 from disagg.server.links import Links
 from disagg.server.model_identity import SHOWN_DIGITS, ModelIdentity, changed
 from disagg.server.offloading import Offloading
+from disagg.server.recorder import recorder_of
 from disagg.server.role import ServerRole
 from disagg.server.routers import RouterStreams
 from disagg.server.workers import GroupLost, WorkerGroup
@@ -87,6 +88,7 @@ class Server:
         name, tp = config.server.name or f"{role.role.value}-0", config.server.tp
         self._identity = identity = Identity(name, role.role, tp, config.model.public_name, self._load)
         self._dispatch = dispatch = Dispatch(name, tp, _now, identity.why_not, dials=role.dials)
+        dispatch.recorder = recorder_of(config.record.dir, name, role.role.value)
         self._dumper = dumper = Dumper(identity, dispatch)
         self._offloading = dumper.offloading = Offloading(config)
         self._routers = dispatch.routers = dumper.routers = RouterStreams(
@@ -151,10 +153,11 @@ class Server:
             await asyncio.gather(supervisor, stopped, return_exceptions=True)
             await self._links.close()
             self._routers.close()
-            await self._offloading.down()
+            await self._offloading.close()
             if self._group is not None:
                 await self._group.stop()
             watch.stop()
+            await asyncio.to_thread(self._dispatch.recorder.close)
             await telemetry.close()
             await server.stop(grace=1.0)
             ticker.cancel()

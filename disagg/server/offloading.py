@@ -1,6 +1,7 @@
 """A server's side of offload that outlives its workers: the store, what it has done, and a keeper for each incarnation.
 
-Without `offload.enabled` or without `storage.url` there is no store, and nothing of obstore is imported.
+With `storage.budget_bytes` the store is kept to it. Without `offload.enabled` or without `storage.url` there is no store, and
+nothing of obstore is imported.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING
 from disagg.config.tree import Config
 from disagg.engine.facts import EngineFacts
 from disagg.messages.legs import StorageState
-from disagg.messages.tiers import TierCommand
+from disagg.messages.tiers import PartsWritten, TierCommand
 from disagg.offload.instructions import StoreEvent
-from disagg.server.tier_sums import TierSums
+from disagg.server.tier_sums import WAYS, TierSums
 from disagg.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from disagg.offload.store import ObjectStore
+    from disagg.server.store_budget import StoreBudget
     from disagg.server.store_keeper import StoreKeeper
 
 
@@ -41,10 +43,16 @@ class Offloading:
         self._config = config
         self._store: ObjectStore | None = None
         self._keeper: StoreKeeper | None = None
+        self._budget: StoreBudget | None = None
 
     def open(self) -> None:
         """See open_storage."""
         self._store = open_storage(self._config)
+        if self._store is not None and self._config.storage.budget_bytes:
+            from disagg.server.store_budget import StoreBudget
+
+            written = WAYS[PartsWritten]
+            self._budget = StoreBudget(self._store, self._config.storage, lambda: self.sums.nbytes[written])
 
     def up(
         self,
@@ -70,9 +78,22 @@ class Offloading:
         if keeper is not None:
             await keeper.close()
 
+    async def close(self) -> None:
+        """The server ends."""
+        await self.down()
+        if self._budget is not None:
+            await self._budget.close()
+
     def tick(self) -> None:
         if self._keeper is not None:
             self._keeper.tick()
+        if self._budget is not None:
+            self._budget.tick()
+
+    @property
+    def removed_bytes(self) -> int:
+        """By this server, to keep storage to its budget."""
+        return self._budget.removed_bytes if self._budget is not None else 0
 
     @property
     def idle(self) -> bool:

@@ -15,6 +15,7 @@ from disagg.messages.legs import MemoryReport
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TRANSFER_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 WAIT_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+DELAY_PASSES = (1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512, 1024)
 RUN_PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 LARGE_PAGE_STATES = ("free", "evictable", "used")
@@ -99,6 +100,25 @@ class EngineMetrics:
         )
         self.model_changes = Counter(
             "disagg_model_changes", "Times that workers came up with another model than those before", registry=registry
+        )
+
+        self.prefill_delay_passes = Histogram(
+            "disagg_prefill_delay_passes",
+            "Passes that prompts of a mixed server had waited for when a delay ended",
+            buckets=DELAY_PASSES,
+            registry=registry,
+        )
+        self.prefill_delay_seconds = Histogram(
+            "disagg_prefill_delay_seconds",
+            "How long prompts of a mixed server had waited when a delay ended",
+            buckets=WAIT_SECONDS,
+            registry=registry,
+        )
+        self.prefill_delay_outcomes = Counter(
+            "disagg_prefill_delay_outcomes",
+            "Passes of a mixed server, by which ranks could run prompts, whether they might and why, and whether this one did",
+            ["estimate", "allow", "reason", "executed"],
+            registry=registry,
         )
 
     def _memory(self, registry: CollectorRegistry) -> None:
@@ -223,6 +243,11 @@ class EngineMetrics:
         self.store_failures = Counter(
             "disagg_store_failures",
             "Calls of the store that failed in the server, and writes and reads that failed in its workers",
+            registry=registry,
+        )
+        self.store_removed_bytes = Counter(
+            "disagg_store_removed_bytes",
+            "What this server has removed from storage to keep it to storage.budget_bytes",
             registry=registry,
         )
         self.tier_bytes = Counter(

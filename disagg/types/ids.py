@@ -19,6 +19,7 @@ class Role(enum.StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    MIXED = "mixed"  # both, of whole requests
 
 
 class LegKey(Struct, frozen=True, order=True):

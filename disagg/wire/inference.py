@@ -7,7 +7,7 @@ got wrong raises InvalidRequest naming the field; ranges are checked by `Samplin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, Protocol, TypedDict
+from typing import NoReturn, Protocol, TypedDict, Unpack
 
 from msgspec import Struct, structs
 
@@ -68,6 +68,17 @@ def read_sampling(message: pb.inference.SamplingParams) -> SamplingParams:
 # ---- Generate: the request
 
 
+class GenerateOptions(TypedDict, total=False):
+    """What a client may leave out."""
+
+    seed: int | None
+    deadline_s: float | None
+    cache_salt: str
+    client_request_id: str
+    add_special_tokens: bool
+    priority: int
+
+
 class GenerateFields(TypedDict):
     """The fields of a router's GenerateRequest, by name.
 
@@ -82,22 +93,19 @@ class GenerateFields(TypedDict):
     cache_salt: str
     client_request_id: str
     add_special_tokens: bool
+    priority: int
 
 
 def generate_request_to_proto(
-    *,
-    model: str,
-    prompt: str | tuple[int, ...],
-    params: SamplingParams,
-    seed: int | None = None,
-    deadline_s: float | None = None,
-    cache_salt: str = "",
-    client_request_id: str = "",
-    add_special_tokens: bool = True,
+    *, model: str, prompt: str | tuple[int, ...], params: SamplingParams, **options: Unpack[GenerateOptions]
 ) -> pb.inference.GenerateRequest:
     """`seed` goes out, `params.seed` does not; params.max_tokens 0 goes out as absent."""
     out = pb.inference.GenerateRequest(
-        model=model, cache_salt=cache_salt, request_id=client_request_id, add_special_tokens=add_special_tokens
+        model=model,
+        cache_salt=options.get("cache_salt", ""),
+        request_id=options.get("client_request_id", ""),
+        add_special_tokens=options.get("add_special_tokens", True),
+        priority=options.get("priority", 0),
     )
     if isinstance(prompt, str):
         out.text = prompt
@@ -108,9 +116,9 @@ def generate_request_to_proto(
     if params.max_tokens == 0:
         out.sampling.ClearField("max_tokens")
     out.sampling.ClearField("seed")
-    if seed is not None:
+    if (seed := options.get("seed")) is not None:
         out.sampling.seed = seed
-    if deadline_s is not None:
+    if (deadline_s := options.get("deadline_s")) is not None:
         out.deadline_ms = max(1, round(deadline_s * 1000))
     return out
 
@@ -140,6 +148,7 @@ def generate_request_from_proto(message: pb.inference.GenerateRequest, max_ids: 
         cache_salt=message.cache_salt,
         client_request_id=message.request_id[:NAME_CHARS],  # for the logs only, so cut rather than refused
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
+        priority=message.priority,
     )
 
 

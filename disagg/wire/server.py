@@ -27,7 +27,7 @@ from disagg.messages.legs import (
     StorageState,
 )
 from disagg.types.ids import Role
-from disagg.types.sampling import MAX_CACHE_SALT_CHARS, MAX_CHOICES
+from disagg.types.sampling import MAX_CACHE_SALT_CHARS, MAX_CHOICES, MAX_PRIORITY
 from disagg.wire import pb
 from disagg.wire.fields import (
     FINISH_TO_PROTO,
@@ -65,7 +65,11 @@ OUTCOME_TO_PROTO = {
 }
 OUTCOME_FROM_PROTO = {int(v): k for k, v in OUTCOME_TO_PROTO.items()}
 
-ROLE_TO_PROTO = {Role.PREFILL: pb.server.ROLE_PREFILL, Role.DECODE: pb.server.ROLE_DECODE}
+ROLE_TO_PROTO = {
+    Role.PREFILL: pb.server.ROLE_PREFILL,
+    Role.DECODE: pb.server.ROLE_DECODE,
+    Role.MIXED: pb.server.ROLE_MIXED,
+}
 ROLE_FROM_PROTO = {int(v): k for k, v in ROLE_TO_PROTO.items()}
 
 # ServerState.DEAD and MISMATCH have no row: a server never says them of itself.
@@ -192,6 +196,7 @@ def _fill_start_leg(out: pb.server.StartLeg, leg: StartLeg) -> None:
     out.cache_salt = leg.cache_salt
     out.incarnation = leg.incarnation
     out.tenant = leg.tenant
+    out.priority = leg.priority
 
 
 def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
@@ -210,6 +215,8 @@ def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
         refuse(message, "num_prompt", f"is {message.num_prompt}, but there are {len(message.token_ids)} tokens")
     if len(message.tenant) > MAX_TENANT_CHARS:
         refuse(message, "tenant", f"has {len(message.tenant)} characters; at most {MAX_TENANT_CHARS} are allowed")
+    if abs(message.priority) > MAX_PRIORITY:
+        refuse(message, "priority", f"is {message.priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     return StartLeg(
         key=key,
         token_ids=tuple(message.token_ids),
@@ -221,6 +228,7 @@ def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
         cache_salt=message.cache_salt,
         incarnation=message.incarnation,
         tenant=message.tenant,
+        priority=message.priority,
     )
 
 

@@ -23,6 +23,7 @@ from disagg.models.device import upload
 from disagg.models.graphs import DecodeGraphs, try_capture
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
+from disagg.models.prefill_graphs import PrefillGraphs, try_capture_prefills
 from disagg.models.ranks import Ranks
 from disagg.types.errors import ConfigError
 from disagg.worker.batch import UNKNOWN, build_batch
@@ -77,6 +78,7 @@ class Executor:
         self._pool: Pool | None = None
         self._sampler: Sampler | None = None
         self._graphs: DecodeGraphs | None = None
+        self._prefill_graphs: PrefillGraphs | None = None
         self._captures = True
         self._device = "cpu"
         self.overlaps = False
@@ -164,6 +166,7 @@ class Executor:
         self._all_rows = torch.arange(max_slots, device=self._pool.device)
         if self._captures:
             self._graphs = try_capture(self.model, self._pool, max_slots, self._tokens_before)
+            self._prefill_graphs = try_capture_prefills(self.model, self._pool)
         if self._ranks.samples:
             self._sampler = Sampler(self.model.vocab_size, max_slots, self._device)
         return self._pool.bytes.nbytes
@@ -244,9 +247,13 @@ class Executor:
 
         batch: on the host.
         """
-        if self._graphs is None or not self._graphs.captured(batch):
+        first: torch.Tensor | None = None
+        if self._graphs is not None and self._graphs.captured(batch):
+            logits, first = self._graphs.forward(batch)
+        elif self._prefill_graphs is not None and self._prefill_graphs.captured(batch):
+            logits = self._prefill_graphs.forward(batch)
+        else:
             return self.model.forward(batch.on(self.pool.device), self.pool, written), None
-        logits, first = self._graphs.forward(batch)
         if written is not None:
             for layer in self.model.writing_layers:
                 written(layer)

@@ -4,7 +4,7 @@
     task     one chunk of one move; programs take every so many-th
 
 A few programs keep a bus busy: each has all loads of its chunk under way at once. More would take multiprocessors from the
-model and bring nothing.
+model and bring nothing. What is read from the host is under way for longer, so it takes more of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import triton.language as tl
 
 from disagg.types.arithmetic import ceil_div
 
-PROGRAMS = 32
+PROGRAMS_OUT = 8
+PROGRAMS_IN = 32
 CHUNK_BYTES = 16 << 10  # of a task
 _NUM_WARPS = 4
 _LANE_BYTES = 16  # of the widest load
@@ -83,4 +84,4 @@ def copy_pages(
         "LANE_UNITS": lane_bytes // unit_bytes,
         "BLOCK": CHUNK_BYTES // unit_bytes,
     }
-    _copy_pages[(min(len(table) * chunks, PROGRAMS),)](**arguments, num_warps=_NUM_WARPS)
+    _copy_pages[(min(len(table) * chunks, PROGRAMS_OUT if out else PROGRAMS_IN),)](**arguments, num_warps=_NUM_WARPS)

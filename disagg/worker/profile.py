@@ -12,9 +12,11 @@ from dataclasses import replace
 import torch
 
 from disagg.messages.sequence_diff import KnownSequence, RunView, page_table
+from disagg.models.attention.backend import PREPARING
 from disagg.models.graphs import try_capture
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
+from disagg.models.prefill_graphs import try_capture_prefills
 from disagg.types.arithmetic import ceil_div, round_up
 from disagg.types.errors import ConfigError
 from disagg.types.sampling import MAX_LOGPROBS, SamplingParams
@@ -60,7 +62,11 @@ def measure_largest_step(
     torch.cuda.reset_peak_memory_stats(device)
     try:
         largest_step(model, FEW_TOKENS, 1)
-        largest_step(model, chunk_tokens, max_slots)
+        preparing = PREPARING.set(True)
+        try:
+            largest_step(model, chunk_tokens, max_slots)
+        finally:
+            PREPARING.reset(preparing)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a step of {chunk_tokens} tokens of a prompt and of {max_slots} sequences does not fit on {device}, at the "
@@ -76,10 +82,11 @@ def measure_largest_step(
 
 
 def _captured_bytes(model: PagedModel, max_slots: int) -> int:
-    """What the graphs of decode steps hold, with their inputs. They are captured once more when the pool is there."""
+    """What graphs hold, with their inputs. They are captured once more when the pool is there."""
     free_before, _ = torch.cuda.mem_get_info(model.device)
     tokens = torch.zeros(max_slots, dtype=torch.int64, device=model.device)
-    graphs = try_capture(model, _scratch_pool(model), max_slots, tokens)
+    pool = _scratch_pool(model)
+    graphs = try_capture(model, pool, max_slots, tokens), try_capture_prefills(model, pool)
     torch.cuda.empty_cache()
     free_after, _ = torch.cuda.mem_get_info(model.device)
     del graphs

@@ -119,6 +119,11 @@ class Sender:
     # ---- what others want to know
 
     @property
+    def sends(self) -> bool:
+        """Whether it has buffers to send from."""
+        return bool(self._memory)
+
+    @property
     def has_peers(self) -> bool:
         return bool(self._peers)
 

@@ -112,13 +112,14 @@ class TransferDriver:
     def layer_written(self, plan_no: int, layer: int) -> bool:
         """Called by the compute thread, in the order of plans and layers: K and V of this layer are in the pool.
 
-        Whether pieces wait for this. On a GPU the kernels that write them may still be running.
+        Whether pieces wait for this. On a GPU the kernels that write them may still be running, and run long after they were
+        launched: pieces that are asked for meanwhile, as a ring has room for them, wait for layers that are launched already.
         """
         reached = (plan_no, layer + 1)
-        if reached not in self._sender.awaited:
-            return False
-        self._reached(reached)
-        return True
+        awaited = reached in self._sender.awaited
+        if awaited or (self._on_gpu and self._sender.sends):
+            self._reached(reached)
+        return awaited
 
     def plan_computed(self, plan_no: int) -> None:
         """Called by the compute thread, in the order of plans."""

@@ -132,6 +132,11 @@ def test_null_means_absent_for_every_field() -> None:
     assert completion(stream=True, stream_options={"include_usage": None}).usage_last is False
 
 
+def test_every_prompt_of_a_call_has_its_priority() -> None:
+    assert [r.priority for r in completion(prompt=["a", "b"], priority=-3).requests] == [-3, -3]
+    assert chat(priority=7).requests[0].priority == 7 and completion().requests[0].priority == 0
+
+
 def test_every_prompt_of_a_call_has_its_cache_salt_and_none_means_the_common_cache() -> None:
     assert [r.cache_salt for r in completion(prompt=["a", "b"], cache_salt="s").requests] == ["s", "s"]
     assert [r.cache_salt for r in chat(cache_salt="s").requests] == ["s"]

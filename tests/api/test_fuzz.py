@@ -60,6 +60,7 @@ FIELDS = (
     "ignore_eos",
     "stop_token_ids",
     "cache_salt",
+    "priority",
     "return_token_ids",
     "logprobs",
     "top_logprobs",

@@ -10,6 +10,7 @@ from disagg.cli.rundir import PORTS
 from disagg.cli.up import UpOptions, plan_cluster, reachable, server_states
 from disagg.config.load import dump_config, load_config
 from disagg.config.tree import Config, EngineConfig, RouterConfig, ServerConfig
+from disagg.types.errors import ConfigError
 
 ONE_OF_EACH = UpOptions(num_prefill=1, num_decode=1)
 
@@ -73,3 +74,17 @@ def test_a_host_that_is_listened_on_is_dialled_as_one_that_can_be(host: str, dia
 def test_states_are_read_from_the_routers_status() -> None:
     assert server_states({"servers": [{"name": "p", "state": "ready"}]}) == {"p": "ready"}
     assert server_states("nonsense") == {}
+
+
+def test_what_only_mixed_servers_can_have_is_theirs_alone_and_refused_where_there_are_none() -> None:
+    base = Config(
+        engine=EngineConfig(policy="vllm", prefill_delay_passes=7, prefill_delay_low_usage=0.5, page_tokens=8)
+    )
+    _, *servers = plan_cluster(base, UpOptions(num_prefill=1, num_decode=1, num_mixed=1))
+    assert {plan.role: plan.config.engine for plan in servers} == {
+        "prefill": EngineConfig(page_tokens=8),
+        "decode": EngineConfig(page_tokens=8),
+        "mixed": base.engine,
+    }
+    with pytest.raises(ConfigError, match="only a mixed server can have that"):
+        plan_cluster(Config(engine=EngineConfig(prefill_delay_passes=7)), ONE_OF_EACH)

@@ -10,13 +10,16 @@ from msgspec.structs import replace
 
 from disagg.config.check import (
     LEAST_S,
+    MIXED_ONLY,
     Least,
     check_config,
     check_descriptors,
     check_memory,
+    check_role,
     connections_allowed,
     descriptors_needed,
     warnings_of,
+    without_mixed_only,
 )
 from disagg.config.staging import size_staging
 from disagg.config.tree import (
@@ -220,3 +223,25 @@ def test_what_is_no_text_is_refused_with_its_path() -> None:
     ):
         with pytest.raises(ConfigError, match=rf"{path} = '.\\udcff': it is not UTF-8 at character 1"):
             check_config(config)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        (EngineConfig(policy="orca"), "engine.policy = 'orca': only a mixed server can have that"),
+        (EngineConfig(prefill_delay_passes=5), "engine.prefill_delay_passes = 5: only a mixed server can have that"),
+        (EngineConfig(prefill_delay_passes=0), "engine.prefill_delay_passes = 0: only a mixed server can have that"),
+        (EngineConfig(prefill_delay_low_usage=0.2), "engine.prefill_delay_low_usage = 0.2: only a mixed server"),
+    ],
+)
+def test_what_only_mixed_servers_can_have_is_refused_by_others(
+    role: Literal["prefill", "decode"], engine: EngineConfig, says: str
+) -> None:
+    for fine in ("router", "mixed"):
+        check_role(Config(engine=engine), fine)
+    with pytest.raises(ConfigError) as raised:
+        check_role(Config(engine=engine), role)
+    assert says in str(raised.value)
+    check_role(Config(engine=without_mixed_only(engine)), role)
+    assert set(MIXED_ONLY) >= {"policy", "prefill_delay_passes", "prefill_delay_low_usage"}

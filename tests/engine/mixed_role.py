@@ -1,4 +1,4 @@
-"""A role of both phases, as a composition: a leg's peer says which of them it passes through here."""
+"""A role of both phases and of links, as a composition: a leg's peer says which of the phases it passes through here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOBODY = PeerRef("", "", "")  # the peer of a leg that stays here from its first
 def mixed_engine(facts: EngineFacts) -> Engine:
     """Peers whose names begin with D decode what is computed here; those with P compute what goes on here."""
     step_tokens = facts.scheduling.max_slots + facts.scheduling.chunk_tokens
-    core = Core(facts, Sharing("decode_only", step_tokens, answer_fits))
+    core = Core(facts, Sharing("mixed", facts.scheduling.policy or "decode_only", step_tokens, answer_fits))
     choices, sender = Choices(core), Sender(core)
     prompts, receiver = Prompts(core, (sender, choices)), Receiver(core, choices)
     routes: dict[str, tuple[Stage, ...]] = {"": (prompts, choices), "D": (prompts, sender), "P": (choices, receiver)}
@@ -28,4 +28,4 @@ def mixed_engine(facts: EngineFacts) -> Engine:
         return routes[start.peer.name[:1]]
 
     stages = (prompts, choices, sender, receiver)
-    return Engine("mixed", core, stages, route=route, dialled=receiver, accepted=sender)
+    return Engine(core, stages, route=route, dialled=receiver, accepted=sender)

@@ -48,6 +48,7 @@ from disagg.messages.tiers import TierCommand
 from disagg.messages.transfer import TransferCommand
 from disagg.offload.keys import Scope
 from disagg.prefill_server.role import PREFILL
+from disagg.scheduler.policies import MIXED_POLICIES, POLICIES
 from disagg.server.dispatch import Dispatch
 from disagg.server.role import ServerRole
 from disagg.types.ids import FinishReason, LegKey
@@ -441,6 +442,9 @@ class World:
             rng.choice((PageSizing.LCM, PageSizing.LCM, PageSizing.MAX)),
         )
         chunk_tokens = rng.choice((4, 8, 16, 64))
+        policy = random.Random(f"policy of {seed}").choice(("", *MIXED_POLICIES)) if mixed else ""
+        if policy and POLICIES[policy].whole_prompts:
+            chunk_tokens = most
         kv = KvMemory(layout, 1)
         to_prefill = max(kv.large_pages_to_prefill(k, chunk_tokens) for k in range(1, most + 1))
         to_decode = max(to_prefill, *(kv.large_pages_to_decode(k, most, max_n) for k in range(most)))
@@ -457,13 +461,17 @@ class World:
             scheduling=SchedulingFacts(
                 max_slots=max_n + rng.choice((0, 1, 5)),
                 chunk_tokens=chunk_tokens,
+                target_step_s=0.0,
+                policy=policy,
                 max_waiting=10_000,
                 ungranted_share=rng.choice((0.1, 0.5)),
                 spare_tokens=rng.choice((0, 1, 5, 64)),
                 lookahead_tokens=rng.choice((0, 0, 3, 1000)),
                 preempt_after_s=rng.choice((0.2, 2.0)),
+                prefill_delay_passes=0,
+                prefill_delay_low_usage=0.0,
                 preemption=rng.choice(("latest", "fewest_tokens")),
-                max_prompts=rng.choice((1, 2, 100)),
+                max_running=rng.choice((1, 2, 100)),
             ),
             transfer=TransferFacts(
                 gather_bytes=rng.choice((48, 128, 256)),

@@ -33,7 +33,7 @@ def test_three_legs_share_a_batch_and_each_phase_of_them_is_where_its_peer_says(
         Unbound(comes.key)
     )
     out += mixed.start(whole) + mixed.start(leaves) + mixed.compute()
-    assert [run.num_tokens for run in mixed.unreported[-1].runs] == [1, 6, 4], "a token and two prompts in one step"
+    assert [run.num_tokens for run in mixed.unreported[-1].runs] == [1, 4, 6], "a token and two prompts in one step"
     mixed.link(m.OpenRing(0, 0, 4096, (4096,)), OUT)
     (offered,) = to_link(mixed.link(m.Grant(leaves.key, (0,), 1), OUT))
     (send,) = to_transfer(mixed.link(m.AssignEntries(leaves.key, 0, (m.Entry(1, 0, 0, 0, 0, 2, 0, 136),)), OUT))

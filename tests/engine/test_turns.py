@@ -242,7 +242,7 @@ def test_a_long_prompt_of_one_does_not_hold_up_a_short_one_of_another() -> None:
 
 
 def test_a_prompt_with_as_many_choices_as_there_may_be_is_computed_beside_others() -> None:
-    prefill = Prefill(facts(num_large=400, max_prompts=3, max_slots=3 - 1 + 64, max_model_len=400))
+    prefill = Prefill(facts(num_large=400, max_running=3, max_slots=3 - 1 + 64, max_model_len=400))
     for first, (name, choices) in enumerate((("long", 1), ("many", 64), ("third", 1), ("waits", 1)), start=1):
         prefill.start(start(name, 80, choices, first_token=first))
     prefill.compute()

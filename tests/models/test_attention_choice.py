@@ -14,7 +14,9 @@ import torch
 from disagg.config.tree import ModelConfig
 from disagg.messages.control import Computation
 from disagg.models.attention.backend import Ask, Phase
+from disagg.models.attention.calls import shares
 from disagg.models.attention.choice import AUTO, OFFERS, choose
+from disagg.models.batch import PrefillRun
 from disagg.models.model import PagedModel
 from disagg.types.errors import ConfigError
 from tests.models.tiny import make_tiny
@@ -75,7 +77,41 @@ def test_the_last_offer_of_a_phase_takes_everything() -> None:
     for phase in Phase:
         last = [offer for offer in OFFERS if offer.capabilities.phase is phase][-1]
         assert not last.capabilities.lacks(Ask(phase, "cpu", torch.float32, 512, True, True, True))
-        assert last.capabilities.least_tokens == 1
+        assert last.capabilities.least_tokens == last.capabilities.step_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("context", "tokens", "taken"),
+    [
+        (0, 1023, (0, 0)),
+        (0, 1024, (0, 1024)),
+        (0, 1535, (0, 1024)),
+        (0, 1536, (0, 1536)),
+        (16, 1024, (0, 0)),  # 496 and then 512, which are too few
+        (16, 1520, (496, 1024)),
+        (512, 1024, (0, 1024)),
+        (1536, 512, (0, 0)),
+        (2048, 512, (0, 512)),
+        (2000, 560, (48, 512)),
+        (2000, 559, (0, 0)),
+        (8192, 1, (0, 0)),
+    ],
+)
+def test_a_backend_of_few_lengths_takes_a_part_of_a_run(context: int, tokens: int, taken: tuple[int, int]) -> None:
+    (cudnn,) = (offer for offer in OFFERS if offer.name == "cudnn")
+    assert cudnn.capabilities.share(PrefillRun(7, tokens, context, True)) == taken
+
+
+def test_shares_of_runs_are_all_of_their_rows_once() -> None:
+    (cudnn,) = (offer for offer in OFFERS if offer.name == "cudnn")
+    runs = [
+        (0, PrefillRun(0, 300, 0, True)),
+        (1, PrefillRun(300, 1700, 100, False)),
+        (2, PrefillRun(2000, 1024, 0, True)),
+    ]
+    taken, left = shares(runs, cudnn.capabilities)
+    assert taken == [(1, PrefillRun(712, 1024, 512, False)), (2, PrefillRun(2000, 1024, 0, True))]
+    assert left == [(0, runs[0][1]), (1, PrefillRun(300, 412, 100, False)), (1, PrefillRun(1736, 264, 1536, False))]
 
 
 def test_a_model_says_who_attends_for_each_of_its_layer_groups(

@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from disagg.models import prefill_graphs
 from disagg.models.attention import calls, choice
 from disagg.models.attention.choice import OFFERS
 from disagg.models.attention.writer import TritonWriter
 from disagg.models.batch import ForwardBatch
 from disagg.models.graphs import MOST_ROWS, DecodeGraphs, sizes_up_to, try_capture
 from disagg.models.model import PagedModel
+from disagg.models.prefill_graphs import PrefillGraphs, variants
 from tests.models.driver import Driver
 from tests.models.reference import generate
 from tests.models.test_parity import assert_same, prompts_of
@@ -102,6 +104,61 @@ def test_steps_answer_as_transformers_does(family: str, tmp_path: Path) -> None:
         got = len(sequence.outputs)
         assert_same(f"{family}, sequence {index}", sequence.outputs, sequence.logits, answer.first(got))
     assert driver.replayed == OUTPUTS - 1
+
+
+class RerunPrefill:
+    """The same of a chunk."""
+
+    def __init__(self, graphs: PrefillGraphs, size: int, sampled: bool) -> None:
+        self._graphs = graphs
+        self._batch = graphs.batch(size, sampled)
+
+    def replay(self) -> None:
+        self._graphs.run(self._batch)
+
+
+class PrefillGraphDriver(Driver):
+    """Chunks go through graphs."""
+
+    def __init__(self, model: PagedModel, page_tokens: int) -> None:
+        super().__init__(model, num_large=len(model.groups) * 60, page_tokens=page_tokens)
+        self.graphs = PrefillGraphs(model, self.pool)
+        if ON_GPU:
+            try:
+                self.graphs.capture()
+            except RuntimeError as error:
+                pytest.skip(f"transformers' module cannot be captured: {error}")
+        else:
+            self.graphs._graphs = {each: RerunPrefill(self.graphs, *each) for each in variants()}  # type: ignore[misc]
+        self.replayed: list[tuple[int, int, int]] = []  # rows, runs, rows whose logits are wanted
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        if not self.graphs.captured(batch):
+            return super().forward(batch)
+        self.replayed.append((batch.num_rows, len(batch.prefills), batch.logits_rows.shape[0]))
+        return self.graphs.forward(batch).clone()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "family", ["gemma2", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "gpt_oss"))]
+)
+def test_chunks_answer_as_transformers_does(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of several runs, of all sizes, behind contexts and not; from some of them nothing is sampled."""
+    make_tiny(family, tmp_path)
+    monkeypatch.setattr(prefill_graphs, "SIZES", (16, 32, 64))
+    monkeypatch.setattr(prefill_graphs, "SILENT_SIZES", (64,))
+    shapes = ((3, 64), (9, 4), (20, 7), (33, 11), (70, 32), (41, 41))
+    prompts = prompts_of(shapes)
+    answers = generate(tmp_path, prompts, 2, DEVICE)
+    driver = PrefillGraphDriver(PagedModel.load(tmp_path, "float32", DEVICE), page_tokens=4)
+    sequences = [driver.sequence(prompt, chunk) for prompt, (_, chunk) in zip(prompts, shapes, strict=True)]
+    for some in (sequences[:1], sequences[1:4], sequences[4:]):
+        driver.run(some, 1)
+    for index, (sequence, answer) in enumerate(zip(sequences, answers, strict=True)):
+        assert_same(f"{family}, sequence {index}", sequence.outputs[:1], sequence.logits[:1], answer.first(1))
+    rows, runs, sampled = (set(each) for each in zip(*driver.replayed, strict=True))
+    assert min(rows) < 16 < max(rows) and {1, 3} <= runs and {0, 1} <= sampled, driver.replayed
 
 
 def test_sizes_waste_no_more_than_a_quarter() -> None:

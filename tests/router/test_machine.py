@@ -470,3 +470,62 @@ def test_a_link_that_breaks_again_and_again_does_not_take_all_attempts_in_a_mome
         pauses.append(needed.delay_s)
         m.handle(r.PairPicked(pair(), 0.0))
     assert pauses == [0.5, 1.0]
+
+
+# ---- mixed servers
+
+
+def mixed(n: int = 1, **changes: Any) -> r.RequestMachine:
+    made = machine(n, **changes)
+    made.handle(r.PairPicked(pair("m0", "m0"), 40.0))
+    return made
+
+
+def test_a_mixed_server_gets_the_leg_once() -> None:
+    m = machine(n=2)
+    begun, *sends = m.handle(r.PairPicked(pair("m0", "m0"), 40.0))
+    assert begun == r.Attempted(1, pair("m0", "m0"), "first", 3, 2)
+    [(name, leg)] = starts(sends)
+    assert (name, leg.key, leg.choices) == ("m0", LegKey("r", 1, 0), (0, 1))
+
+
+def test_its_work_is_a_prompts_until_it_speaks_and_then_decode_until_it_ends() -> None:
+    m = mixed()
+    assert m.busy(r.Work.PREFILL) and m.busy(r.Work.DECODE)
+    assert [type(i) for i in tokens(m, "m0", 0, 0, 5)] == [r.Emit]
+    assert not m.busy(r.Work.PREFILL) and m.busy(r.Work.DECODE)
+    last = tokens(m, "m0", 0, 1, 6, finish=FinishReason.LENGTH)
+    assert [type(i) for i in last] == [r.Emit, r.ArmLingerTimer]
+    assert ended(m, "m0") == [r.Finish()]
+    assert (m.phase, m.cached_tokens, m.attempts_counted) == (r.Phase.ENDED, 2, 1)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.WORKER_LOST, Outcome.DRAINED, Outcome.DONE])
+def test_what_it_says_of_a_leg_is_decodes_verdict(outcome: Outcome) -> None:
+    m = mixed()
+    tokens(m, "m0", 0, 0, 5)
+    again = need(ended(m, "m0", outcome))
+    assert again.prefer_decode is None and again.avoid == frozenset({"m0"}) and m.attempts_counted == 1
+    [_, (_, leg)] = starts(m.handle(r.PairPicked(pair(), 50.0)))
+    assert leg.token_ids == (*PROMPT, 5), "a pair goes on from what was accepted"
+
+
+def test_what_it_gives_back_is_not_counted_and_what_it_refuses_is_the_clients_fault() -> None:
+    m = mixed()
+    assert need(ended(m, "m0", Outcome.GIVEN_BACK)).delay_s > 0 and m.attempts_counted == 0
+    assert isinstance(failure(ended(mixed(), "m0", Outcome.REFUSED)), InvalidRequest)
+
+
+def test_its_loss_replays_at_once_and_counts_as_one_crash() -> None:
+    m = mixed()
+    tokens(m, "m0", 0, 0, 5)
+    assert need(lost(m, "m0", crashed=True)).avoid == frozenset({"m0"})
+    m.handle(r.PairPicked(pair("m1", "m1"), 50.0))
+    assert isinstance(failure(lost(m, "m1", crashed=True)), RequestFailed), "two groups died of it"
+
+
+def test_a_stop_string_and_a_client_that_goes_abort_it_once() -> None:
+    m = mixed(n=2)
+    tokens(m, "m0", 0, 0, 5)
+    assert aborts(m.handle(r.StopFound(0))) == [("m0", 0, 0)]
+    assert aborts(m.handle(r.ClientGone("left"))) == [("m0", 0, None)]

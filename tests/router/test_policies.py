@@ -186,3 +186,70 @@ def test_of_a_server_that_does_not_say_its_weights_all_must_be_the_same() -> Non
     servers = (p("p0", fingerprint="f"), d("d0", fingerprint="f"))
     assert pick(*servers, facts=replace(FACTS, weights="f")) == ("p0", "d0")
     assert pick(*servers, facts=replace(FACTS, weights="g")) == NoPair(NoPairReason.OTHER_WEIGHTS)
+
+
+# ---- mixed servers
+
+
+def m(name: str, state: ServerState = ServerState.READY, **changes: Any) -> ServerView:
+    return server(name, Role.MIXED, state, **changes)
+
+
+def test_a_mixed_server_needs_no_peer_and_is_a_pair_with_itself() -> None:
+    view = ClusterView((m("m"),))
+    assert view.has_pair and view.state(view.servers[0]) is ServerState.READY
+    found = pick_pair(view, FACTS, LeastLoaded())
+    assert isinstance(found, Pair) and found.whole and found.servers == ("m",) and found.max_total_tokens == 1000
+    assert not p("p").fits(m("m")) and not m("m").fits(d("d")), "it is nobody's other half"
+
+
+def test_whole_requests_go_to_whoever_has_least_to_do() -> None:
+    assert pick(p("p", outstanding_prompt_tokens=9), d("d"), m("m")) == ("m", "m")
+    assert pick(p("p"), d("d"), m("m", outstanding_prompt_tokens=9)) == ("p", "d")
+    assert pick(p("p"), d("d", running=8), m("m", outstanding_choices=2)) == ("m", "m")
+    assert pick(m("m0", outstanding_prompt_tokens=9), m("m1")) == ("m1", "m1")
+
+
+def test_where_all_are_idle_pairs_and_mixed_servers_take_turns() -> None:
+    servers = (p("p0"), p("p1"), d("d0"), d("d1"), m("m0"), m("m1"))
+    for policy in (LeastLoaded(), RoundRobin()):
+        found = [pick_pair(ClusterView(servers), replace(FACTS, serial=serial), policy) for serial in range(8)]
+        whole = [each.whole for each in found if isinstance(each, Pair)]
+        assert sum(whole) == 4 and len(whole) == 8
+        assert {name for each in found if isinstance(each, Pair) for name in each.servers} == {s.name for s in servers}
+
+
+def test_mixed_servers_take_everything_while_a_pool_is_empty() -> None:
+    busy = m("m", outstanding_prompt_tokens=10_000, running=50)
+    for others in ((p("p"),), (d("d"),), (p("p"), d("d", lost=True)), (p("p", ServerState.LOADING), d("d"))):
+        assert pick(*others, busy) == ("m", "m")
+    assert pick(p("p"), d("d"), m("m", ServerState.DRAINING)) == ("p", "d")
+
+
+def test_a_replay_avoids_the_mixed_server_that_failed_it_and_prefers_where_kv_landed() -> None:
+    servers = (p("p", outstanding_prompt_tokens=99), d("d", running=9), m("m"))
+    assert pick(*servers, avoid={"m"}) == ("p", "d")
+    assert pick(*servers, prefer_decode=servers[1].peer_ref) == ("p", "d")
+    assert pick(m("m"), avoid={"m"}) == ("m", "m")
+
+
+def test_what_only_one_route_can_hold_goes_there_and_the_largest_limit_is_said() -> None:
+    large = RequestFacts(prefill_tokens=10, total_tokens=500)
+    assert pick(p("p"), d("d", pool=100), m("m", running=30), facts=large) == ("m", "m")
+    assert pick(p("p"), d("d"), m("m", pool=100), facts=large) == ("p", "d")
+    assert pick(p("p"), d("d", pool=100), m("m", pool=300), facts=large) == NoPair(NoPairReason.TOO_LARGE, 300)
+
+
+def test_why_there_is_no_pair_beside_mixed_servers() -> None:
+    assert pick(m("m", ServerState.LOADING)) == NoPair(NoPairReason.LOADING)
+    assert pick(m("m", lost=True)) == NoPair(NoPairReason.EMPTY_POOL)
+    assert pick(p("p"), d("d", fingerprint="g"), m("m", lost=True)) == NoPair(NoPairReason.EMPTY_POOL)
+    begun = replace(FACTS, weights="w")
+    assert pick(m("m", weights="v"), facts=begun) == NoPair(NoPairReason.OTHER_WEIGHTS)
+    assert pick(m("m", weights="v"), p("p", weights="w"), d("d", weights="w"), facts=begun) == ("p", "d")
+    assert pick(m("m", weights="v"), p("p", weights="w"), d("d", weights="v"), facts=begun) == NoPair(
+        NoPairReason.OTHER_WEIGHTS
+    )
+    assert pick(m("m", weights="v"), p("p", lost=True), d("d", lost=True), facts=begun) == NoPair(
+        NoPairReason.EMPTY_POOL
+    )

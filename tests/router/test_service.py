@@ -114,6 +114,7 @@ async def test_many_requests_at_once_get_their_own_answers(cluster: Cluster) -> 
         ("hi", {"deadline_s": float("nan")}, InvalidRequest, "deadline_s"),
         ("hi", {"seed": -1}, InvalidRequest, "seed"),
         ("hi", {"cache_salt": "x" * 1025}, InvalidRequest, "cache_salt has 1025 characters; at most 1024"),
+        ("hi", {"priority": 1001}, InvalidRequest, "priority is 1001; it must be from -1000 to 1000"),
     ],
 )
 async def test_a_wrong_request_is_refused_by_name(

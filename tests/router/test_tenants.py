@@ -27,3 +27,9 @@ def test_a_tenant_is_short_and_shows_no_credentials() -> None:
     assert len(named) == 24 and "secret" not in named
     assert named == tenant_of("10.0.0.1", ("Bearer secret" * 10_000)[:MAX_CREDENTIAL_CHARS])
     assert tenant_of("", "half of a surrogate pair: \ud800")
+
+
+def test_whoever_names_itself_is_one_tenant_wherever_it_comes_from() -> None:
+    assert tenant_of("10.0.0.1", "Bearer a", name="team") == tenant_of("10.0.0.2", connection="x", name="team")
+    assert tenant_of("10.0.0.1", name="team") != tenant_of("10.0.0.1", name="other")
+    assert len({tenant_of("team"), tenant_of("team", "team"), tenant_of("team", name="team")}) == 3

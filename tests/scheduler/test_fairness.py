@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from disagg.scheduler.fairness import FairQueue, Shares
+from disagg.scheduler.fairness import MAX_OVERTAKEN, FairQueue, Shares
 
 TENANTS = st.sampled_from("abcdef")
 MOST = 20.0  # the largest cost
@@ -184,3 +184,48 @@ def test_shares_go_to_who_has_been_served_least(rounds: list[set[str]]) -> None:
         waited = {tenant: waited.get(tenant, 0) + 1 for tenant in tenants}
         waited[order[0]] = 0
         assert max(waited.values()) <= 6, "of six tenants each is served in every six steps"
+
+
+# ---- priorities
+
+
+def test_the_more_urgent_go_first_among_their_tenants_own() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name, priority in (("low", 5), ("usual", 0), ("usual too", 0), ("urgent", -1)):
+        queue.append("a", name, 1.0, priority)
+    assert list(queue) == ["urgent", "usual", "usual too", "low"]
+
+
+def test_urgency_puts_no_tenant_before_another() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(3):
+        queue.append("a", f"a{number}", 1.0)
+        queue.append("b", f"b{number}", 1.0, priority=-1000)
+    assert [name[0] for name in queue] == ["a", "b"] * 3
+
+
+@given(priorities=st.lists(st.integers(-3, 3), max_size=300), often=st.integers(1, 4))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_nobody_is_overtaken_without_end(priorities: list[int], often: int) -> None:
+    """However urgent what comes later is, an item lets so many of them go first and then no more."""
+    queue: FairQueue[int] = FairQueue()
+    for number, priority in enumerate(priorities):
+        queue.append("a", number, 1.0, priority)
+        if number % often == 0:
+            queue.take(next(iter(queue)))
+    order = list(queue)
+    for place, number in enumerate(order):
+        later = sum(other > number for other in order[:place])
+        assert later <= MAX_OVERTAKEN
+
+
+def test_one_that_is_least_urgent_comes_through_a_stream_of_urgent_ones() -> None:
+    queue: FairQueue[int] = FairQueue()
+    queue.append("a", -1, 1.0, priority=1000)
+    for number in range(200):
+        queue.append("a", number, 1.0, priority=-1000)
+        first = next(iter(queue))
+        queue.take(first)
+        if first == -1:
+            break
+    assert first == -1 and number == MAX_OVERTAKEN

@@ -6,14 +6,17 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from disagg.scheduler.budget import of_tokens
 from disagg.scheduler.policies import (
     POLICIES,
     PREEMPTION,
     Candidate,
     Phase,
     Running,
+    StepPlan,
     StepRun,
-    decode_only,
+    StepState,
+    decodes_first,
     fewest_tokens,
     latest,
     prefill_only,
@@ -29,6 +32,16 @@ prompts = st.lists(st.tuples(phases, st.sampled_from((0, 0, 1, 7))), max_size=8)
         Candidate(seq_id, phase, remaining, most) for seq_id, ((phase, remaining), most) in enumerate(each)
     )
 )
+
+
+def prefill(candidates: tuple[Candidate, ...], budget: int) -> StepPlan:
+    return prefill_only(candidates, StepState(of_tokens(budget)))
+
+
+def decode(candidates: tuple[Candidate, ...], budget: int) -> StepPlan:
+    return decodes_first(candidates, StepState(of_tokens(budget)))
+
+
 batches = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(
     lambda tokens: tuple(Running(seq_id, 100 - seq_id, each) for seq_id, each in enumerate(tokens))
 )
@@ -40,7 +53,7 @@ batches = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(
 def test_no_policy_exceeds_its_budget_or_runs_a_sequence_twice(
     name: str, candidates: tuple[Candidate, ...], budget: int
 ) -> None:
-    plan = POLICIES[name](candidates, budget)
+    plan = POLICIES[name].schedule(candidates, StepState(of_tokens(budget), whole=POLICIES[name].whole_prompts))
     assert plan.num_tokens <= budget
     ids = [run.seq_id for run in plan.runs]
     assert len(ids) == len(set(ids)), "each once"
@@ -58,7 +71,7 @@ def test_prefill_computes_every_token_once_and_samples_with_the_last(remaining: 
     computed = dict.fromkeys(left, 0)
     steps = 0
     while any(left.values()):
-        plan = prefill_only(tuple(Candidate(s, Phase.PREFILL, tokens) for s, tokens in left.items()), budget)
+        plan = prefill(tuple(Candidate(s, Phase.PREFILL, tokens) for s, tokens in left.items()), budget)
         assert plan.num_tokens == min(budget, sum(left.values())), "no token of the budget is left over"
         for run in plan.runs:
             earlier = [s for s, tokens in left.items() if s < run.seq_id and tokens]
@@ -79,33 +92,31 @@ def test_decode_gives_one_token_to_each_that_decodes_before_anything_is_computed
     candidates: tuple[Candidate, ...], budget: int
 ) -> None:
     decoding = [c.seq_id for c in candidates if c.phase is Phase.DECODE][:budget]
-    runs = decode_only(candidates, budget).runs
+    runs = decode(candidates, budget).runs
     assert runs[: len(decoding)] == tuple(StepRun(s, 1, True) for s in decoding)
     again = tuple(c for c in candidates if c.phase is Phase.PREFILL)
-    assert runs[len(decoding) :] == prefill_only(again, budget - len(decoding)).runs
+    assert runs[len(decoding) :] == prefill(again, budget - len(decoding)).runs
 
 
 def test_a_long_prompt_is_cut_where_the_budget_ends() -> None:
-    plan = prefill_only(
-        tuple(Candidate(seq_id, Phase.PREFILL, tokens) for seq_id, tokens in ((1, 5), (2, 9), (3, 1))), 8
-    )
+    plan = prefill(tuple(Candidate(seq_id, Phase.PREFILL, tokens) for seq_id, tokens in ((1, 5), (2, 9), (3, 1))), 8)
     assert plan.runs == (StepRun(1, 5, True), StepRun(2, 3, False))
 
 
 def test_a_run_that_stops_at_a_checkpoint_leaves_the_rest_of_the_budget_to_the_next() -> None:
-    plan = prefill_only((Candidate(1, Phase.PREFILL, 9, most=2), Candidate(2, Phase.PREFILL, 9)), 8)
+    plan = prefill((Candidate(1, Phase.PREFILL, 9, most=2), Candidate(2, Phase.PREFILL, 9)), 8)
     assert plan.runs == (StepRun(1, 2, False), StepRun(2, 6, False))
 
 
 def test_what_is_computed_again_takes_what_decoding_leaves_and_samples_at_its_end() -> None:
     recomputed, short = Candidate(1, Phase.PREFILL, 9, most=4), Candidate(3, Phase.PREFILL, 2)
-    plan = decode_only((recomputed, Candidate(2, Phase.DECODE, 1), short, Candidate(4, Phase.DECODE, 1)), 8)
+    plan = decode((recomputed, Candidate(2, Phase.DECODE, 1), short, Candidate(4, Phase.DECODE, 1)), 8)
     assert plan.runs == (StepRun(2, 1, True), StepRun(4, 1, True), StepRun(1, 4, False), StepRun(3, 2, True))
 
 
 def test_the_last_token_of_a_prompt_is_no_decode() -> None:
     prompt, decoding = Candidate(1, Phase.PREFILL, 1), Candidate(2, Phase.DECODE, 1)
-    assert decode_only((prompt, decoding), 1).runs == (StepRun(2, 1, True),)
+    assert decode((prompt, decoding), 1).runs == (StepRun(2, 1, True),)
 
 
 @pytest.mark.parametrize("name", sorted(PREEMPTION))

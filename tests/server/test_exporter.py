@@ -65,6 +65,29 @@ def test_what_memory_counts_is_exported_by_its_labels() -> None:
     assert exported.value("disagg_kv_run_pages_sum") == 12
 
 
+def test_passes_in_which_prompts_wait_are_exported_by_what_came_of_them() -> None:
+    exported, engine = Exported(), FakeEngine()
+    counters = engine.counters
+    counters.prefill_delays["all", False, "delay", False] += 5
+    counters.prefill_delays["all", True, "wait_timeout", True] += 1
+    counters.observe("prefill_delay_passes", 5)
+    counters.observe("prefill_delay_seconds", 0.25)
+    for _ in range(2):  # none is counted twice
+        exported.export(engine)
+    name = "disagg_prefill_delay_outcomes_total"
+    waited = {"estimate": "all", "allow": "false", "reason": "delay", "executed": "false"}
+    assert exported.value(name, **waited) == 5
+    ran = {"estimate": "all", "allow": "true", "reason": "wait_timeout", "executed": "true"}
+    assert exported.value(name, **ran) == 1
+    assert exported.value("disagg_prefill_delay_passes_sum") == 5
+    assert exported.value("disagg_prefill_delay_seconds_sum") == 0.25
+    exported.exporter.retire(counters)
+    again = FakeEngine()
+    again.counters.prefill_delays["all", False, "delay", False] += 2
+    exported.export(again)
+    assert exported.value(name, **waited) == 7
+
+
 def test_the_pool_is_that_of_the_load_report_and_gone_with_it() -> None:
     exported, engine = Exported(), FakeEngine()
     exported.export(engine)

@@ -38,6 +38,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "offload": ("-m", "slow", "tests/offload", "tests/cluster/test_offload_store.py", "tests/cluster/test_offload.py"),
     "offload-parked": ("-m", "slow", "tests/cluster/test_offload_parked.py"),
     "offload-turns": ("-m", "slow", "tests/cluster/test_offload_turns.py"),
+    "mixed": ("-m", "slow", "tests/cluster/test_mixed.py", "tests/cluster/test_mixed_faults.py"),
     "properties": (
         "-m",
         "slow and not cluster",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 import pytest
 import torch
@@ -165,6 +167,36 @@ def test_layers_go_as_soon_as_they_are_computed_and_states_when_the_plan_is(hub:
     assert sent() == [second.entry_id]
     pair.src.plan_computed(5)
     assert sent() == [state.entry_id]
+
+
+class Asked:
+    """An event of a device that is over when the test says so."""
+
+    over: ClassVar[bool] = False
+
+    def record(self, stream: object) -> None: ...
+
+    def query(self) -> bool:
+        return Asked.over
+
+
+def test_on_a_gpu_pieces_that_are_asked_for_after_all_is_launched_go_layer_by_layer_too(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt's later layers are asked for when a ring has room again, and a step is launched long before it is over."""
+    monkeypatch.setattr(torch.cuda, "Event", Asked)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    pair = Pair(hub)
+    monkeypatch.setattr(pair.src, "_on_gpu", True)
+    monkeypatch.setattr(pair.dst, "_on_gpu", True)
+    assert not pair.src.layer_written(5, 0), "nothing waits for it"
+    Asked.over = True
+    first, _ = pair.piece(Piece(0, 0, 1, 0, 4), (3,), after_plan=5)
+    second, _ = pair.piece(Piece(0, 1, 2, 0, 4), (3,), after_plan=5)
+    assert pair.tell(pair.src, first, second) == []
+    pair.src.turn()
+    assert [report.entry_id for report in pair.src.take_events() if isinstance(report, PieceSent)] == [first.entry_id]
+    assert not pair.dst.layer_written(5, 0) and not pair.dst._computing, "it sends nothing"
 
 
 def test_what_arrives_after_the_unbinding_writes_nothing(hub: Hub) -> None:

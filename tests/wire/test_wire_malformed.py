@@ -125,7 +125,7 @@ def server_hello(**changes):
         ),
         (server_hello(name=""), "ServerHello.name is empty"),
         (server_hello(role=0), "ServerHello.role is missing"),
-        (server_hello(role=3), "ServerHello.role is 3"),
+        (server_hello(role=4), "ServerHello.role is 4"),
         (server_hello(load=None), "ServerHello.load is missing"),
         (server_hello(files=[pb.server.ModelFile()] * 65), "ServerHello.files has 65 entries; at most 64"),
         (server_hello(note="x" * 4097), "ServerHello.note has 4097 characters; at most 4096"),

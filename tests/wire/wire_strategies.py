@@ -81,6 +81,7 @@ def start_legs(draw):
         cache_salt=draw(text),
         incarnation=draw(text),
         tenant=draw(text),
+        priority=draw(st.integers(-1000, 1000)),
     )
 
 
@@ -228,5 +229,6 @@ generate_fields = st.fixed_dictionaries(
         "cache_salt": text,
         "client_request_id": text,
         "add_special_tokens": st.booleans(),
+        "priority": st.integers(-1000, 1000),
     }
 )

@@ -134,7 +134,7 @@ def test_groups_are_copied_one_after_the_other() -> None:
 
 def test_a_kernel_takes_as_many_pages_as_its_table_has_and_then_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_copies, "TABLE_MOVES", 3)
-    monkeypatch.setattr(kernels, "PROGRAMS", 2)
+    monkeypatch.setattr(kernels, "PROGRAMS_OUT", 2)
     monkeypatch.setattr(kernels, "CHUNK_BYTES", 64)
     pool, host = made(SCOPES["everything"])
     moves = some_moves(pool, host, 1)

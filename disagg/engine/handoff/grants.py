@@ -48,8 +48,9 @@ class Grants:
         """It has been announced."""
         leg, link = transfer.leg, transfer.link
         assert link is not None
-        transfer.turn = Turn(lambda now: self._try(transfer, now), transfer)
-        self._turns.queue.append(leg.tenant, transfer.turn, leg.num_tokens + self._choices.cost(leg.start))
+        transfer.turn = Turn(leg.tenant, lambda now: self._try(transfer, now), transfer)
+        cost = leg.num_tokens + self._choices.cost(leg.start)
+        self._turns.queue.append(leg.tenant, transfer.turn, cost, leg.start.priority)
         self._waiting[link] = self._waiting.get(link, 0) + 1
 
     @property
@@ -119,13 +120,12 @@ class Grants:
         """What this server's host has of the prompt is cached again, so that it need not be sent. Storage is not asked: prefill
         has brought what is there, and sends it faster than it would be read twice.
         """
-        leg, tiers = transfer.leg, self._tiers
-        if tiers is None:
+        if self._tiers is None:
             return True
-        if not tiers.loads.asked(leg.key):
-            salt = leg.start.cache_salt
-            tiers.loads.ask(leg.key, salt, transfer.root, transfer.hashes, leg.num_tokens, now.s, storage=False)
-        return tiers.loads.ready(leg.key)
+        leg, salt = transfer.leg, transfer.leg.start.cache_salt
+        return self._tiers.loads.brought_back(
+            leg.key, salt, transfer.root, transfer.hashes, leg.num_tokens, now.s, storage=False
+        )
 
     def _receive(self, transfer: Receiving, choices: int) -> SequencePages | None:
         """Pages for a grant of so many choices. One that is alone gets them, whatever it may come to need."""
@@ -171,6 +171,6 @@ class Grants:
             assert transfer.session.state is ReceiveState.QUEUED and not transfer.slots
         links = [transfer.link for transfer in queued]
         assert self._waiting == {link: links.count(link) for link in links}
-        for key in self._lookahead.granted:
+        for key in self._lookahead.granted.keys() & by_key.keys():  # others are of prompts that are computed here
             granted = by_key[key]
             assert granted.slots and granted.pages is not None and not granted.leg.ended

@@ -23,12 +23,13 @@ from disagg.engine.handoff.send_link import SendLink
 from disagg.engine.instructions import DropLink, ForgetLink, ToLink, ToTransfer
 from disagg.engine.legs import Leg
 from disagg.engine.now import Now
+from disagg.engine.onward import Onward
 from disagg.engine.sequences import Sequence
 from disagg.memory.sequence import SequencePages
 from disagg.memory.spans import pages_for, window_start
 from disagg.messages import link as m
 from disagg.messages.layout import GroupKind
-from disagg.messages.legs import Outcome
+from disagg.messages.legs import Outcome, StartLeg
 from disagg.messages.pieces import RankSlice
 from disagg.messages.transfer import (
     AddPeer,
@@ -73,7 +74,7 @@ class Sending:
         return self.leg.key
 
 
-class Sender(Handoff):
+class Sender(Handoff, Onward):
     """See the module."""
 
     def __init__(self, core: Core) -> None:
@@ -153,10 +154,6 @@ class Sender(Handoff):
 
     # ---- the prompt, as it is computed
 
-    def takes(self, leg: Leg) -> bool:
-        """Its prompt is computed for a decode server."""
-        return leg.key in self.transfers
-
     @property
     def may_admit(self) -> bool:
         """Finished KV that no decode server has granted pages for is capped."""
@@ -167,9 +164,18 @@ class Sender(Handoff):
         )
         return ungranted <= self._facts.scheduling.ungranted_share * self._facts.memory.num_large
 
-    def holds_back(self, leg: Leg, pages: SequencePages) -> None:
+    def cost(self, start: StartLeg) -> int:
+        """Nothing beside the prompt: its choices go on elsewhere."""
+        return 0
+
+    def total_tokens(self, start: StartLeg) -> int:
+        """Of the prompt alone."""
+        return len(start.token_ids)
+
+    def take_on(self, leg: Leg, pages: SequencePages, *, alone: bool) -> bool:
         """What a transfer may need stays until the end."""
         pages.hold_for_sending(leg.num_tokens)
+        return True
 
     def scheduled(self, leg: Leg, sequence: Sequence, start: int, plan_no: int) -> None:
         """A chunk of it is in a plan: what will be final with it can be offered."""

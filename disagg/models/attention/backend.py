@@ -13,6 +13,7 @@ the model's layers ask (`Ask`). Knows shapes and tables; nothing of models, requ
 from __future__ import annotations
 
 import enum
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -59,8 +60,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do, declared. head_dims: (multiple of, most). least_tokens: runs shorter than this are left to
-    another backend. captured: `plan` and `run` may be part of a CUDA graph, whose replays find other numbers in the same
+    """What a backend can do, declared. head_dims: (multiple of, most). least_tokens, step_tokens, prefix_tokens: see
+    `share`. captured: `plan` and `run` may be part of a CUDA graph, whose replays find other numbers in the same
     tables. whole_pages: slots of a run's pages that no row sees are read, too, and given no weight: they must be finite."""
 
     phase: Phase
@@ -72,7 +73,21 @@ class Capabilities:
     sinks: bool = True
     captured: bool = False
     least_tokens: int = 1
+    step_tokens: int = 1
+    prefix_tokens: int = 0
     whole_pages: bool = False
+
+    def share(self, run: PrefillRun) -> tuple[int, int]:
+        """(rows before, rows) of a run that this backend is to take; the others are left to another one.
+
+        A multiple of step_tokens behind a multiple of them, if it is least_tokens at least or behind prefix_tokens.
+        """
+        step = self.step_tokens
+        before = -run.context_tokens % step
+        rows = max(0, run.num_tokens - before) // step * step
+        if rows and (rows >= self.least_tokens or run.context_tokens + before >= max(1, self.prefix_tokens)):
+            return before, rows
+        return 0, 0
 
     def lacks(self, ask: Ask) -> str:
         """What of it the backend cannot do; empty if it can do it all."""
@@ -89,14 +104,19 @@ class Capabilities:
         return ", ".join(name for name, lacking in missing.items() if lacking)
 
 
+PREPARING: ContextVar[bool] = ContextVar("disagg_attention_prepares", default=False)
+"""Whether a backend is to do now, beside what it is asked, what first runs of other lengths would wait for."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """Chunks of prompts, or some of them. rows: of `table`, one per run."""
+    """Chunks of prompts, or some of them. rows: of `table`, one per run. tiles: see AttentionTables; then runs say nothing."""
 
     view: AttentionPages
     runs: tuple[PrefillRun, ...]
     table: PageTable
     rows: tuple[int, ...]
+    tiles: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

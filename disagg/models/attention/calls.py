@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
 from transformers import AttentionInterface
 
-from disagg.models.attention.backend import AttentionPlan, DecodeWork, PrefillWork, Scoring
+from disagg.models.attention.backend import AttentionPlan, Capabilities, DecodeWork, PrefillWork, Scoring
 from disagg.models.attention.choice import MadeBackends
 from disagg.models.attention.writer import Rotator, writer_of
-from disagg.models.batch import AttentionTables, ForwardBatch
+from disagg.models.batch import AttentionTables, ForwardBatch, PrefillRun
 from disagg.models.pool import AttentionPages, Pool
 from disagg.models.ranks import Ranks
 
@@ -195,15 +195,18 @@ class _GroupAttention:
         self.writer = writer_of(view, tables.slot_pages, batch.slot_offsets)
         self.rotator = Rotator(view, tables.slot_pages, batch.slot_offsets)
         self._plans: list[AttentionPlan] = []
-        if tables.prefills is not None:
-            rows_left = list(range(len(batch.prefills)))
-            for least_tokens, backend in backends.prefill:
-                rows = [row for row in rows_left if batch.prefills[row].num_tokens >= least_tokens]
-                rows_left = [row for row in rows_left if row not in rows]
-                if rows:
-                    runs = tuple(batch.prefills[row] for row in rows)
-                    self._plans.append(backend.plan(PrefillWork(view, runs, tables.prefills, tuple(rows))))
-            assert not rows_left, "the last backend takes runs of any length"
+        if tables.prefills is not None and tables.tiles is not None:
+            captured = next(backend for capabilities, backend in backends.prefill if capabilities.captured)
+            rows = tuple(range(len(batch.prefills)))
+            self._plans.append(captured.plan(PrefillWork(view, batch.prefills, tables.prefills, rows, tables.tiles)))
+        elif tables.prefills is not None:
+            left = list(enumerate(batch.prefills))
+            for capabilities, backend in backends.prefill:
+                taken, left = shares(left, capabilities)
+                if taken:
+                    rows, runs = zip(*taken, strict=True)
+                    self._plans.append(backend.plan(PrefillWork(view, runs, tables.prefills, rows)))
+            assert not left, "the last backend takes runs of any length"
         if batch.decodes is not None:
             assert tables.decodes is not None
             self._plans.append(backends.decode.plan(DecodeWork(view, batch.decodes, tables.decodes)))
@@ -217,3 +220,22 @@ class _GroupAttention:
         for plan in self._plans:
             plan.run(layer_slot, query, key, value, scoring, out)
         return out
+
+
+def shares(
+    runs: list[tuple[int, PrefillRun]], capabilities: Capabilities
+) -> tuple[list[tuple[int, PrefillRun]], list[tuple[int, PrefillRun]]]:
+    """(what a backend takes of runs, what it leaves), each with its row of the page table. K and V of all are in their pages:
+    what is left may be before and behind what is taken."""
+    taken, left = [], []
+    for row, run in runs:
+        before, count = capabilities.share(run)
+        if count:
+            taken.append((row, _part(run, before, count)))
+        parts = ((0, before), (before + count, run.num_tokens - before - count)) if count else ((0, run.num_tokens),)
+        left += [(row, _part(run, first, rows)) for first, rows in parts if rows]
+    return taken, left
+
+
+def _part(run: PrefillRun, first: int, count: int) -> PrefillRun:
+    return replace(run, start=run.start + first, num_tokens=count, context_tokens=run.context_tokens + first)

@@ -56,12 +56,14 @@ OFFERS = (
             softcaps=False,
             sinks=False,
             least_tokens=1024,
+            step_tokens=512,  # see cudnn_prefill
+            prefix_tokens=2048,
         ),
     ),
     Offer(
         "triton",
         "disagg.models.attention.triton_prefill:TritonPrefill",
-        Capabilities(Phase.PREFILL, _GPU, head_dims=(1, 256)),
+        Capabilities(Phase.PREFILL, _GPU, head_dims=(1, 256), captured=True),
     ),
     Offer(
         "torch",
@@ -97,15 +99,15 @@ class GroupBackends:
         return f"prefill {', '.join(names)}; decode {self.decode.name}"
 
     def make(self) -> MadeBackends:
-        prefill = tuple((offer.capabilities.least_tokens, offer.make()) for offer in self.prefill)
+        prefill = tuple((offer.capabilities, offer.make()) for offer in self.prefill)
         return MadeBackends(prefill, self.decode.make())
 
 
 @dataclass(frozen=True, slots=True)
 class MadeBackends:
-    """prefill: with the least tokens of a run that each one takes, in order of preference."""
+    """prefill: with what each one can, in order of preference."""
 
-    prefill: tuple[tuple[int, AttentionBackend[PrefillWork]], ...]
+    prefill: tuple[tuple[Capabilities, AttentionBackend[PrefillWork]], ...]
     decode: AttentionBackend[DecodeWork]
 
 

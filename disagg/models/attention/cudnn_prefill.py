@@ -5,6 +5,9 @@ logarithms of their sums:
 
     keys      prefix, gathered    the chunk's own
     rows      all see all         causal
+
+Runs and what is before them are multiples of STEP_TOKENS long (`Capabilities.share`), so that plans are few. Those of prompts'
+first chunks can be made at start (`PREPARING`).
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from typing import Any
 import torch
 
 from disagg.models.attention import kernels
-from disagg.models.attention.backend import PrefillWork, Scoring
+from disagg.models.attention.backend import PREPARING, PrefillWork, Scoring
 from disagg.models.attention.torch_backend import PageSpan
+
+STEP_TOKENS = 512  # of lengths: cuDNN makes a plan for each, which takes longer than to attend
 
 
 class CudnnPrefill:
@@ -31,6 +36,7 @@ class CudnnPrefillPlan:
     def __init__(self, work: PrefillWork) -> None:
         view = work.view
         self._runs = work.runs
+        self._prepares = PREPARING.get()
         self._prefixes: list[PageSpan | None] = []
         for run, row in zip(work.runs, work.rows, strict=True):
             num_pages = -(-run.context_tokens // view.page_tokens)
@@ -52,6 +58,11 @@ class CudnnPrefillPlan:
         out: torch.Tensor,
     ) -> None:
         """See AttentionPlan."""
+        if self._prepares:
+            self._prepares = False
+            for num_rows in range(STEP_TOKENS, max(run.num_tokens for run in self._runs) + 1, STEP_TOKENS):
+                queries, keys, values = (part[None, :, :num_rows] for part in (query, key, value))
+                _attend(queries, keys, values, scoring, causal=True, sums=False)
         for run, prefix in zip(self._runs, self._prefixes, strict=True):
             rows = slice(run.start, run.start + run.num_tokens)
             query_rows, own = query[None, :, rows], (key[None, :, rows], value[None, :, rows])

@@ -91,18 +91,33 @@ def _cut(
 
 
 @triton.jit
+def _place_of_keys(
+    row_pages, start, end, page_stride,
+    HEAD_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Where keys [start, start + BLOCK) of a row are, in elements. WHOLE: they lie in one page."""
+    place = start + tl.arange(0, BLOCK)
+    if WHOLE:
+        page = tl.load(row_pages + start // PAGE_TOKENS).to(tl.int64)
+        return page * page_stride + start % PAGE_TOKENS * HEAD_DIM + tl.arange(0, BLOCK) * HEAD_DIM
+    page = tl.load(row_pages + place // PAGE_TOKENS, mask=place < end, other=0).to(tl.int64)
+    return page * page_stride + place % PAGE_TOKENS * HEAD_DIM
+
+
+@triton.jit(do_not_specialize=("pages_row",))
 def _split(
     query, kv, pages, items, sinks, out, part_acc, part_top,
     query_row, query_head, pages_row, page_stride, layer_offset, scale, softcap,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     HEADS: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One item of work. query: row r, head h at r * query_row + h * query_head.
 
     A whole sequence goes to out [rows, QUERY_HEADS, HEAD_DIM]; a part of one to part_acc [items, QUERY_HEADS, HEAD_DIM] and
     part_top [items, QUERY_HEADS, 2] (top, total), float32. HEADS: query heads of a program, at least 16, which a matrix
-    product has; DIMS: HEAD_DIM, rounded up to a power of 2. Grid: KV_HEADS * blocks of query heads, items.
+    product has; DIMS: HEAD_DIM, rounded up to a power of 2. WHOLE: parts begin at tiles of keys, which lie in one page.
+    Grid: KV_HEADS * blocks of query heads, items.
     """
     item = tl.program_id(1)
     row = tl.load(items + item * 4).to(tl.int64)
@@ -126,10 +141,9 @@ def _split(
         head_kv = kv + layer_offset + kv_head * unit
         row_pages = pages + row * pages_row
         for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
-            place = start + tl.arange(0, BLOCK)
-            seen = place < end
-            page = tl.load(row_pages + place // PAGE_TOKENS, mask=seen, other=0).to(tl.int64)
-            at = head_kv + (page * page_stride + (place % PAGE_TOKENS) * HEAD_DIM)[:, None] + dims[None, :]
+            seen = start + tl.arange(0, BLOCK) < end
+            at = _place_of_keys(row_pages, start, end, page_stride, HEAD_DIM, PAGE_TOKENS, BLOCK, WHOLE)
+            at = head_kv + at[:, None] + dims[None, :]
             if DIMS == HEAD_DIM:
                 there = seen[:, None]
             else:
@@ -243,7 +257,7 @@ def _attend(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("pages_row",))
 def _chunk(
     query, kv, pages, first_pages, tiles, sinks, out,
     query_row, query_head, pages_row, page_stride, layer_offset, window, scale, softcap,
@@ -253,7 +267,8 @@ def _chunk(
 ):  # fmt: skip
     """tiles: [tiles, 4] int64: first row in the batch, how many, the position of the first, the run's row in `pages`.
 
-    query: as in `_split`; out: [rows, QUERY_HEADS, HEAD_DIM]. window: any number above every position where there is none.
+    A tile of no rows reads and writes nothing. query: as in `_split`; out: [rows, QUERY_HEADS, HEAD_DIM]. window: any number
+    above every position where there is none.
     Grid: tiles, QUERY_HEADS. So what runs at one time is of few heads, whose K and V the level-2 cache holds.
 
         keys of a tile:  first │ window's edge: masked │ seen by all rows │ the diagonal: masked │ last row
@@ -302,7 +317,7 @@ def _chunk(
     tl.store(out + place, acc / total[:, None], mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("sums_row", "sums_head", "row_stride", "head_stride"))
 def _merge_two(
     one, one_sums, other, other_sums, out, row_stride, head_stride, sums_row, sums_head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,

@@ -25,6 +25,8 @@ TILE_BYTES = 16 * 1024  # of K, and of V. Three stages of both leave room for tw
 LEAST_BLOCK = 16  # keys of the smallest matrix product
 STAGES = 3
 NUM_WARPS = 4
+FEW_ELEMENTS = 16 * 128  # of a program's scores and sums in 16 bits, which the registers of half as many warps hold
+FEW_PARTS = 8  # that one warp puts together: several launches' worth of programs are there at once
 PROGRAMS_PER_PROCESSOR = 4  # two at a time, twice
 INTERPRETED_PROGRAMS = 16  # in Triton's interpreter, which has no processors to fill
 MERGED_PARTS = 4, 64  # at a time: least, of many sequences, and most: one sequence on one GPU has few more
@@ -58,6 +60,7 @@ class TritonDecodePlan:
         # One long sequence beside many short ones is merged in several steps.
         alike = triton.next_power_of_2(-(-self._most_items // rows))
         self._merged_parts = min(max(alike, MERGED_PARTS[0]), MERGED_PARTS[1])
+        self._whole = view.group.window == 0 and view.page_tokens % self._block == 0
         block = max(1, min(CUT_ELEMENTS // padded_rows, triton.next_power_of_2(self._most_items)))
         blocks = -(-self._most_items // block)
         ints = torch.empty(blocks * block * 4 + rows * 3 + 1, dtype=torch.int32, device=view.device)
@@ -100,8 +103,10 @@ class TritonDecodePlan:
             parts = (self._most_items, query_heads)
             self._part_acc = out.new_empty((*parts, head_dim), dtype=torch.float32)
             self._part_top = out.new_empty((*parts, 2), dtype=torch.float32)
+        head_blocks = group.kv_heads * -(-per_kv_head // heads)
+        few = query.element_size() == 2 and heads * max(self._dims, self._block) <= FEW_ELEMENTS
         sinks = out if scoring.sinks is None else scoring.sinks  # any pointer, where there are none
-        kernels._split[(group.kv_heads * -(-per_kv_head // heads), self._most_items if self._splits_any else rows)](
+        kernels._split[(head_blocks, self._most_items if self._splits_any else rows)](
             query,
             view.elements,
             table.pages,
@@ -126,7 +131,8 @@ class TritonDecodePlan:
             SOFTCAP=scoring.softcap is not None,
             SINKS=scoring.sinks is not None,
             STAGES=STAGES,
-            num_warps=NUM_WARPS,
+            WHOLE=self._whole,
+            num_warps=NUM_WARPS // 2 if few else NUM_WARPS,
             **overlap(view.device),
         )
         if self._splits_any:
@@ -142,7 +148,7 @@ class TritonDecodePlan:
                 DIMS=self._dims,
                 PARTS=self._merged_parts,
                 SINKS=scoring.sinks is not None,
-                num_warps=NUM_WARPS,
+                num_warps=1 if self._merged_parts <= FEW_PARTS else NUM_WARPS,
                 **overlap(view.device),
             )
 

@@ -5,6 +5,8 @@ Runs are cut into tiles of rows; those that see most keys begin first, so that n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 
@@ -13,6 +15,7 @@ from disagg.models.attention.backend import PrefillWork, Scoring
 from disagg.models.attention.triton_decode import NO_WINDOW, scales
 from disagg.models.batch import PrefillRun
 from disagg.models.device import upload
+from disagg.models.pool import AttentionPages
 
 LEAST_BLOCK = 16
 
@@ -33,8 +36,8 @@ class TritonPrefillPlan:
         self._dims = triton.next_power_of_2(view.group.head_dim)
         self._block_m, self._block, self._warps, self._stages = _blocks(self._dims, view.kv.element_size())
         self._window = view.group.window or NO_WINDOW
-        tiles = _tiles(work.runs, work.rows, self._block_m, self._window)
-        self._tiles = upload(torch.tensor(tiles, dtype=torch.int64), view.device)
+        tiles = work.tiles
+        self._tiles = upload(tiles_of(view, work.runs, work.rows), view.device) if tiles is None else tiles
 
     def run(
         self,
@@ -80,6 +83,18 @@ class TritonPrefillPlan:
         )
 
 
+def tiles_of(view: AttentionPages, runs: Sequence[PrefillRun], table_rows: Sequence[int]) -> torch.Tensor:
+    """[tiles, 4] int64 on the host, as `kernels._chunk` takes them, the longest first."""
+    block_m, *_ = _blocks(triton.next_power_of_2(view.group.head_dim), view.kv.element_size())
+    return torch.tensor(_tiles(runs, table_rows, block_m, view.group.window or NO_WINDOW), dtype=torch.int64)
+
+
+def most_tiles(view: AttentionPages, rows: int, runs: int) -> int:
+    """Of any runs, so many at most, that have so many rows."""
+    block_m, *_ = _blocks(triton.next_power_of_2(view.group.head_dim), view.kv.element_size())
+    return rows // block_m + runs
+
+
 def _blocks(dims: int, element_bytes: int) -> tuple[int, int, int, int]:
     """(rows, keys, warps, stages) of a tile, by the bytes of a head: what fits into shared memory and registers."""
     if element_bytes > 2:  # no tensor cores in float32: a small tile is as good
@@ -88,9 +103,8 @@ def _blocks(dims: int, element_bytes: int) -> tuple[int, int, int, int]:
 
 
 def _tiles(
-    runs: tuple[PrefillRun, ...], table_rows: tuple[int, ...], block_m: int, window: int
+    runs: Sequence[PrefillRun], table_rows: Sequence[int], block_m: int, window: int
 ) -> list[tuple[int, int, int, int]]:
-    """As `kernels._chunk` takes them, the longest first."""
     tiles = [
         (run.start + first, min(block_m, run.num_tokens - first), run.context_tokens + first, row)
         for run, row in zip(runs, table_rows, strict=True)

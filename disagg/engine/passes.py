@@ -1,0 +1,109 @@
+"""Passes of an engine, and whether prompts may begin in them, where that is negotiated (scheduler/prefill_delayer).
+
+    begin ──> what waits begins, a prompt could begin? ──> may_prefill, the same for all of the pass
+    end   ──> what came of it is counted, and whether another pass follows at once
+
+A pass is a plan that can be sent: one of at most two in flight, which is the overlap that delays rely on (what decodes goes
+on while prompts wait). While two are in flight there is no pass, and no prompt begins. When prompts wait and nothing at all
+is computed, passes follow each other at once, so that nobody waits for steps that never come.
+
+Knows the batch, pages and the delayer; nothing of legs or peers.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from disagg.engine.batch import Batch
+from disagg.engine.instructions import Counters
+from disagg.engine.now import Now
+from disagg.memory.sequence import KvMemory
+from disagg.messages.plan import WorkerPlan
+from disagg.scheduler.prefill_delayer import LargestBatch, Outcome, PrefillDelayer, Row, SinglePass
+
+WINDOW_PASSES = 512  # that count for the largest batch of prompts
+
+logger = logging.getLogger(__name__)
+
+
+class Passes:
+    """See the module. Without a delayer prompts run whenever they can."""
+
+    def __init__(self, delayer: PrefillDelayer | None, batch: Batch, memory: KvMemory, counters: Counters) -> None:
+        self._delayer = delayer
+        self._batch = batch
+        self._memory = memory
+        self._counters = counters
+        self._largest = LargestBatch(WINDOW_PASSES)
+        self._pass: SinglePass | None = None  # that is under way
+        self._pass_no = 0
+        self._now = Now(0.0)
+
+    def begin(self, now: Now) -> None:
+        self._now = now
+        if self._delayer is not None:
+            self._pass = SinglePass(self._delayer, self._row, now.s) if self._batch.pipeline.has_room else None
+
+    def may_prefill(self) -> bool:
+        """A prompt could begin; one that has begun goes on. Not to be asked if none could: others would wait for it."""
+        if self._delayer is None:
+            return True
+        return self._pass is not None and self._pass.may_prefill()
+
+    def end(self, plan: WorkerPlan | None) -> bool:
+        """What the pass sent. Whether another one follows at once."""
+        one, self._pass = self._pass, None
+        if self._delayer is None or one is None:
+            return plan is not None
+        if plan is None and not one.asked and self._delayer.gather.ranks == 1 and self._delayer.delay is None:
+            return False  # there is nothing to do and nobody to tell
+        outcome = one.finalize(executed=plan is not None and self._has_prompts(plan))
+        self._largest.add(self._pass_no, 0 if plan is None else self._prompts_begun(plan))
+        self._pass_no += 1
+        self._record(outcome)
+        return plan is not None or not (outcome.verdict.allow or self._batch.pipeline.in_flight)
+
+    def dump(self) -> dict[str, object]:
+        """For a person."""
+        if self._delayer is None or self._delayer.delay is None:
+            return {}
+        return {"prompts wait for": f"{self._delayer.delay.passes} passes"}
+
+    def _row(self, prefillable: bool) -> Row:
+        assert self._delayer is not None
+        allocator = self._memory.allocator
+        return self._delayer.limits.row(
+            prefillable=prefillable,
+            usage=allocator.used_large / allocator.num_large,
+            running=sum(not sequence.is_prompt for sequence in self._batch.running.values()),
+            largest_batch=self._largest.at(self._pass_no),
+        )
+
+    def _has_prompts(self, plan: WorkerPlan) -> bool:
+        return any(self._is_prompt(run.seq_id) for run in plan.runs)
+
+    def _prompts_begun(self, plan: WorkerPlan) -> int:
+        return sum(self._is_prompt(start.seq_id) for start in plan.starts)
+
+    def _is_prompt(self, seq_id: int) -> bool:
+        sequence = self._batch.sequence(seq_id)
+        return sequence is not None and sequence.is_prompt
+
+    def _record(self, outcome: Outcome) -> None:
+        verdict, delay = outcome.verdict, outcome.delay
+        key = (verdict.estimate.value, verdict.allow, verdict.reason.value, outcome.executed)
+        self._counters.prefill_delays[key] += 1
+        if verdict.allow and delay is not None:
+            self._counters.observe("prefill_delay_passes", delay.passes)
+            self._counters.observe("prefill_delay_seconds", self._now.s - delay.since_s)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "prompts of pass %d: %s, allow %s (%s), executed %s, after %d passes; rows %s",
+                self._pass_no - 1,
+                verdict.estimate.value,
+                verdict.allow,
+                verdict.reason.value,
+                outcome.executed,
+                0 if delay is None else delay.passes,
+                [(int(row.prefillable), int(row.force), row.running, row.largest_batch) for row in outcome.rows],
+            )

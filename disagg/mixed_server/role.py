@@ -1,0 +1,40 @@
+"""What a mixed server's engine is: prompts are computed, and their choices go on in the same pages, under any policy."""
+
+from __future__ import annotations
+
+from disagg.engine.choices import Choices
+from disagg.engine.core import Core, Sharing
+from disagg.engine.engine import Engine
+from disagg.engine.facts import EngineFacts
+from disagg.engine.pool import answer_fits
+from disagg.engine.prompts import Prompts
+from disagg.scheduler.policies import DEFAULT_MIXED, POLICIES
+from disagg.scheduler.prefill_delayer import Gather
+from disagg.server.role import ServerRole
+from disagg.types.ids import Role
+from disagg.types.sampling import MAX_CHOICES
+
+
+def mixed_engine(facts: EngineFacts, gather: Gather | None = None) -> Engine:
+    """gather: see engine.core.Core."""
+    scheduling = facts.scheduling
+    policy = scheduling.policy or DEFAULT_MIXED
+    # Beside as many decodes as there can be, a step has room for a page's worth of a prompt, or for the longest one.
+    beside = scheduling.max_running + facts.memory.page_tokens
+    whole = POLICIES[policy].whole_prompts
+    step_tokens = scheduling.chunk_tokens + beside if whole else max(scheduling.chunk_tokens, beside)
+    core = Core(facts, Sharing("mixed", policy, step_tokens, answer_fits, delays_prompts=True), gather)
+    choices = Choices(core)
+    return Engine(core, (Prompts(core, (choices,)), choices))
+
+
+MIXED = ServerRole(
+    role=Role.MIXED,
+    engine=mixed_engine,
+    dials=False,
+    receives=False,
+    sends=False,
+    small_steps=True,
+    # As in a prefill server: the first tokens of all choices of a request are sampled in one step.
+    slots_beside=MAX_CHOICES - 1,
+)

@@ -1,0 +1,197 @@
+"""Short prompts and short chunks of prompts as CUDA graphs: the GPU computes a few hundred rows faster than Python launches them.
+
+    batch of n rows ──> the smallest captured size that holds it; rows behind its own are of no sequence, and write nothing
+        host: one copy of all its integers ──> the tensors that every graph reads ──> replay ──> logits of sampled rows
+
+Attention is that of the backend whose tiles (which rows, behind how many tokens) are on the device. It is slower than others
+after long contexts, where the GPU is busy for longer than Python: those are launched kernel by kernel.
+
+Knows a model and a pool; nothing of plans or samplers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from disagg.models.batch import AttentionTables, ForwardBatch, PageTable, PrefillRun
+from disagg.models.graphs import NO_PAGE, DecodeGraphs
+from disagg.models.model import PagedModel
+from disagg.models.pool import AttentionPages, Pool
+
+logger = logging.getLogger(__name__)
+
+SIZES = (64, 128, 256, 384, 512, 768)  # rows; above, the GPU takes longer than Python
+SILENT_SIZES = (512, 768)  # also captured without the output layer, for chunks that no token is sampled from
+MOST_RUNS = 8  # of a captured batch
+MOST_TOKENS = 8192 + 512  # of a run with its context
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Of one layer group, what all graphs read."""
+
+    slot_pages: Tensor
+    first_pages: Tensor
+    table: Tensor
+    tiles: Tensor
+
+
+class PrefillGraphs:
+    """`capture` once, then `forward` for any batch that is `captured`."""
+
+    def __init__(self, model: PagedModel, pool: Pool) -> None:
+        from disagg.models.attention.triton_prefill import most_tiles
+
+        self._model = model
+        self._pool = pool
+        self._views = [view for view in pool.views if isinstance(view, AttentionPages)]
+        longest = min(MOST_TOKENS, model.max_model_len)
+        rows = SIZES[-1]
+        shapes: list[tuple[int, ...]] = [(rows,), (rows,), (rows,), (MOST_RUNS,)]
+        for view in self._views:
+            # A window begins and ends within pages.
+            shapes += [
+                (rows,),
+                (MOST_RUNS,),
+                (MOST_RUNS, longest // pool.page_tokens + 2),
+                (most_tiles(view, rows, MOST_RUNS), 4),
+            ]
+        self._shapes = shapes
+        self._empty = torch.zeros(sum(map(_numel, shapes)), dtype=torch.int64)
+        for slot_pages in self._split(self._empty)[4::4]:
+            slot_pages.fill_(NO_PAGE)
+        self._inputs = self._empty.to(model.device, copy=True)
+        self._ids, self._positions, self._offsets, self._logits_rows, *groups = self._split(self._inputs)
+        self._groups = [_Group(*groups[at : at + 4]) for at in range(0, len(groups), 4)]
+        self._logits = torch.empty(0)  # [MOST_RUNS, vocab], in the dtype that the model turns out to give
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size, and whether any token is sampled
+
+    @staticmethod
+    def fit(model: PagedModel) -> bool:
+        """Whether chunks of the model can be captured, as far as attention goes."""
+        return DecodeGraphs.fit(model) and model.prefill_may_be_captured
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Raises RuntimeError if something in the model cannot be captured, such as a look at the device's values."""
+        started_s = time.perf_counter()
+        memory = torch.cuda.graph_pool_handle()
+        for size, sampled in reversed(variants()):  # the largest first: the others find room in its memory
+            batch = self.batch(size, sampled)
+            self.run(batch)  # compiles, and takes what libraries keep for themselves
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # The thread that transfers may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+                self.run(batch)
+            self._graphs[size, sampled] = graph
+        seconds = time.perf_counter() - started_s
+        logger.info("chunks of %s rows are captured, in %.1f s", ", ".join(map(str, SIZES)), seconds)
+
+    def batch(self, size: int, sampled: bool) -> ForwardBatch:
+        """The first rows of the inputs. Which runs they are is in the tiles; here they are any."""
+        first = size - MOST_RUNS + 1
+        runs = (PrefillRun(0, first, 0, False), *(PrefillRun(row, 1, 0, False) for row in range(first, size)))
+        tables = tuple(
+            AttentionTables(
+                group.slot_pages[:size],
+                PageTable(group.table, group.first_pages, (0,) * MOST_RUNS),
+                None,
+                group.tiles[:most],
+            )
+            for group, most in zip(self._groups, self._most_tiles(size), strict=True)
+        )
+        rows = self._logits_rows if sampled else self._logits_rows[:0]
+        columns = (self._ids[:size], self._positions[:size], self._offsets[:size])
+        return ForwardBatch(*columns, runs, None, rows, tables)
+
+    def run(self, batch: ForwardBatch) -> None:
+        """What is captured."""
+        logits = self._model.forward(batch, self._pool)
+        if not batch.logits_rows.shape[0]:
+            return
+        if not self._logits.numel():
+            self._logits = torch.empty_like(logits)
+        self._logits.copy_(logits)
+
+    def captured(self, batch: ForwardBatch) -> bool:
+        return (
+            bool(self._graphs)
+            and batch.decodes is None
+            and batch.carried is None
+            and batch.num_rows <= SIZES[-1]
+            and len(batch.prefills) <= MOST_RUNS
+            and all(run.total_tokens <= MOST_TOKENS for run in batch.prefills)
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Logits as PagedModel.forward gives them, which last until the next call. batch: on the host."""
+        assert self.captured(batch), "not a batch that was captured"
+        size = next(size for size in SIZES if size >= batch.num_rows)
+        sampled = batch.logits_rows.shape[0]
+        self._fill(batch)
+        self._graphs.get((size, bool(sampled)), self._graphs[size, True]).replay()
+        return self._logits[:sampled]
+
+    def _fill(self, batch: ForwardBatch) -> None:
+        """By one copy. Rows behind the batch's own become rows of no sequence."""
+        from disagg.models.attention.triton_prefill import tiles_of
+
+        on_gpu = self._inputs.device.type != "cpu"
+        packed = torch.empty(self._empty.shape, dtype=torch.int64, pin_memory=on_gpu).copy_(self._empty)
+        columns = self._split(packed)
+        rows, runs = batch.num_rows, len(batch.prefills)
+        for column, value in zip(columns, (batch.input_ids, batch.positions, batch.slot_offsets), strict=False):
+            column[:rows] = value
+        columns[3][: batch.logits_rows.shape[0]] = batch.logits_rows
+        for group, (view, tables) in enumerate(zip(self._views, batch.tables, strict=True)):
+            assert isinstance(tables, AttentionTables) and tables.prefills is not None
+            slot_pages, first_pages, table, tiles = columns[4 + 4 * group : 8 + 4 * group]
+            slot_pages[:rows] = tables.slot_pages
+            first_pages[:runs] = tables.prefills.first_pages
+            table[:runs, : tables.prefills.pages.shape[1]] = tables.prefills.pages
+            cut = tiles_of(view, batch.prefills, range(runs))
+            tiles[: cut.shape[0]] = cut
+        self._inputs.copy_(packed, non_blocking=True)
+
+    def _split(self, packed: Tensor) -> list[Tensor]:
+        """Views of it, in the order of the shapes: ids, positions, offsets, rows of logits, then of each group four."""
+        parts = torch.split(packed, [_numel(shape) for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def _most_tiles(self, size: int) -> list[int]:
+        from disagg.models.attention.triton_prefill import most_tiles
+
+        return [most_tiles(view, size, MOST_RUNS) for view in self._views]
+
+
+def variants() -> list[tuple[int, bool]]:
+    """(rows, whether any token is sampled) of each graph, in rising order."""
+    return sorted([*((size, True) for size in SIZES), *((size, False) for size in SILENT_SIZES)])
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def try_capture_prefills(model: PagedModel, pool: Pool) -> PrefillGraphs | None:
+    """None, and the reason in the log, where a model's chunks cannot be captured."""
+    if not PrefillGraphs.fit(model):
+        return None
+    graphs = PrefillGraphs(model, pool)
+    try:
+        graphs.capture()
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        logger.warning("short chunks are launched one kernel at a time: %s", str(error).partition("\n")[0])
+        return None
+    return graphs
