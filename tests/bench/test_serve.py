@@ -30,6 +30,7 @@ from tests.bench.fake_endpoint import (
     fake_endpoint,
     refusal,
     token,
+    usage,
 )
 
 SHORT = ("--input-tokens", "8", "--output-tokens", "5", "--warmup", "0")
@@ -107,8 +108,10 @@ def test_nobody_at_the_url_and_an_endpoint_that_refuses_all_are_one_line() -> No
 
 def test_an_endpoint_that_takes_neither_ids_nor_ignore_eos_is_asked_in_words(tmp_path: Path) -> None:
     def only_text(number: int, body: dict[str, Any]) -> list[Step]:
-        plain = isinstance(body["prompt"], str) and "ignore_eos" not in body
-        return answer(body) if plain else [(0.0, refusal(400, "no such field"))]
+        if not isinstance(body["prompt"], str) or "ignore_eos" in body:
+            return [(0.0, refusal(400, "no such field"))]
+        *tokens, _, end = answer(body)
+        return [*tokens, (0.0, usage(10, body["max_tokens"])), end]
 
     with fake_endpoint(only_text) as fake:
         fake.probes = False
@@ -117,7 +120,7 @@ def test_an_endpoint_that_takes_neither_ids_nor_ignore_eos_is_asked_in_words(tmp
     found = json.loads((tmp_path / "out.json").read_text())
     assert (found["completed"], found["target"]["prompts"], found["target"]["ignore_eos"]) == (3, "text", False)
     assert all(isinstance(body["prompt"], str) for body in fake.bodies[-3:])
-    assert "prompts had" in done.output, "this endpoint counts characters"
+    assert "prompts had 10.0 tokens on average where 8.0 were asked for" in done.output
 
 
 def test_warm_up_is_not_counted_and_no_prompt_comes_twice(tmp_path: Path) -> None:
