@@ -77,14 +77,14 @@ def require_served(directory: Path, config: Config, facts: ModelFacts) -> int | 
     from disagg.server.device import choose_device, choose_dtype
     from disagg.text.chat import TemplateSource
     from disagg.text.model_files import ModelFiles
-    from disagg.text.tokenizer import Tokenizer
+    from disagg.text.tokenizer_trial import try_out
 
     files = ModelFiles.read(directory)
     try:
         check_heads(config.server.tp, facts.num_heads, facts.num_kv_heads)
     except SliceError as error:
         raise ConfigError(f"server.tp = {config.server.tp}: {error}") from error
-    Tokenizer.of(files, facts.vocab_size)
+    asyncio.run(try_out(files, facts.vocab_size))
     if (template := TemplateSource.of(files)) is not None:
         asyncio.run(_compile(template))
     if not all(find_spec(package) for package in ("torch", "transformers")):

@@ -20,6 +20,7 @@ from disagg.router.service import Router
 from disagg.telemetry.listening import why_not_listen
 from disagg.text.model_files import ModelFiles
 from disagg.text.tokenizer import Tokenizer
+from disagg.text.tokenizer_trial import try_out
 from disagg.types.errors import DisaggError, InvalidRequest
 from disagg.wire.guard import Guard
 from disagg.wire.services import INFERENCE, Health, client_options, enable_reflection, inference_handler, make_server
@@ -77,6 +78,7 @@ async def run_router(
     if files is None:
         files = await asyncio.to_thread(ModelFiles.read, model_dir)
     facts = inspect_model(model_dir)
+    await try_out(files, facts.vocab_size)
     tokenizer = await asyncio.to_thread(Tokenizer.of, files, facts.vocab_size)
     if tokenizer.beyond_vocab:
         logger.warning("%s", beyond_vocab(tokenizer))

@@ -36,6 +36,19 @@ def die_with_parent(expected_ppid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def limit_resources(spare_bytes: int, descriptors: int | None = None) -> None:
+    """From now on this process can have `spare_bytes` more memory than it has, so many open files, and leaves no core."""
+    with open("/proc/self/statm") as statm:
+        has = int(statm.read().split()[0]) * resource.getpagesize()
+    wanted = {resource.RLIMIT_AS: has + spare_bytes, resource.RLIMIT_CORE: 0}
+    if descriptors is not None:
+        wanted[resource.RLIMIT_NOFILE] = descriptors
+    for kind, most in wanted.items():
+        _, hard = resource.getrlimit(kind)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+
+
 def leave(status: object) -> NoReturn:
     """As sys.exit, at the very end of a process.
 

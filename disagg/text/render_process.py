@@ -8,14 +8,13 @@ to each there (`render_messages`), and ends with its router. It imports as littl
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import sys
 from typing import Any, BinaryIO
 
 import msgspec
 
-from disagg.telemetry.process import die_with_parent
+from disagg.telemetry.process import die_with_parent, limit_resources
 from disagg.text.chat import ChatTemplate, OutOfTime, TemplateSource
 from disagg.text.render_messages import HEADER, Ask, Reply, frame, unpacked
 from disagg.types.errors import ConfigError, InvalidRequest
@@ -28,7 +27,7 @@ _SOCKET = 0
 def main(parent_pid: int) -> None:
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the router, which drains
-    limit_resources()
+    limit_resources(SPARE_BYTES, DESCRIPTORS)
     with open(_SOCKET, "rb", closefd=False) as asked:
         template = None
         while (found := _next(asked)) is not None:
@@ -40,20 +39,6 @@ def main(parent_pid: int) -> None:
             del content  # else it would take its memory from the next one
             _write(_framed(number, reply))
             del reply
-
-
-def limit_resources() -> None:
-    """From now on this process can have SPARE_BYTES more than it has, a few files, and leaves no core."""
-    with open("/proc/self/statm") as statm:
-        has = int(statm.read().split()[0]) * resource.getpagesize()
-    for kind, most in (
-        (resource.RLIMIT_AS, has + SPARE_BYTES),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, DESCRIPTORS),
-    ):
-        _, hard = resource.getrlimit(kind)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
 
 
 def answer(template: ChatTemplate, content: bytes) -> Reply:

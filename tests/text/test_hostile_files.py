@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import json
+import multiprocessing
+import re
+import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +20,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from disagg.text.chat import ChatTemplate
-from disagg.text.model_files import LIMITS
+from disagg.text.model_files import LIMITS, ModelFiles
 from disagg.text.tokenizer import Tokenizer
+from disagg.text.tokenizer_trial import try_out
 from disagg.types.errors import ConfigError, InvalidRequest
 from tests.campaigns import Campaign, sizes
 from tests.text.conftest import STYLES
@@ -157,37 +164,130 @@ def use(tokenizer: Tokenizer) -> None:
     decoder.flush()
 
 
+def taken(folder: Path, content: bytes) -> bool:
+    """Whether it was read, and used."""
+    (folder / "tokenizer.json").write_bytes(content)
+    tokenizer = load(folder)
+    if tokenizer is not None:
+        use(tokenizer)
+    return tokenizer is not None
+
+
+def read_what_comes(asked: Connection, folder: Path) -> None:
+    """Of a process that tokenizers may end: each file in turn, and what came of it. None asks how much memory it has."""
+    with contextlib.suppress(EOFError):
+        while True:
+            content = asked.recv()
+            try:
+                asked.send(resident_bytes() if content is None else taken(folder, content))
+            except BaseException:  # noqa: BLE001  it is the test's to fail
+                asked.send(traceback.format_exc())
+
+
+class Reader:
+    """Reads tokenizer files in a process of its own, and in a new one where that has ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: BaseProcess | None = None
+        self._asked: Connection
+        self.ended_with: list[bytes] = []
+
+    def ask(self, content: bytes | None) -> Any:
+        """False also where it ended the process."""
+        if self._process is None:
+            context = multiprocessing.get_context("spawn")
+            self._asked, theirs = context.Pipe()
+            self._process = context.Process(target=read_what_comes, args=(theirs, self._folder), daemon=True)
+            self._process.start()
+            theirs.close()
+        try:
+            self._asked.send(content)
+            assert self._asked.poll(60), f"no answer within 60 s: {content!r}"
+            answer = self._asked.recv()
+        except (EOFError, ConnectionError):
+            assert content is not None
+            self.end()
+            self.ended_with.append(content)
+            return False
+        assert not isinstance(answer, str), answer
+        return answer
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._asked.close()
+            self._process.join(10)
+            self._process.kill()
+            self._process = None
+
+
 @sizes()
 def test_a_spoilt_tokenizer_is_one_error_or_works(folder: Path, examples: int) -> None:
-    taken = 0
+    read = 0
     campaign = Campaign(examples)
     kept: list[bytes] = []
+    reader = Reader(folder)
 
     @fuzz(campaign)
     @given(content=spoilt(TOKENIZERS))
     def run(content: bytes) -> None:
-        nonlocal taken
+        nonlocal read
         campaign.begin()
-        taken += once(content)
+        read += reader.ask(content)
         if len(kept) < 50:
             kept.append(content)
 
-    def once(content: bytes) -> bool:
-        (folder / "tokenizer.json").write_bytes(content)
-        tokenizer = load(folder)
-        if tokenizer is not None:
-            use(tokenizer)
-        return tokenizer is not None
-
     run()
     campaign.check()
-    assert taken > campaign.examples // 50  # it is not all refused at once
+    assert read > campaign.examples // 50  # it is not all refused at once
+    for content in reader.ended_with:  # a router finds it out in the same way, and refuses the file or can read it
+        print(f"tokenizers ended a process that read {content!r}")
+        (folder / "tokenizer.json").write_bytes(content)
+        with contextlib.suppress(ConfigError):
+            asyncio.run(try_out(ModelFiles.read(folder), None))
     # The same files over and over, since hypothesis keeps much of what it has drawn.
-    before = resident_bytes()
-    for _ in range(10):
-        for content in kept:
-            once(content)
-    assert resident_bytes() - before < MOST_GROWTH
+    before = reader.ask(None)
+    for content in kept * 10:
+        reader.ask(content)
+    assert reader.ask(None) - before < MOST_GROWTH
+    reader.end()
+
+
+def test_files_that_end_whoever_reads_them_are_refused(folder: Path) -> None:
+    """With programs in place of what the library may do."""
+
+    def tried(program: str, deadline_s: float = 30.0) -> None:
+        asyncio.run(try_out(ModelFiles.read(folder), None, program=("-c", program), deadline_s=deadline_s))
+
+    read = "import sys, os; sys.stdin.buffer.read(); "
+    name = re.escape(str(folder / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=f"^{name} cannot be used: a process that read it ended with SIGABRT$"):
+        tried(read + "os.abort()")
+    with pytest.raises(ConfigError, match="ended with SIGABRT"):
+        tried("import os; os.abort()")  # before all of it was read
+    with pytest.raises(ConfigError, match="ended with status 1"):
+        tried(read + "raise MemoryError")
+    with pytest.raises(ConfigError, match="takes more than 1 s"):
+        tried("import time; time.sleep(100)", 1.0)
+
+
+def test_files_are_tried_as_they_are_read(folder: Path) -> None:
+    asyncio.run(try_out(ModelFiles.read(folder), None))
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read: ") as tried:
+        asyncio.run(try_out(ModelFiles.read(folder), None))
+    with pytest.raises(ConfigError) as read:
+        Tokenizer.load(folder)
+    assert str(tried.value) == str(read.value)
+
+
+def test_a_trial_has_a_bound_of_memory(folder: Path) -> None:
+    program = (
+        "from disagg.telemetry.process import limit_resources; limit_resources(64 << 20); import sys; "
+        "sys.stdin.buffer.read(); bytearray(1 << 30)"
+    )
+    with pytest.raises(ConfigError, match="ended with status 1"):
+        asyncio.run(try_out(ModelFiles.read(folder), None, program=("-c", program)))
 
 
 @sizes(50)
