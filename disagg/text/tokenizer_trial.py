@@ -25,6 +25,7 @@ from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import ConfigError
 
 SPARE_BYTES = 4 << 30  # the largest file that is read has 128 MiB, and takes ten times as much
+THREAD_BYTES = 128 << 20  # of addresses: the library has a thread per core, each with a stack and an arena
 DEADLINE_S = 120.0
 REFUSED = 3
 PROGRAM = "disagg.text.tokenizer_trial"
@@ -54,7 +55,6 @@ async def try_out(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
-        env={**os.environ, "RAYON_NUM_THREADS": "1"},  # each thread would take of the memory that it may have
     )
     path = files.model_dir / TOKENIZER
     try:
@@ -89,7 +89,7 @@ def main(parent_pid: int) -> int:
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the router
     task = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Task)
-    limit_resources(SPARE_BYTES)
+    limit_resources(SPARE_BYTES + THREAD_BYTES * (os.cpu_count() or 1))
     try:
         use(Tokenizer.of(ModelFiles(Path(task.model_dir), task.contents), task.rows))
     except ConfigError as error:
