@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from disagg.api.app import HttpServer, create_app, serve
 from disagg.api.crowd import Bounds, HttpMetrics
 from disagg.cli.version import version
-from disagg.config.tree import Config, RouterConfig, ServerRef
+from disagg.config.tree import Config, RouterConfig
 from disagg.convert.model_dir import resolve
 from disagg.messages.legs import TimelineEvent
 from disagg.router.budget import Held
@@ -54,9 +54,8 @@ def run(config: Config, heartbeat: Callable[[], None]) -> int:
 class RouterFace:
     """The router as the HTTP face wants it (`api.ports.RouterPort`)."""
 
-    def __init__(self, router: Router, servers: Sequence[ServerRef]) -> None:
+    def __init__(self, router: Router) -> None:
         self._router = router
-        self._servers = tuple(servers)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
         return self._router.generate(request)
@@ -88,11 +87,12 @@ class RouterFace:
 
     async def dump(self) -> object:
         """The router's own state and stacks, and what each server answers to Dump."""
-        answers = await asyncio.gather(*(dump_server(server.address) for server in self._servers))
+        servers = self._router.addresses()
+        answers = await asyncio.gather(*(dump_server(address) for _, address in servers))
         return {
             "router": await self._router.dump(),
             "router_stacks": format_stacks(),
-            "servers": {server.name: answer for server, answer in zip(self._servers, answers, strict=True)},
+            "servers": {name: answer for (name, _), answer in zip(servers, answers, strict=True)},
         }
 
 
@@ -143,7 +143,7 @@ async def _serve_faces(
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(running.close, config.router.drain_s)
         app = create_app(
-            RouterFace(running.router, config.router.servers),
+            RouterFace(running.router),
             renderer,
             registry,
             version=version(),

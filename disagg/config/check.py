@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections import Counter
 
 from msgspec import Struct
@@ -13,13 +14,14 @@ from msgspec.structs import replace
 
 from disagg.config.sizes import format_size, show_bytes
 from disagg.config.staging import PAGE_BYTES, Device, size_staging
-from disagg.config.tree import Config, EngineConfig, ProcessRole, ServerRole, TransferConfig
+from disagg.config.tree import Config, EngineConfig, ProcessRole, RouterConfig, ServerRole, TransferConfig
 from disagg.types.errors import ConfigError
 from disagg.types.plain import quoted
 
 WHOLE_PROMPTS = ("vllm", "orca", "faster_transformer")
 LEAST_KV_BYTES = 1 << 14
 MAX_NAME_CHARS = 128
+FOUND_SERVERS = 64  # for which a router that finds servers has descriptors, at least
 MODEL_NAME_SIGNS = "._-/:@+="  # beside letters and digits
 # Open files, by what was counted in running processes, twice over.
 BASE_DESCRIPTORS = 96  # sockets to listen at, gRPC's and ZeroMQ's own, event loops, libraries
@@ -133,7 +135,8 @@ def descriptors_needed(config: Config, role: ProcessRole) -> tuple[int, int]:
     """(with fewer open files the process cannot work at all, with fewer it may refuse what its other limits allow)."""
     if role == "router":
         router = config.router
-        least = BASE_DESCRIPTORS + DESCRIPTORS_PER_SERVER * len(router.servers)
+        servers = len(router.servers) if router.discovery == "static" else FOUND_SERVERS
+        least = BASE_DESCRIPTORS + DESCRIPTORS_PER_SERVER * servers
         # Whoever waits for an answer has a connection; prompts of one request share it, which nobody has to use.
         return least, least + router.max_inflight + router.max_queued
     least = BASE_DESCRIPTORS + DESCRIPTORS_PER_RANK * config.server.tp
@@ -313,6 +316,7 @@ def _check_router(config: Config) -> None:
             f"router.heartbeat_s = {router.heartbeat_s}: it must be at most half of router.lease_s = {router.lease_s}, "
             "or one late heartbeat loses every request"
         )
+    _check_discovery(router)
     for what, values in (("name", [s.name for s in router.servers]), ("address", [s.address for s in router.servers])):
         twice = [value for value, count in Counter(values).items() if count > 1]
         if twice:
@@ -329,6 +333,22 @@ def _check_router(config: Config) -> None:
                 f'router.servers: "{server.name}" has the address "{server.address}"; it must be host:port with a port '
                 "from 1 to 65535"
             )
+
+
+def _check_discovery(router: RouterConfig) -> None:
+    if router.discovery != "static" and router.servers:
+        raise ConfigError(
+            f"router.servers lists servers, and router.discovery = {router.discovery} finds them; give one of the two"
+        )
+    if router.discovery == "static" and router.selector:
+        raise ConfigError("router.selector says where servers are found; it needs router.discovery = dns or kubernetes")
+    if router.discovery == "dns" and not router.selector:
+        raise ConfigError("router.discovery = dns needs router.selector = ROLE=HOST:PORT,...")
+    for path, value in (("router.namespace", router.namespace), ("router.kubeconfig", router.kubeconfig)):
+        if value and router.discovery != "kubernetes":
+            raise ConfigError(f"{path} = {quoted(value)}: it needs router.discovery = kubernetes")
+    if router.namespace and not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", router.namespace):
+        raise ConfigError(f"router.namespace = {quoted(router.namespace)}: it is no name of a Kubernetes namespace")
 
 
 def _check_name(path: str, name: str) -> None:

@@ -133,12 +133,16 @@ class ServerRef(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The router: its faces, its queue and its static list of servers."""
+    """The router: its faces, its queue and how it finds servers."""
 
     name: str = ""  # unique among the routers of these servers; empty: drawn at start
     host: str = "127.0.0.1"
     http_port: Port = 8000
     grpc_port: Port = 50051
+    discovery: Literal["static", "dns", "kubernetes"] = "static"  # how servers are found; static: `servers`
+    selector: str = ""  # dns: ROLE=HOST:PORT,...; kubernetes: of labels, empty: app.kubernetes.io/name=disagg
+    namespace: str = ""  # of Kubernetes; empty: the router's own
+    kubeconfig: str = ""  # a file that says where the Kubernetes API is; empty: as pods are told
     servers: tuple[ServerRef, ...] = ()
     max_inflight: PositiveInt = 1024  # requests dispatched and not finished
     max_queued: NonNegativeInt = 1024  # requests waiting for a place or a server

@@ -15,6 +15,7 @@ from collections import deque
 from typing import Protocol
 
 from disagg.config.tree import RouterConfig
+from disagg.discovery.choice import discovery_of
 from disagg.messages.legs import LegTokens, ServerMessage, TimelineEvent
 from disagg.router.acceptance import Accepted
 from disagg.router.choice_text import ChoiceText
@@ -98,7 +99,7 @@ class Dispatch:
         owner: DispatchOwner,
     ) -> None:
         self.outstanding = Outstanding()
-        self.fleet = Fleet(config.servers, caller, self.outstanding, owner=self, dial=dial_server)
+        self.fleet = Fleet(discovery_of(config), caller, self.outstanding, owner=self, dial=dial_server)
         self.live: dict[str, Live] = {}
         self.places: Places[Live] = Places(config.max_inflight, config.max_queued, config.tenant_share)
         self.replays: deque[Live] = deque()  # for a server; they have a place
@@ -209,6 +210,9 @@ class Dispatch:
             self._pump_soon()
 
     # ---- the fleet calls these
+
+    def server_left(self, name: str) -> None:
+        self._metrics.forget(name)
 
     def fleet_changed(self) -> None:
         self._pump_soon()

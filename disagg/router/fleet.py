@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Protocol
 
-from disagg.config.tree import ServerRef
+from disagg.discovery.found import Discovery, Found
 from disagg.messages.legs import RouterMessage, ServerMessage
 from disagg.router.outstanding import Outstanding
 from disagg.router.streams import Caller, Dialer, ServerStream
 from disagg.router.view import ClusterView, Work
+from disagg.types.errors import ProtocolError
 
 logger = logging.getLogger(__name__)
+
+FIRST_S = 5.0  # how long a start waits for what discovery finds first; the router serves without, too, as servers come
+UNLISTED = "discovery does not find it any more"
 
 
 class FleetOwner(Protocol):
@@ -24,47 +28,116 @@ class FleetOwner(Protocol):
 
     def fleet_changed(self) -> None: ...
 
+    def server_left(self, name: str) -> None:
+        """It is not found any more, and lost if it was not."""
+
     def server_said(self, name: str, message: ServerMessage) -> None: ...
 
     def server_lost(self, name: str, incarnation: str, crashed: bool, reason: str) -> None: ...
 
 
 class Fleet:
-    """The servers of one router."""
+    """The servers of one router, as discovery finds them."""
 
     def __init__(
-        self, refs: Iterable[ServerRef], caller: Caller, outstanding: Outstanding, owner: FleetOwner, dial: Dialer
+        self, discovery: Discovery, caller: Caller, outstanding: Outstanding, owner: FleetOwner, dial: Dialer
     ) -> None:
+        self._discovery = discovery
         self._caller = caller
         self._outstanding = outstanding
         self._owner = owner
-        self._streams = {ref.name: ServerStream(ref, caller, dial=dial, owner=self) for ref in refs}
+        self._dial = dial
+        self._streams: dict[str, ServerStream] = {}  # by key of what was found
+        self._named: dict[str, ServerStream] = {}  # by name, of those whose name is known
+        self._finding: asyncio.Task[None] | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
         self._weights: frozenset[str] = frozenset()  # of all servers, when last heard
 
     async def start(self) -> None:
-        for stream in self._streams.values():
-            stream.start()
+        """Raises ConfigError for what discovery cannot begin with."""
+        published = asyncio.Event()
+
+        def publish(found: Mapping[str, Found]) -> None:
+            self.update(found)
+            published.set()
+
+        self._finding = asyncio.create_task(self._discovery.run(publish), name="discovery")
+        first = asyncio.create_task(published.wait())
+        await asyncio.wait({self._finding, first}, return_when=asyncio.FIRST_COMPLETED, timeout=FIRST_S)
+        first.cancel()
+        if self._finding.done():
+            self._finding.result()
+        self._finding.add_done_callback(_log_death)
 
     async def close(self, flush_s: float) -> None:
         """Waits flush_s at most for what was sent to arrive."""
+        if self._finding is not None:
+            self._finding.cancel()
         await asyncio.gather(*(stream.flush(flush_s) for stream in self._streams.values()))
-        await asyncio.gather(*(stream.close() for stream in self._streams.values()))
+        await asyncio.gather(*(stream.close() for stream in self._streams.values()), *self._leaving)
+
+    def update(self, found: Mapping[str, Found]) -> None:
+        """All that there is now, by key.
+
+        Whose carrier is another is gone. Who is not found any more is gone too, if discovery knows what carried it; else
+        it gets nothing new, and stays as long as it is heard.
+        """
+        for key, stream in list(self._streams.items()):
+            now = found.get(key)
+            if now is not None and now.carrier == stream.found.carrier:
+                stream.held = now.held
+            elif now is not None or stream.found.uid or stream.hello is None or stream.lost:
+                self._drop(key, "another has come in its place" if now is not None else "it is not there any more")
+            else:
+                stream.held = UNLISTED
+        for key, each in found.items():
+            if key not in self._streams:
+                stream = ServerStream(each, self._caller, dial=self._dial, owner=self)
+                self._streams[key] = stream
+                if each.name:
+                    self._named[each.name] = stream
+                stream.start()
+        self._owner.fleet_changed()
+
+    def _drop(self, key: str, reason: str) -> None:
+        stream = self._streams[key]
+        stream.remove(reason)
+        self._streams.pop(key, None)
+        if self._named.get(stream.name) is stream:
+            del self._named[stream.name]
+        logger.info("server %s at %s is left: %s", stream.name, stream.address, reason)
+        self._owner.server_left(stream.name)
+        task = asyncio.create_task(stream.close(), name=f"leave {stream.name}")
+        self._leaving.add(task)
+        task.add_done_callback(self._left)
+
+    def _left(self, task: asyncio.Task[None]) -> None:
+        self._leaving.discard(task)
+        _log_death(task)
 
     def send(self, server: str, message: RouterMessage) -> None:
-        self._streams[server].send(message)
+        """To a server that has left, nothing is sent."""
+        stream = self._named.get(server)
+        if stream is not None:
+            stream.send(message)
 
     def view(self) -> ClusterView:
         amount = self._outstanding.amount
         return ClusterView(
             tuple(
-                stream.view(amount(name, Work.PREFILL), amount(name, Work.DECODE))
-                for name, stream in self._streams.items()
+                stream.view(amount(stream.name, Work.PREFILL), amount(stream.name, Work.DECODE))
+                for stream in self._streams.values()
             )
         )
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._streams)
+        return tuple(stream.name for stream in self._streams.values())
+
+    @property
+    def addresses(self) -> tuple[tuple[str, str], ...]:
+        """Name and address of each."""
+        return tuple((stream.name, stream.address) for stream in self._streams.values())
 
     @property
     def rival(self) -> str:
@@ -90,8 +163,28 @@ class Fleet:
         self._weights = weights
         self._owner.fleet_changed()
 
+    def server_named(self, stream: ServerStream, name: str) -> None:
+        other = self._named.get(name)
+        if other is not None and other is not stream and other.hello is not None and not other.lost:
+            raise ProtocolError(f"{stream.address} says that it is {name}, which is at {other.address}")
+        if self._named.get(stream.name) is stream:
+            del self._named[stream.name]
+        self._named[name] = stream
+
     def server_said(self, name: str, message: ServerMessage) -> None:
         self._owner.server_said(name, message)
 
     def server_lost(self, name: str, incarnation: str, crashed: bool, reason: str) -> None:
         self._owner.server_lost(name, incarnation, crashed, reason)
+        stream = self._named.get(name)
+        if stream is not None and stream.lost and stream.held == UNLISTED:
+            asyncio.get_running_loop().call_soon(self._leave_if_lost, stream)
+
+    def _leave_if_lost(self, stream: ServerStream) -> None:
+        if stream.lost and stream.held == UNLISTED and self._streams.get(stream.found.key) is stream:
+            self._drop(stream.found.key, UNLISTED)
+
+
+def _log_death(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.critical("task %r died", task.get_name(), exc_info=task.exception())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -85,6 +87,12 @@ class RouterMetrics:
         self.servers_lost = Counter(
             "disagg_router_servers_lost", "Servers, or their incarnations, given up", ["server"], registry=registry
         )
+
+    def forget(self, server: str) -> None:
+        """Series of a server that is not there any more."""
+        for counter in (self.messages, self.servers_lost):
+            with contextlib.suppress(KeyError):
+                counter.remove(server)
 
 
 class GrpcMetrics:

@@ -213,6 +213,10 @@ class Router:
             ],
         }
 
+    def addresses(self) -> tuple[tuple[str, str], ...]:
+        """Name and gRPC address of each server that is found now."""
+        return self._dispatch.fleet.addresses
+
     def timeline(self, request_id: str) -> tuple[TimelineEvent, ...] | None:
         """Where a request's time went; of running requests and the last few that ended."""
         live = self._dispatch.live.get(request_id)

@@ -1,4 +1,4 @@
-"""One long-lived stream to each configured server: dialling, hellos, the lease, and the verdict.
+"""One long-lived stream to each server that is found: dialling, hellos, the lease, and the verdict.
 
     dial ──hello, attached──> connected ──broken──> dial again, at once if it held for 1 s, else after 0.1 .. 1 s
       │                                                 │
@@ -20,7 +20,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from disagg.config.tree import ServerRef
+from disagg.discovery.found import Found
 from disagg.messages.channel import Frame
 from disagg.messages.legs import LoadReport, RouterMessage, ServerHello, ServerMessage, StartLeg
 from disagg.router.view import CachedPages, ServerView
@@ -76,6 +76,9 @@ class StreamOwner(Protocol):
 
     def server_changed(self, name: str) -> None: ...
 
+    def server_named(self, stream: ServerStream, name: str) -> None:
+        """It says its name, which nobody knew. Raises ProtocolError where that is another's."""
+
     def server_said(self, name: str, message: ServerMessage) -> None: ...
 
     def server_lost(self, name: str, incarnation: str, crashed: bool, reason: str) -> None: ...
@@ -94,12 +97,14 @@ class Caller(Struct, frozen=True, kw_only=True):
 
 
 class ServerStream:
-    """The stream to one configured server."""
+    """The stream to one server. name: its address, until it says its name, where discovery does not know it."""
 
-    def __init__(self, ref: ServerRef, caller: Caller, *, dial: Dialer, owner: StreamOwner) -> None:
-        self.name = ServerName(ref.name)
-        self.role = Role(ref.role)
-        self.address = ref.address
+    def __init__(self, found: Found, caller: Caller, *, dial: Dialer, owner: StreamOwner) -> None:
+        self.found = found
+        self.name = ServerName(found.key)
+        self.role = Role(found.role)
+        self.address = found.address
+        self.held = found.held
         self.hello: ServerHello | None = None
         self.load: LoadReport | None = None
         self.cached = CachedPages()
@@ -140,6 +145,10 @@ class ServerStream:
                 raise result
         self.connected = False
 
+    def remove(self, reason: str) -> None:
+        """It is known to be gone. `close` follows."""
+        self._lose(reason, crashed=False)
+
     async def flush(self, timeout_s: float) -> None:
         """Waits until what was sent has arrived, if it can."""
         until_s = self._clock() + timeout_s
@@ -169,6 +178,7 @@ class ServerStream:
             error=self.error,
             differing=self.differing,
             changed=self.changed,
+            held=self.held,
         )
 
     # ---- dialling
@@ -226,7 +236,7 @@ class ServerStream:
             stream_id=self._stream_id,
             last_received=self._stream.state.received,
             expected_server_incarnation=self.hello.incarnation if self.hello is not None and not self.lost else "",
-            server_name=self.name,
+            server_name=self.found.name,
         )
         connection, first = await self._dial(self.address, greeting, self._lease_s)
         hello, attached = first.hello, first.attached
@@ -262,6 +272,10 @@ class ServerStream:
             await connection.close()
 
     def _check(self, hello: ServerHello) -> None:
+        if not self.found.name and hello.name != self.name:
+            self._lose(f"another server has its address, {hello.name}", crashed=False)
+            self._owner.server_named(self, hello.name)
+            self.name = ServerName(hello.name)
         if (hello.name, hello.role) != (self.name, self.role):
             raise ProtocolError(
                 f"{self.address} should be {self.role.value} server {self.name}, "

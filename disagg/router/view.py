@@ -57,7 +57,7 @@ class CachedPages:
 
 
 class ServerView(Struct, frozen=True, kw_only=True):
-    """One configured server. hello, load: its latest, None when it was never heard.
+    """One server that was found. hello, load: its latest, None when it was never heard.
 
     connected: its stream is up. lost: given up by the router. fresh: heard within the last few heartbeats.
     outstanding_prompt_tokens, outstanding_choices: what this router sent it and does not know to be done. differing: which
@@ -80,6 +80,7 @@ class ServerView(Struct, frozen=True, kw_only=True):
     error: str = ""
     differing: tuple[str, ...] = ()
     changed: str = ""
+    held: str = ""
 
     @property
     def said_ready(self) -> bool:
@@ -109,12 +110,12 @@ class ServerView(Struct, frozen=True, kw_only=True):
                 f"its {', '.join(self.differing)} is not what this router has loaded, so nothing is sent to it; restart "
                 "whichever of the two has the old files"
             )
-        return (self.hello.note if self.hello is not None else "") or self.changed
+        return self.held or (self.hello.note if self.hello is not None else "") or self.changed
 
     @property
     def usable(self) -> bool:
         """Work can be sent to it now."""
-        return self.said_ready and self.connected
+        return self.said_ready and self.connected and not self.held
 
     def fits(self, other: ServerView) -> bool:
         """One of the two is for prefill, the other for decode, and they have one layout and model."""
@@ -129,7 +130,7 @@ class ServerView(Struct, frozen=True, kw_only=True):
 
 
 class ClusterView(Struct, frozen=True):
-    """All configured servers, in the order of the configuration."""
+    """All servers that were found, in the order in which they were."""
 
     servers: tuple[ServerView, ...]
 
@@ -142,6 +143,8 @@ class ClusterView(Struct, frozen=True):
             return server.load.state
         if server.differing:
             return ServerState.MISMATCH
+        if server.held:
+            return ServerState.DRAINING
         if server.role is Role.MIXED or any(other.said_ready and server.fits(other) for other in self.servers):
             return ServerState.READY
         return ServerState.NO_PEER

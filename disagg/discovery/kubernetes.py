@@ -1,0 +1,204 @@
+"""Pods by the Kubernetes API, with the official client (kubernetes, Apache-2.0; the extra `kubernetes`). HTTP and JSON only.
+
+Objects are read as plain JSON: the client's models would refuse what a newer API adds, and take a hundred times as long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from kubernetes.aio import client
+from kubernetes.aio import config as kube_config
+
+from disagg.discovery.found import Publish
+from disagg.discovery.pods import has_ended, version_of
+from disagg.discovery.reflector import Event, Expired, Pod, Reflector, SourceError, Timing
+from disagg.types.errors import ConfigError
+
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+PAGE_PODS = 500  # of one answer to a list
+MAX_PODS = 100_000
+MAX_ANSWER_BYTES = 256 << 20
+MAX_LINE_BYTES = 8 << 20  # of one event; the API refuses objects of more than about 1.5 MiB
+GET_S = 10.0
+_GONE, _NOT_FOUND = 410, 404
+_load_kube_config: Any = kube_config.load_kube_config  # which has no types
+_load_incluster_config: Any = kube_config.load_incluster_config
+
+
+class KubernetesDiscovery:
+    """Servers that run in pods of one namespace. selector: of labels, as kubectl takes it. kubeconfig: empty within a pod."""
+
+    def __init__(self, namespace: str, selector: str, kubeconfig: str = "", timing: Timing | None = None) -> None:
+        self._namespace = namespace
+        self._selector = selector
+        self._kubeconfig = kubeconfig
+        self._timing = timing
+        self._api: client.CoreV1Api | None = None
+
+    async def run(self, publish: Publish) -> None:
+        configuration = await self._configuration()
+        namespace = self._namespace or _own_namespace()
+        async with client.ApiClient(configuration) as api:
+            self._api, self._namespace = client.CoreV1Api(api), namespace
+            try:
+                await Reflector(Pods(self._api, namespace, self._selector), publish, self._timing).run()
+            finally:
+                self._api = None
+
+    async def gone(self, name: str, uid: str) -> bool:
+        if self._api is None:
+            return False
+        try:
+            async with asyncio.timeout(GET_S):
+                pod = await _answer(self._api.read_namespaced_pod_without_preload_content(name, self._namespace))
+        except NotFound:
+            return True
+        except (Expired, SourceError, TimeoutError):
+            return False
+        return has_ended(pod, uid)
+
+    async def _configuration(self) -> client.Configuration:
+        configuration = client.Configuration()
+        try:
+            if self._kubeconfig:
+                await _load_kube_config(self._kubeconfig, client_configuration=configuration)
+            else:
+                _load_incluster_config(configuration)
+        except Exception as error:  # noqa: BLE001  what the loader raises of a file that makes no sense is anything
+            where = (
+                self._kubeconfig
+                or "this process's own service account (it must run in a pod, or have router.kubeconfig)"
+            )
+            raise ConfigError(f"router.discovery = kubernetes: {where}: {str(error)[:400]}") from error
+        configuration.retries = None  # the reflector's to decide
+        return configuration
+
+
+def _own_namespace() -> str:
+    try:
+        return NAMESPACE_FILE.read_text().strip()
+    except OSError as error:
+        raise ConfigError(
+            "router.namespace is empty, and this process is in no pod whose namespace could be meant"
+        ) from error
+
+
+class NotFound(SourceError):
+    """404."""
+
+
+class Pods:
+    """A `PodSource`."""
+
+    def __init__(self, api: client.CoreV1Api, namespace: str, selector: str) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._selector = selector
+
+    async def list(self) -> tuple[list[Pod], str]:
+        pods: list[Pod] = []
+        following = ""
+        while True:
+            listed = await _answer(
+                self._api.list_namespaced_pod_without_preload_content(
+                    self._namespace, label_selector=self._selector, limit=PAGE_PODS, _continue=following or None
+                )
+            )
+            items, metadata = listed.get("items"), listed.get("metadata")
+            if not isinstance(items, list) or not isinstance(metadata, dict):
+                raise SourceError("the list makes no sense")
+            pods += items
+            if len(pods) > MAX_PODS:
+                raise SourceError(f"more than {MAX_PODS} pods have {self._selector!r}")
+            following = metadata.get("continue") or ""
+            if not following:
+                return pods, version_of(listed)
+
+    async def watch(self, version: str, timeout_s: float) -> AsyncIterator[Event]:
+        response = await _begun(
+            self._api.list_namespaced_pod_without_preload_content(
+                self._namespace,
+                label_selector=self._selector,
+                watch=True,
+                allow_watch_bookmarks=True,
+                resource_version=version,
+                timeout_seconds=max(1, round(timeout_s)),
+            )
+        )
+        with contextlib.closing(response), _connection_errors():
+            partial = b""
+            async for received in response.content.iter_any():
+                *lines, partial = (partial + received).split(b"\n")
+                if len(partial) > MAX_LINE_BYTES:
+                    raise SourceError(f"an event of more than {MAX_LINE_BYTES >> 20} MiB")
+                for line in lines:
+                    if line.strip():
+                        yield _event(line)
+
+
+def _event(line: bytes) -> Event:
+    said = _object(line)
+    kind, pod = said.get("type"), said.get("object")
+    if not isinstance(kind, str) or not isinstance(pod, dict):
+        raise SourceError("an event without a type or an object")
+    if kind == "ERROR":
+        _raise(pod.get("code"), str(pod.get("message"))[:400])
+    return Event(kind, pod)
+
+
+async def _answer(request: Any) -> dict[str, Any]:
+    response = await _begun(request)
+    with contextlib.closing(response), _connection_errors():
+        return _object(await _bounded(response))
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    content = bytearray()
+    async for received in response.content.iter_any():
+        content += received
+        if len(content) > MAX_ANSWER_BYTES:
+            raise SourceError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+    return bytes(content)
+
+
+async def _begun(request: Any) -> aiohttp.ClientResponse:
+    """The response to a request, if its status is good."""
+    with _connection_errors():
+        response: aiohttp.ClientResponse = await request
+        if response.status != 200:
+            with contextlib.closing(response):
+                said = await response.content.read(4096)
+            _raise(response.status, said.decode("utf-8", "replace")[:400])
+        return response
+
+
+def _raise(code: object, message: str) -> None:
+    if code == _GONE:
+        raise Expired(message)
+    kind = NotFound if code == _NOT_FOUND else SourceError
+    raise kind(f"status {code}: {message}")
+
+
+@contextlib.contextmanager
+def _connection_errors() -> Any:
+    try:
+        yield
+    except (aiohttp.ClientError, OSError, client.ApiException) as error:
+        raise SourceError(f"{type(error).__name__}: {str(error)[:400]}") from error
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"no JSON: {content[:80]!r}") from error
+    if not isinstance(said, dict):
+        raise SourceError("no JSON object")
+    return said

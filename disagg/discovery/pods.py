@@ -1,0 +1,86 @@
+"""Pods as the Kubernetes API writes them, and the servers that they carry. Pure.
+
+label disagg/role     prefill, decode or mixed; other pods are no servers
+metadata.name         the server's name
+port named grpc       of any container: where the server listens
+status.podIP          its host; without one there is nothing to dial yet
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, cast, get_args
+
+from disagg.config.tree import ServerRole
+from disagg.discovery.found import Found
+
+ROLE_LABEL: Final = "disagg/role"
+PORT_NAME: Final = "grpc"
+DELETED: Final = "its pod is being deleted"
+NOT_READY: Final = "its pod is not ready"
+_ENDED: Final = ("Failed", "Succeeded")  # phases in which no container of the pod runs, or will
+_ROLES: Final = get_args(ServerRole)
+
+
+def found_in(pod: Mapping[str, Any]) -> Found | None:
+    """The server that a pod carries, if it carries one that can be dialled. Whatever the pod lacks, it is no error."""
+    metadata, status = _mapping(pod.get("metadata")), _mapping(pod.get("status"))
+    name, role, ip = metadata.get("name"), _mapping(metadata.get("labels")).get(ROLE_LABEL), status.get("podIP")
+    port = _port(_mapping(pod.get("spec")))
+    if role not in _ROLES or status.get("phase") in _ENDED or port is None:
+        return None
+    if not isinstance(name, str) or not name or not isinstance(ip, str) or not ip:
+        return None
+    host = f"[{ip}]" if ":" in ip else ip
+    return Found(
+        name=name, role=cast(ServerRole, role), address=f"{host}:{port}", uid=uid_of(pod), held=_held(metadata, status)
+    )
+
+
+def uid_of(pod: Mapping[str, Any]) -> str:
+    uid = _mapping(pod.get("metadata")).get("uid")
+    return uid if isinstance(uid, str) else ""
+
+
+def version_of(listed: Mapping[str, Any]) -> str:
+    """The resourceVersion of a pod, a list or a bookmark; empty where it has none."""
+    version = _mapping(listed.get("metadata")).get("resourceVersion")
+    return version if isinstance(version, str) else ""
+
+
+def has_ended(pod: Mapping[str, Any] | None, uid: str) -> bool:
+    """Whether all processes of the pod with this uid have ended. pod: what has its name now, None if nothing has.
+
+    The API forgets a pod when its node has said that its containers have ended, or when an operator deletes it by force,
+    which says the same in their name.
+    """
+    if pod is None or uid_of(pod) != uid:
+        return True
+    return _mapping(pod.get("status")).get("phase") in _ENDED
+
+
+def _held(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+    if metadata.get("deletionTimestamp"):
+        return DELETED
+    ready = any(
+        each.get("type") == "Ready" and each.get("status") == "True" for each in _mappings(status, "conditions")
+    )
+    return "" if ready else NOT_READY
+
+
+def _port(spec: Mapping[str, Any]) -> int | None:
+    for container in _mappings(spec, "containers"):
+        for port in _mappings(container, "ports"):
+            number = port.get("containerPort")
+            if port.get("name") == PORT_NAME and isinstance(number, int) and 0 < number < 1 << 16:
+                return number
+    return None
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _mappings(value: Mapping[str, Any], name: str) -> Iterable[Mapping[str, Any]]:
+    inner = value.get(name)
+    return [each for each in inner if isinstance(each, dict)] if isinstance(inner, list) else ()

@@ -1,0 +1,170 @@
+"""A full picture of some pods, kept by list and watch. Knows the protocol of the API, by `PodSource`; nothing of HTTP.
+
+    list ──> publish all ──> watch from its version ──event──> publish all
+      ^                        │        └──the server ends it──> watch from the last version
+      │                        ├── 410, or RELIST_S since the list ──> list at once
+      └── backoff, jittered <──┴── anything else: what was known stays
+
+Every call has a deadline. A list now and then finds what no event said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from disagg.discovery.found import Publish, by_key
+from disagg.discovery.pods import found_in, version_of
+
+logger = logging.getLogger(__name__)
+
+Pod = Mapping[str, Any]
+
+
+class Timing(Struct, frozen=True, kw_only=True):
+    """relist_s: between lists, though nothing seems to be missing. watch_s: after which the server ends a watch."""
+
+    list_s: float = 30.0
+    watch_s: float = 60.0
+    spare_s: float = 10.0  # beyond watch_s, before the connection is taken for dead
+    relist_s: float = 300.0
+    first_backoff_s: float = 0.5
+    max_backoff_s: float = 30.0
+
+
+class Expired(Exception):
+    """410: the version is too old to be watched from, or to be listed on from."""
+
+
+class SourceError(Exception):
+    """Anything else that went wrong: refused, forbidden, unavailable, or an answer that makes no sense."""
+
+
+class Event(Struct, frozen=True):
+    """kind: ADDED, MODIFIED, DELETED or BOOKMARK."""
+
+    kind: str
+    pod: Pod
+
+
+class PodSource(Protocol):
+    """Raises Expired or SourceError."""
+
+    async def list(self) -> tuple[list[Pod], str]:
+        """All pods, and the version of the list."""
+        ...
+
+    def watch(self, version: str, timeout_s: float) -> AsyncIterator[Event]:
+        """What happens from there on, until the server ends it, after timeout_s at the latest."""
+        ...
+
+
+class Reflector:
+    """pods: by name, as they were last heard."""
+
+    def __init__(
+        self,
+        source: PodSource,
+        publish: Publish,
+        timing: Timing | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._source = source
+        self._publish = publish
+        self._timing = timing or Timing()
+        self._clock = clock
+        self._jitter = jitter
+        self._pods: dict[str, Pod] = {}
+        self._version = ""  # to watch from; empty: list first
+        self._listed_s = 0.0
+        self._failures = 0
+        self.error = ""  # of the last call, while none has worked since
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            try:
+                if not self._version:
+                    await self._list()
+                await self._watch()
+                self._worked()
+            except Expired as expired:
+                logger.info("pods are listed again: %s", expired)
+                self._version = ""
+                if self._failures:  # a list that is itself expired must not be asked for without a pause
+                    await self._pause()
+                self._failures += 1
+            except (SourceError, TimeoutError) as error:
+                self._failed(str(error) or "no answer in time")
+                await self._pause()
+
+    async def _list(self) -> None:
+        async with asyncio.timeout(self._timing.list_s):
+            pods, version = await self._source.list()
+        if not version:
+            raise SourceError("the list has no resourceVersion")
+        self._pods = {_name(pod): pod for pod in pods}
+        self._version, self._listed_s = version, self._clock()
+        self._tell()
+
+    async def _watch(self) -> None:
+        """One watch, to its end."""
+        left_s = self._listed_s + self._timing.relist_s - self._clock()
+        if left_s <= 0:
+            self._version = ""
+            return
+        watch_s = max(1.0, min(self._timing.watch_s, left_s) * (0.8 + 0.2 * self._jitter()))
+        async with asyncio.timeout(watch_s + self._timing.spare_s):
+            async for event in self._source.watch(self._version, watch_s):
+                self._worked()
+                self._heard(event)
+
+    def _heard(self, event: Event) -> None:
+        version = version_of(event.pod)
+        if version:
+            self._version = version
+        if event.kind == "BOOKMARK":
+            return
+        name = _name(event.pod)
+        if event.kind == "DELETED":
+            self._pods.pop(name, None)
+        elif event.kind in ("ADDED", "MODIFIED"):
+            self._pods[name] = event.pod
+        else:
+            raise SourceError(f"an event of an unknown kind, {event.kind[:40]!r}")
+        self._tell()
+
+    def _tell(self) -> None:
+        self._publish(by_key(found for pod in self._pods.values() if (found := found_in(pod)) is not None))
+
+    def _worked(self) -> None:
+        if self.error:
+            logger.info("the Kubernetes API answers again")
+        self._failures, self.error = 0, ""
+
+    def _failed(self, error: str) -> None:
+        self._failures += 1
+        if error != self.error:
+            logger.warning("servers are as they were last seen: the Kubernetes API: %s", error)
+            self.error = error
+
+    async def _pause(self) -> None:
+        timing = self._timing
+        most_s = min(timing.max_backoff_s, timing.first_backoff_s * 2 ** min(self._failures, 16))
+        await asyncio.sleep(most_s * (0.5 + 0.5 * self._jitter()))
+
+
+def _name(pod: Pod) -> str:
+    metadata = pod.get("metadata")
+    name = metadata.get("name") if isinstance(metadata, dict) else None
+    if not isinstance(name, str):
+        raise SourceError("a pod without a name")
+    return name

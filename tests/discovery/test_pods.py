@@ -1,0 +1,92 @@
+"""Which pods are servers, and what is believed of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagg.discovery.found import Found
+from disagg.discovery.pods import DELETED, NOT_READY, found_in, has_ended
+from tests.discovery.fake_api import pod
+
+
+def test_a_ready_pod_is_a_server_under_its_own_name() -> None:
+    assert found_in(pod("decode-0", ip="10.1.2.3", port=7001)) == Found(
+        name="decode-0", role="decode", address="10.1.2.3:7001", uid="uid-decode-0"
+    )
+    found = found_in(pod("p", "prefill", ip="fd00::1"))
+    assert found is not None and found.address == "[fd00::1]:7000"
+
+
+def test_nothing_new_is_sent_to_a_pod_that_is_not_ready_or_is_being_deleted() -> None:
+    found = found_in(pod("d", ready=False))
+    assert found is not None and found.held == NOT_READY
+    leaving = pod("d")
+    leaving["metadata"]["deletionTimestamp"] = "2026-11-23T00:00:00Z"
+    found = found_in(leaving)
+    assert found is not None and found.held == DELETED
+    unsaid = pod("d")
+    del unsaid["status"]["conditions"]
+    found = found_in(unsaid)
+    assert found is not None and found.held == NOT_READY
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("podIP", ""),
+        ("podIP", None),
+        ("phase", "Failed"),
+        ("phase", "Succeeded"),
+        ("role", "router"),
+        ("role", None),
+        ("name", "metrics"),
+        ("containerPort", 0),
+        ("containerPort", 65536),
+        ("containerPort", "7000"),
+    ],
+)
+def test_other_pods_are_no_servers(part: str, value: object) -> None:
+    made = pod("d")
+    port = made["spec"]["containers"][0]["ports"][0]
+    {"podIP": made["status"], "phase": made["status"], "role": made["metadata"]["labels"]}.get(part, port)[
+        "disagg/role" if part == "role" else part
+    ] = value
+    assert found_in(made) is None
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_no_pod_is_an_error(data: st.DataObject) -> None:
+    made = pod("d")
+    where: Any = made
+    while True:
+        key = data.draw(st.sampled_from(sorted(where) if isinstance(where, dict) else range(len(where))))
+        if not isinstance(where[key], dict | list) or not where[key] or data.draw(st.booleans()):
+            break
+        where = where[key]
+    where[key] = data.draw(anything)
+    found = found_in(made)
+    assert found is None or (found.name and found.address)
+    assert has_ended(made, "uid-d") in (True, False)
+
+
+def test_a_pod_has_ended_when_it_is_gone_another_or_over() -> None:
+    assert has_ended(None, "uid-d") and has_ended(pod("d"), "uid-of-before")
+    assert not has_ended(pod("d"), "uid-d")
+    leaving = pod("d", ready=False)
+    leaving["metadata"]["deletionTimestamp"] = "2026-11-23T00:00:00Z"
+    assert not has_ended(leaving, "uid-d"), "its containers may still run"
+    over = pod("d")
+    over["status"]["phase"] = "Failed"
+    assert has_ended(over, "uid-d")

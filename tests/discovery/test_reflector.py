@@ -1,0 +1,194 @@
+"""Discovery by an API that fails in every way: what is published comes to be what is there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from disagg.discovery.found import Found
+from disagg.discovery.kubernetes import KubernetesDiscovery
+from disagg.discovery.reflector import Timing
+from disagg.types.errors import ConfigError
+from tests.discovery.fake_api import KEPT_EVENTS, NAMESPACE, FakeApi, pod
+
+TIMING = Timing(list_s=0.5, watch_s=1.0, spare_s=0.3, relist_s=3.0, first_backoff_s=0.02, max_backoff_s=0.1)
+WITHIN_S = 8.0
+
+
+class Watched:
+    """A discovery that runs, and what it has published."""
+
+    def __init__(self, api: FakeApi, directory: Path, timing: Timing = TIMING, selector: str = "app=x") -> None:
+        self.found: Mapping[str, Found] = {}
+        self.published = 0
+        self.discovery = KubernetesDiscovery(NAMESPACE, selector, api.kubeconfig(directory), timing)
+        self.task = asyncio.create_task(self.discovery.run(self.publish))
+
+    def publish(self, found: Mapping[str, Found]) -> None:
+        self.found = dict(found)
+        self.published += 1
+
+    async def until(self, names: set[str], within_s: float = WITHIN_S) -> None:
+        async with asyncio.timeout(within_s):
+            while {name for name, each in self.found.items() if not each.held} != names:
+                assert not self.task.done(), self.task
+                await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[FakeApi]:
+    fake = FakeApi()
+    await fake.start()
+    yield fake
+    await fake.close()
+
+
+async def test_pods_come_change_and_go(api: FakeApi, tmp_path: Path) -> None:
+    for number in range(5):  # more than one page
+        api.put(pod(f"d{number}"))
+    api.put(pod("elsewhere", app="y"))
+    watched = Watched(api, tmp_path)
+    try:
+        await watched.until({f"d{number}" for number in range(5)})
+        api.delete("d1")
+        api.put(pod("d2", ready=False))
+        api.put(pod("p", "prefill"))
+        await watched.until({"d0", "d3", "d4", "p"})
+        assert watched.found["d2"].held and "d1" not in watched.found
+        assert api.calls.count("watch") == 1, "all of it by one watch"
+    finally:
+        await watched.close()
+
+
+@pytest.mark.parametrize("fault", [403, 500, 503, 410, "hang", "drop", "nonsense", "silent"])
+@pytest.mark.parametrize("calls", [1, 4])
+async def test_a_call_that_fails_costs_time_and_nothing_that_was_known(
+    api: FakeApi, tmp_path: Path, fault: int | str, calls: int
+) -> None:
+    api.put(pod("d0"))
+    watched = Watched(api, tmp_path)
+    try:
+        await watched.until({"d0"})
+        api.faults += [fault] * calls
+        await asyncio.sleep(0.3)
+        api.put(pod("d1"))
+        seen = []
+        async with asyncio.timeout(WITHIN_S):
+            while set(watched.found) != {"d0", "d1"}:
+                seen.append(set(watched.found))
+                await asyncio.sleep(0.01)
+        assert all("d0" in each for each in seen)
+    finally:
+        await watched.close()
+
+
+async def test_a_deletion_that_no_watch_says_is_found_by_the_next_list(api: FakeApi, tmp_path: Path) -> None:
+    api.put(pod("d0"))
+    api.put(pod("d1"))
+    watched = Watched(api, tmp_path)
+    try:
+        await watched.until({"d0", "d1"})
+        api.delete("d0", said=False)
+        await watched.until({"d1"})
+    finally:
+        await watched.close()
+
+
+async def test_a_version_that_is_too_old_is_a_reason_to_list_at_once(api: FakeApi, tmp_path: Path) -> None:
+    api.put(pod("d0"))
+    watched = Watched(api, tmp_path, Timing(watch_s=1.0, relist_s=1000.0, first_backoff_s=100.0, max_backoff_s=100.0))
+    try:
+        await watched.until({"d0"})
+        api.faults.append("drop")  # ends the watch; the next one begins where this one was
+        for number in range(KEPT_EVENTS + 10):
+            api.put(pod(f"d{number % 7}"))
+    finally:
+        await watched.close()
+    watched = Watched(api, tmp_path, Timing(watch_s=1.0, relist_s=1000.0, first_backoff_s=100.0, max_backoff_s=100.0))
+    try:
+        await watched.until({f"d{number}" for number in range(7)})
+        api.faults.append(410)
+        api.delete("d3", said=False)
+        await watched.until({f"d{number}" for number in range(7)} - {"d3"}, within_s=4.0)
+    finally:
+        await watched.close()
+
+
+async def test_whether_a_pod_is_gone_is_asked_of_the_api(api: FakeApi, tmp_path: Path) -> None:
+    api.put(pod("d0"))
+    watched = Watched(api, tmp_path)
+    try:
+        await watched.until({"d0"})
+        assert not await watched.discovery.gone("d0", "uid-d0")
+        assert await watched.discovery.gone("d0", "uid-of-before")
+        assert await watched.discovery.gone("d9", "uid-d9")
+        for fault in (403, 500, "drop", "nonsense"):
+            api.get_faults.append(fault)
+            assert not await watched.discovery.gone("d9", "uid-d9"), fault
+    finally:
+        await watched.close()
+    assert not await watched.discovery.gone("d9", "uid-d9"), "nothing is known when nobody can be asked"
+
+
+async def test_what_waiting_cannot_mend_is_said_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        await KubernetesDiscovery(NAMESPACE, "", str(tmp_path / "nowhere")).run(lambda found: None)
+    (tmp_path / "bad").write_text("]")
+    with pytest.raises(ConfigError, match="bad"):
+        await KubernetesDiscovery(NAMESPACE, "", str(tmp_path / "bad")).run(lambda found: None)
+    with pytest.raises(ConfigError, match=r"must run in a pod, or have router\.kubeconfig"):
+        await KubernetesDiscovery("", "").run(lambda found: None)
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 5), st.booleans()),
+        st.tuples(st.just("delete"), st.integers(0, 5), st.booleans()),
+        st.tuples(
+            st.just("fault"), st.sampled_from([403, 410, 500, 503, "drop", "nonsense", "silent", "hang"]), st.none()
+        ),
+        st.tuples(st.just("wait"), st.sampled_from([0.0, 0.02, 0.2]), st.none()),
+    ),
+    max_size=25,
+)
+
+
+@pytest.mark.long
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(steps=actions)
+def test_whatever_happens_what_is_found_comes_to_be_what_is_there(
+    tmp_path: Path, steps: list[tuple[str, object, object]]
+) -> None:
+    async def run() -> None:
+        api = FakeApi()
+        await api.start()
+        watched = Watched(api, tmp_path)
+        try:
+            for kind, what, how in steps:
+                if kind == "put":
+                    api.put(pod(f"d{what}", ready=bool(how)))
+                elif kind == "delete" and f"d{what}" in api.pods:
+                    api.delete(f"d{what}", said=bool(how))
+                elif kind == "fault":
+                    assert isinstance(what, int | str)
+                    api.faults.append(what)
+                elif kind == "wait":
+                    assert isinstance(what, float)
+                    await asyncio.sleep(what)
+            expected = {name for name, each in api.pods.items() if each["status"]["conditions"][0]["status"] == "True"}
+            await watched.until(expected, within_s=30.0)
+            assert set(watched.found) == set(api.pods)
+        finally:
+            await watched.close()
+            await api.close()
+
+    asyncio.run(run())
