@@ -71,7 +71,7 @@ class KubernetesDiscovery:
                 await _load_kube_config(self._kubeconfig, client_configuration=configuration)
             else:
                 _load_incluster_config(configuration)
-        except Exception as error:  # noqa: BLE001  what the loader raises of a file that makes no sense is anything
+        except Exception as error:  # of a file that makes no sense the loader raises anything
             where = (
                 self._kubeconfig
                 or "this process's own service account (it must run in a pod, or have router.kubeconfig)"

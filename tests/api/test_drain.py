@@ -69,7 +69,7 @@ async def faces(model_dir: Path) -> AsyncIterator[Faces]:  # noqa: F811
     config = Config(model=ModelConfig(name="tiny"), router=replace(CONFIG, servers=tuple(refs), grpc_port=0))
     registry = CollectorRegistry()
     running = await run_router(config, model_dir, registry=registry)
-    app = create_app(RouterFace(running.router, ()), None, registry, version="1")
+    app = create_app(RouterFace(running.router), None, registry, version="1")
     http = await serve(app, "127.0.0.1", 0, metrics=HttpMetrics(registry))
     made = Faces(running, http, servers)
     async with asyncio.timeout(DEADLINE_S):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from disagg.discovery.found import Found
 from disagg.discovery.kubernetes import KubernetesDiscovery
+from disagg.discovery.pods import found_in
 from disagg.discovery.reflector import Timing
 from disagg.types.errors import ConfigError
 from tests.discovery.fake_api import KEPT_EVENTS, NAMESPACE, FakeApi, pod
@@ -184,9 +185,10 @@ def test_whatever_happens_what_is_found_comes_to_be_what_is_there(
                 elif kind == "wait":
                     assert isinstance(what, float)
                     await asyncio.sleep(what)
-            expected = {name for name, each in api.pods.items() if each["status"]["conditions"][0]["status"] == "True"}
-            await watched.until(expected, within_s=30.0)
-            assert set(watched.found) == set(api.pods)
+            expected = {name: found_in(each) for name, each in api.pods.items()}
+            async with asyncio.timeout(30.0):
+                while watched.found != expected or not watched.published:
+                    await asyncio.sleep(0.01)
         finally:
             await watched.close()
             await api.close()

@@ -1,0 +1,157 @@
+"""Servers that come and go under a router: nothing is lost that need not be, and what is gone leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+
+from disagg.discovery.found import Found, by_key
+from disagg.router.fleet import UNLISTED, Fleet
+from disagg.types.ids import Role
+from tests.router.conftest import NORMAL, Cluster, request
+from tests.router.fake_server import FakeServer, answer, decode, prefill, silent
+
+
+def fleet(cluster: Cluster) -> Fleet:
+    return cluster.router._dispatch.fleet
+
+
+def found(cluster: Cluster, *names: str, uid: str = "", anonymous: bool = False) -> list[Found]:
+    """As discovery would find these servers."""
+    return [
+        Found(
+            name="" if anonymous else name,
+            role=cluster.servers[name].hello.role.value,
+            address=f"127.0.0.1:{cluster.servers[name].port}",
+            uid=uid and f"{uid}-{name}",
+        )
+        for name in names
+    ]
+
+
+async def more(cluster: Cluster, name: str, role: Role) -> None:
+    server = FakeServer(name, role, prefill if role is Role.PREFILL else decode)
+    await server.start()
+    cluster.servers[name] = server
+
+
+def names(cluster: Cluster) -> set[str]:
+    return {server["name"] for server in cluster.router.status()["servers"]}
+
+
+@pytest.mark.parametrize("anonymous", [False, True])
+async def test_servers_that_are_found_later_serve(cluster: Cluster, anonymous: bool) -> None:
+    await cluster.up({}, ready=False)
+    waiting = asyncio.create_task(cluster.ask("hi"))
+    await asyncio.sleep(0.1)
+    assert not cluster.router.healthy() and not waiting.done()
+    await more(cluster, "p0", Role.PREFILL)
+    await more(cluster, "d0", Role.DECODE)
+    fleet(cluster).update(by_key(found(cluster, "p0", "d0", anonymous=anonymous)))
+    assert (await waiting).text[0] == answer(0, 8)
+    assert names(cluster) == {"p0", "d0"}
+    assert set((await cluster.router.dump())["choices_outstanding"]) == {"p0", "d0"}
+
+
+async def test_a_pod_that_is_gone_is_lost_at_once_and_its_requests_go_on_elsewhere(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "d0": silent})
+    fleet(cluster).update(by_key(found(cluster, "p0", "d0", uid="a")))
+    await cluster.until(cluster.router.healthy)
+    asked = asyncio.create_task(cluster.ask("hi"))
+    await cluster.until(lambda: bool(cluster.servers["d0"].started))
+    await more(cluster, "d1", Role.DECODE)
+    fleet(cluster).update(by_key(found(cluster, "p0", "d1", uid="a")))
+    got = await asked
+    assert got.text[0] == answer(0, 8) and got.finished.attempts == 2
+    assert names(cluster) == {"p0", "d1"}
+    assert 'server="d0"' not in str(list(cluster.registry.collect())), "series of what is gone disappear"
+
+
+async def test_another_pod_of_the_same_name_is_another_server(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "d0": silent})
+    fleet(cluster).update(by_key(found(cluster, "p0", "d0", uid="a")))
+    await cluster.until(cluster.router.healthy)
+    asked = asyncio.create_task(cluster.ask("hi"))
+    await cluster.until(lambda: bool(cluster.servers["d0"].started))
+    old = cluster.servers["d0"]
+    await more(cluster, "d0", Role.DECODE)
+    fleet(cluster).update(by_key([*found(cluster, "p0", uid="a"), *found(cluster, "d0", uid="b")]))
+    assert (await asked).text[0] == answer(0, 8)
+    assert cluster.servers["d0"].started
+    await old.kill()
+
+
+async def test_who_is_not_listed_any_more_ends_what_it_has_and_gets_nothing_new(cluster: Cluster) -> None:
+    await cluster.up({**NORMAL, "d1": decode})
+    updates = cluster.router.generate(request(max_tokens=200))
+    await anext(updates)
+    await cluster.until(lambda: bool(cluster.servers["d0"].started) or bool(cluster.servers["d1"].started))
+    busy, other = ("d0", "d1") if cluster.servers["d0"].started else ("d1", "d0")
+    fleet(cluster).update(by_key(found(cluster, "p0", other)))
+    assert cluster.state(busy) == "draining"
+    reasons = {server["name"]: server["reason"] for server in cluster.router.status()["servers"]}
+    assert reasons[busy] == UNLISTED
+    before = len(cluster.servers[busy].started)
+    for _ in range(4):
+        assert (await cluster.ask("hi")).finished.attempts == 1
+    assert len(cluster.servers[busy].started) == before
+    async for _ in updates:
+        pass
+    await cluster.servers[busy].kill()
+    await cluster.until(lambda: names(cluster) == {"p0", other})
+
+
+async def test_a_server_that_is_held_gets_nothing_new_until_it_is_not(cluster: Cluster) -> None:
+    await cluster.up({**NORMAL, "d1": decode})
+    listed = found(cluster, "p0", "d0", "d1")
+    held = [*listed[:2], replace(listed[2], held="its pod is not ready")]
+    fleet(cluster).update(by_key(held))
+    for _ in range(4):
+        await cluster.ask("hi")
+    assert not cluster.servers["d1"].started and cluster.state("d1") == "draining"
+    fleet(cluster).update(by_key(listed))
+    for _ in range(8):
+        await cluster.ask("hi")
+    assert cluster.servers["d1"].started and cluster.state("d1") == "ready"
+
+
+async def test_a_second_holder_of_a_name_is_refused_aloud(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    await cluster.up({}, ready=False)
+    await more(cluster, "p0", Role.PREFILL)
+    await more(cluster, "d0", Role.DECODE)
+    first = found(cluster, "p0", "d0", anonymous=True)
+    fleet(cluster).update(by_key(first))
+    await cluster.until(cluster.router.healthy)
+    original = cluster.servers["d0"]
+    await more(cluster, "d0", Role.DECODE)
+    with caplog.at_level("INFO"):
+        fleet(cluster).update(by_key([*first, *found(cluster, "d0", anonymous=True)]))
+        await cluster.until(lambda: any("says that it is d0, which is at" in each for each in caplog.messages))
+    for _ in range(4):
+        await cluster.ask("hi")
+    assert original.started and not cluster.servers["d0"].started
+    await original.kill()
+    await cluster.until(
+        lambda: names(cluster) == {"p0", "d0", f"127.0.0.1:{original.port}"} or cluster.router.healthy()
+    )
+    await cluster.ask("hi")
+
+
+async def test_an_address_may_come_to_be_another_server(cluster: Cluster) -> None:
+    """With DNS an address is all that is known; pods take over addresses."""
+    await cluster.up({}, ready=False)
+    await more(cluster, "p0", Role.PREFILL)
+    await more(cluster, "d0", Role.DECODE)
+    listed = by_key(found(cluster, "p0", "d0", anonymous=True))
+    fleet(cluster).update(listed)
+    await cluster.until(cluster.router.healthy)
+    await cluster.ask("hi")
+    await cluster.servers["d0"].kill()
+    heir = FakeServer("d7", Role.DECODE, decode)
+    heir.port = cluster.servers["d0"].port
+    await heir.start()
+    cluster.servers["d7"] = heir
+    await cluster.until(lambda: names(cluster) == {"p0", "d7"})
+    assert (await cluster.ask("hi")).text[0] == answer(0, 8)
