@@ -21,6 +21,7 @@ from disagg.types.plain import quoted
 WHOLE_PROMPTS = ("vllm", "orca", "faster_transformer")
 LEAST_KV_BYTES = 1 << 14
 MAX_NAME_CHARS = 128
+MAX_POD_CHARS = 400
 FOUND_SERVERS = 64  # for which a router that finds servers has descriptors, at least
 MODEL_NAME_SIGNS = "._-/:@+="  # beside letters and digits
 # Open files, by what was counted in running processes, twice over.
@@ -299,6 +300,7 @@ def _check_server(config: Config) -> None:
     if server.port and server.port == server.metrics_port:
         raise ConfigError(f"server.port and server.metrics_port are both {server.port}; they must differ")
     _check_name("server.name", server.name)
+    _check_pod(server.pod)
 
 
 def _check_router(config: Config) -> None:
@@ -333,6 +335,13 @@ def _check_router(config: Config) -> None:
                 f'router.servers: "{server.name}" has the address "{server.address}"; it must be host:port with a port '
                 "from 1 to 65535"
             )
+
+
+def _check_pod(pod: str) -> None:
+    if pod and (pod.count("/") != 2 or not all(pod.split("/")) or len(pod) > MAX_POD_CHARS):
+        raise ConfigError(
+            f"server.pod = {quoted(pod)}: it must be NAMESPACE/NAME/UID of the pod, with at most {MAX_POD_CHARS} characters"
+        )
 
 
 def _check_discovery(router: RouterConfig) -> None:

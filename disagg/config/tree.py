@@ -122,6 +122,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     metrics_port: Port = 0  # HTTP: /metrics, /health, /debug/dump
     advertise_host: str = ""  # what peers dial; empty: host
     drain_s: Seconds = 30.0
+    pod: str = ""  # NAMESPACE/NAME/UID of the Kubernetes pod that this is; its end proves that of all its processes
 
 
 class ServerRef(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -68,7 +68,7 @@ class DnsDiscovery:
             )
             await asyncio.sleep(self._every_s)
 
-    async def gone(self, name: str, uid: str) -> bool:
+    async def gone(self, pod: str) -> bool:
         return False  # an address that is not listed any more proves nothing of the process behind it
 
     async def _look(self, name: Name) -> None:

@@ -45,8 +45,9 @@ class Discovery(Protocol):
 
     async def run(self, publish: Publish) -> None: ...
 
-    async def gone(self, name: str, uid: str) -> bool:
-        """Whether what carried this server is known to have ended, with all of its processes. False where it cannot be told."""
+    async def gone(self, pod: str) -> bool:
+        """Whether this pod, NAMESPACE/NAME/UID, is known to have ended, with all of its processes. False where that cannot
+        be told."""
         ...
 
 
@@ -67,5 +68,5 @@ class Static:
     async def run(self, publish: Publish) -> None:
         publish(self._found)
 
-    async def gone(self, name: str, uid: str) -> bool:
+    async def gone(self, pod: str) -> bool:
         return False

@@ -52,17 +52,19 @@ class KubernetesDiscovery:
             finally:
                 self._api = None
 
-    async def gone(self, name: str, uid: str) -> bool:
-        if self._api is None:
+    async def gone(self, pod: str) -> bool:
+        namespace, _, rest = pod.partition("/")
+        name, _, uid = rest.partition("/")
+        if self._api is None or namespace != self._namespace or not name or not uid:
             return False
         try:
             async with asyncio.timeout(GET_S):
-                pod = await _answer(self._api.read_namespaced_pod_without_preload_content(name, self._namespace))
+                found = await _answer(self._api.read_namespaced_pod_without_preload_content(name, self._namespace))
         except NotFound:
             return True
         except (Expired, SourceError, TimeoutError):
             return False
-        return has_ended(pod, uid)
+        return has_ended(found, uid)
 
     async def _configuration(self) -> client.Configuration:
         configuration = client.Configuration()

@@ -67,6 +67,12 @@ class AbortLeg(Struct, frozen=True):
     choice: int | None = None  # None: all of it; else only this choice (a stop string ended it)
 
 
+class PodGone(Struct, frozen=True):
+    """The pod, NAMESPACE/NAME/UID, is known to have ended, with all of its processes."""
+
+    pod: str
+
+
 # ---- server -> router
 
 
@@ -175,7 +181,7 @@ class MemoryReport(Struct, frozen=True):
 class LoadReport(Struct, frozen=True):
     """A server's state and load, sent every heartbeat and at each change of state. Pages are large pages (memory/layout).
 
-    memory: None while there is no pool.
+    memory: None while there is no pool. lost_pods: of lost peers that may still write here, as LinkHello.pod.
     """
 
     state: ServerState
@@ -187,6 +193,7 @@ class LoadReport(Struct, frozen=True):
     pages_total: int
     memory: MemoryReport | None = None
     store: StorageState = StorageState.OFF
+    lost_pods: tuple[str, ...] = ()
 
 
 class ServerHello(Struct, frozen=True):
@@ -214,5 +221,5 @@ class ServerHello(Struct, frozen=True):
     note: str = ""
 
 
-RouterMessage = StartLeg | AbortLeg
+RouterMessage = StartLeg | AbortLeg | PodGone
 ServerMessage = LegTokens | LegEnd

@@ -44,6 +44,7 @@ class LinkHello(Struct, frozen=True):
     """First message each way. generation: drawn by the decode side, new for every link. host_id: equal on one host.
 
     ranks: 0 to tp - 1, in order. server_id: new for every server process; empty from one that is too old to say.
+    pod: NAMESPACE/NAME/UID of the Kubernetes pod that it and its workers run in; empty where that is not known.
     """
 
     name: str
@@ -54,6 +55,7 @@ class LinkHello(Struct, frozen=True):
     host_id: str
     ranks: tuple[RankInfo, ...]
     server_id: str = ""
+    pod: str = ""
 
 
 class Announce(Struct, frozen=True):

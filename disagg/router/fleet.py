@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from typing import Protocol
+import math
+from collections.abc import Coroutine, Mapping
+from typing import Any, Protocol
 
 from disagg.discovery.found import Discovery, Found
-from disagg.messages.legs import RouterMessage, ServerMessage
+from disagg.messages.legs import PodGone, RouterMessage, ServerMessage
 from disagg.router.outstanding import Outstanding
 from disagg.router.streams import Caller, Dialer, ServerStream
 from disagg.router.view import ClusterView, Work
+from disagg.types.bounded import forget_oldest
 from disagg.types.errors import ProtocolError
 
 logger = logging.getLogger(__name__)
 
 FIRST_S = 5.0  # how long a start waits for what discovery finds first; the router serves without, too, as servers come
+ASK_AGAIN_S = 5.0
+MAX_ASKED = 4096
 UNLISTED = "discovery does not find it any more"
 
 
@@ -50,7 +54,8 @@ class Fleet:
         self._streams: dict[str, ServerStream] = {}  # by key of what was found
         self._named: dict[str, ServerStream] = {}  # by name, of those whose name is known
         self._finding: asyncio.Task[None] | None = None
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # each ends soon, by itself
+        self._asked_s: dict[tuple[str, str], float] = {}  # when a server's question for a pod was passed on
         self._weights: frozenset[str] = frozenset()  # of all servers, when last heard
 
     async def start(self) -> None:
@@ -74,7 +79,7 @@ class Fleet:
         if self._finding is not None:
             self._finding.cancel()
         await asyncio.gather(*(stream.flush(flush_s) for stream in self._streams.values()))
-        await asyncio.gather(*(stream.close() for stream in self._streams.values()), *self._leaving)
+        await asyncio.gather(*(stream.close() for stream in self._streams.values()), *self._tasks)
 
     def update(self, found: Mapping[str, Found]) -> None:
         """All that there is now, by key.
@@ -107,13 +112,13 @@ class Fleet:
             del self._named[stream.name]
         logger.info("server %s at %s is left: %s", stream.name, stream.address, reason)
         self._owner.server_left(stream.name)
-        task = asyncio.create_task(stream.close(), name=f"leave {stream.name}")
-        self._leaving.add(task)
-        task.add_done_callback(self._left)
+        self._spawn(stream.close(), f"leave {stream.name}")
 
-    def _left(self, task: asyncio.Task[None]) -> None:
-        self._leaving.discard(task)
-        _log_death(task)
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_log_death)
 
     def send(self, server: str, message: RouterMessage) -> None:
         """To a server that has left, nothing is sent."""
@@ -170,6 +175,20 @@ class Fleet:
         if self._named.get(stream.name) is stream:
             del self._named[stream.name]
         self._named[name] = stream
+
+    def pods_lost(self, name: str, pods: tuple[str, ...]) -> None:
+        """Each pod is asked for once at a time, and again after ASK_AGAIN_S."""
+        for pod in pods:
+            asked_s = self._asked_s.get((name, pod), -math.inf)
+            if self._caller.clock() - asked_s >= ASK_AGAIN_S:
+                self._asked_s[name, pod] = self._caller.clock()
+                forget_oldest(self._asked_s, MAX_ASKED)
+                self._spawn(self._ask_for_pod(name, pod), f"ask for pod {pod}")
+
+    async def _ask_for_pod(self, name: str, pod: str) -> None:
+        if await self._discovery.gone(pod):
+            logger.info("server %s is told that pod %s has ended", name, pod)
+            self.send(name, PodGone(pod))
 
     def server_said(self, name: str, message: ServerMessage) -> None:
         self._owner.server_said(name, message)

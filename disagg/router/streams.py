@@ -81,6 +81,9 @@ class StreamOwner(Protocol):
 
     def server_said(self, name: str, message: ServerMessage) -> None: ...
 
+    def pods_lost(self, name: str, pods: tuple[str, ...]) -> None:
+        """A server has lost peers in these pods, which may still write to it. Said again as long as it is so."""
+
     def server_lost(self, name: str, incarnation: str, crashed: bool, reason: str) -> None: ...
 
 
@@ -301,6 +304,8 @@ class ServerStream:
             elif heard.load is not None and heard.load != self.load:
                 self.load = heard.load
                 self._owner.server_changed(self.name)
+            if heard.load is not None and heard.load.lost_pods:
+                self._owner.pods_lost(self.name, heard.load.lost_pods)
             if heard.kv is not None:
                 self.cached.apply(heard.kv.events, reset=heard.kv.reset)
 

@@ -33,6 +33,7 @@ from disagg.messages.legs import (
     LegEnd,
     Outcome,
     PeerRef,
+    PodGone,
     RouterMessage,
     ServerMessage,
     StartLeg,
@@ -79,6 +80,9 @@ class LinkPort(Protocol):
 
     def drop(self, number: int, reason: str) -> None:
         """`Dispatch.link_down` follows."""
+
+    def pod_gone(self, pod: str) -> None:
+        """`Dispatch.link_down` and `link_gone` follow, of peers in that pod."""
 
     def forget(self, number: int) -> None:
         """Whether the peer of this lost link exits is nobody's concern."""
@@ -144,6 +148,8 @@ class Dispatch:
             case AbortLeg():
                 if self.engine is not None:
                     self._do(self.engine.abort_leg(message))
+            case PodGone():
+                self.links.pod_gone(message.pod)
 
     def lease_end(self, router: int, reason: str) -> None:
         if self.engine is not None:

@@ -22,7 +22,10 @@ NOTE_CHARS = 1000  # of what routers are told for the operator
 class Identity:
     """load: what the server has to do at the moment."""
 
-    def __init__(self, name: str, role: Role, tp: int, model: str, load: Callable[[], LoadReport]) -> None:
+    def __init__(
+        self, name: str, role: Role, tp: int, model: str, load: Callable[[], LoadReport], pod: str = ""
+    ) -> None:
+        """pod: as in LinkHello."""
         self.name = name
         self.state = ServerState.LOADING
         self.link_address = ""
@@ -34,6 +37,7 @@ class Identity:
         self._tp = tp
         self._served_model = model
         self._load = load
+        self._pod = pod
         self._server_id = secrets.token_hex(8)
         self._fingerprint = ""
         self._note = ""
@@ -98,4 +102,5 @@ class Identity:
             host_id=host_id(),
             ranks=up.ranks,
             server_id=self._server_id,
+            pod=self._pod,
         )

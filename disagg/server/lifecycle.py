@@ -86,7 +86,9 @@ class Server:
         self._group: WorkerGroup | None = None
         self._stop = asyncio.Event()
         name, tp = config.server.name or f"{role.role.value}-0", config.server.tp
-        self._identity = identity = Identity(name, role.role, tp, config.model.public_name, self._load)
+        self._identity = identity = Identity(
+            name, role.role, tp, config.model.public_name, self._load, config.server.pod
+        )
         self._dispatch = dispatch = Dispatch(name, tp, _now, identity.why_not, dials=role.dials)
         dispatch.recorder = recorder_of(config.record.dir, name, role.role.value)
         self._dumper = dumper = Dumper(identity, dispatch)
@@ -352,7 +354,7 @@ class Server:
     def _load(self) -> LoadReport:
         state, engine = self._identity.state, self._dispatch.engine
         load = engine.load(state) if engine is not None else LoadReport(state, 0, 0, 0, 0, 0, 0)
-        return msgspec.structs.replace(load, store=self._offloading.state)
+        return msgspec.structs.replace(load, store=self._offloading.state, lost_pods=self._links.lost_pods())
 
     def _kv_snapshot(self) -> KvEvents:
         engine = self._dispatch.engine

@@ -41,6 +41,7 @@ GREETING_TIMEOUT_S = 5.0
 MAX_ENDED = 4096  # generations of lost links that are remembered
 # Messages kept for a peer that does not acknowledge them; what a lease's length brings is usual.
 MAX_UNACKED_MESSAGES = 1 << 16
+MAX_LOST_PODS = 64  # that are said at once
 MAX_LINKS = 256  # that are up; each has a transfer agent of every rank of its peer in every worker
 
 
@@ -56,6 +57,7 @@ class Link:
         )
         self.rivals = Rivals()
         self.fault = ""  # what the peer said and must not
+        self.pod_gone = False
         on_this_host = bool(peer.host_id) and peer.host_id == host_id()
         self.watches = [ProcessWatch(rank.pid, rank.pid_started) for rank in peer.ranks] if on_this_host else []
 
@@ -66,7 +68,7 @@ class Link:
     @property
     def gone(self) -> bool:
         """The peer's workers are known to have exited."""
-        return bool(self.watches) and all(watch.gone for watch in self.watches)
+        return self.pod_gone or (bool(self.watches) and all(watch.gone for watch in self.watches))
 
     def ended_by(self, newer: LinkHello, address: str) -> bool:
         """Whether a server that says so, at this address, proves that the peer's workers have exited.
@@ -165,6 +167,19 @@ class Links(PeerServicer):
         for number, link in list(self._lost.items()):
             if link.gone:
                 self._gone(number)
+
+    def lost_pods(self) -> tuple[str, ...]:
+        """Of peers that are lost and may still write here. Whoever learns that one has ended says so with `pod_gone`."""
+        pods = dict.fromkeys(link.peer.pod for link in self._lost.values() if link.peer.pod)
+        return tuple(pods)[:MAX_LOST_PODS]
+
+    def pod_gone(self, pod: str) -> None:
+        """A pod has ended, with all of its processes."""
+        if not pod:
+            return
+        for link in (*self._links.values(), *self._lost.values()):
+            link.pod_gone |= link.peer.pod == pod
+        self.tick()
 
     def forget(self, number: int) -> None:
         """Nobody needs to know when the peer of this lost link exits."""

@@ -23,6 +23,7 @@ from disagg.wire import pb
 T = TypeVar("T")
 
 MAX_REQUEST_ID_CHARS = 256  # an id is kept for as long as its leg, and for a while after
+MAX_POD_CHARS = 512  # of a namespace, a name and a uid
 MAX_NAME_CHARS = 256  # of names and drawn ids of processes, which are kept and logged
 
 FINISH_TO_PROTO: dict[FinishReason | None, pb.inference.FinishReason] = {
@@ -62,6 +63,13 @@ def refuse_long(message: Message, *fields: str) -> None:
     for field in fields:
         if len(getattr(message, field)) > MAX_NAME_CHARS:
             refuse(message, field, f"has {len(getattr(message, field))} characters; at most {MAX_NAME_CHARS} may be")
+
+
+def read_pod(message: Message, pod: str) -> str:
+    """NAMESPACE/NAME/UID, or empty."""
+    if len(pod) > MAX_POD_CHARS:
+        refuse(message, "pod", f"has {len(pod)} characters; at most {MAX_POD_CHARS} may be")
+    return pod
 
 
 def read_enum(message: Message, field: str, known: Mapping[int, T]) -> T:

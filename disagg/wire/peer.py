@@ -46,6 +46,7 @@ from disagg.wire.fields import (
     read_frame,
     read_key,
     read_logprobs,
+    read_pod,
     refuse,
     refuse_long,
     refuse_undecodable,
@@ -89,6 +90,7 @@ def link_greeting_to_proto(greeting: LinkGreeting) -> pb.peer.LinkFrame:
     out.hello.last_received = greeting.last_received
     out.hello.expected_incarnation = greeting.expected_incarnation
     out.hello.server_id = hello.server_id
+    out.hello.pod = hello.pod
     return out
 
 
@@ -139,6 +141,7 @@ def link_frame_from_proto(message: pb.peer.LinkFrame) -> LinkGreeting | Frame[Li
                 for rank in hello.ranks
             ),
             server_id=hello.server_id,
+            pod=read_pod(hello, hello.pod),
         ),
         last_received=hello.last_received,
         expected_incarnation=hello.expected_incarnation,

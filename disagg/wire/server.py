@@ -10,21 +10,17 @@ from msgspec import Struct
 from disagg.messages.channel import Frame
 from disagg.messages.legs import (
     AbortLeg,
-    GroupMemory,
-    HostMemory,
     KvEvents,
     LegEnd,
     LegTokens,
     LoadReport,
-    MemoryReport,
     Outcome,
     PeerRef,
+    PodGone,
     RouterMessage,
     ServerHello,
     ServerMessage,
-    ServerState,
     StartLeg,
-    StorageState,
 )
 from disagg.types.ids import Role
 from disagg.types.sampling import MAX_CACHE_SALT_CHARS, MAX_CHOICES, MAX_PRIORITY
@@ -42,6 +38,7 @@ from disagg.wire.fields import (
     read_frame,
     read_key,
     read_logprobs,
+    read_pod,
     read_seconds,
     read_timeline,
     refuse,
@@ -50,6 +47,7 @@ from disagg.wire.fields import (
     require,
 )
 from disagg.wire.inference import fill_sampling, read_sampling
+from disagg.wire.load_report import fill_load, read_load
 
 MAX_LEG_TOKENS = 1 << 22  # of one trunk; longer than any model's context. Read, they are 150 MB at most
 
@@ -71,21 +69,6 @@ ROLE_TO_PROTO = {
     Role.MIXED: pb.server.ROLE_MIXED,
 }
 ROLE_FROM_PROTO = {int(v): k for k, v in ROLE_TO_PROTO.items()}
-
-# ServerState.DEAD and MISMATCH have no row: a server never says them of itself.
-STATE_TO_PROTO = {
-    ServerState.LOADING: pb.server.SERVER_STATE_LOADING,
-    ServerState.READY: pb.server.SERVER_STATE_READY,
-    ServerState.NO_PEER: pb.server.SERVER_STATE_NO_PEER,
-    ServerState.DRAINING: pb.server.SERVER_STATE_DRAINING,
-}
-STORAGE_TO_PROTO = {
-    StorageState.OFF: pb.server.STORAGE_STATE_OFF,
-    StorageState.OK: pb.server.STORAGE_STATE_OK,
-    StorageState.DEGRADED: pb.server.STORAGE_STATE_DEGRADED,
-}
-STORAGE_FROM_PROTO = {int(v): k for k, v in STORAGE_TO_PROTO.items()}
-STATE_FROM_PROTO = {int(v): k for k, v in STATE_TO_PROTO.items()}
 
 
 MAX_MODEL_FILES = 64
@@ -242,11 +225,24 @@ def _read_abort_leg(message: pb.server.AbortLeg) -> AbortLeg:
     return AbortLeg(key=read_key(message), choice=message.choice if message.HasField("choice") else None)
 
 
+def _fill_pod_gone(out: pb.server.PodGone, gone: PodGone) -> None:
+    out.pod = gone.pod
+
+
+def _read_pod_gone(message: pb.server.PodGone) -> PodGone:
+    return PodGone(read_pod(message, message.pod))
+
+
 _ROUTER_FILL: Mapping[type, tuple[str, Fill]] = {
     StartLeg: ("start_leg", _fill_start_leg),
     AbortLeg: ("abort_leg", _fill_abort_leg),
+    PodGone: ("pod_gone", _fill_pod_gone),
 }
-_ROUTER_READ: Mapping[str, Read[RouterMessage]] = {"start_leg": _read_start_leg, "abort_leg": _read_abort_leg}
+_ROUTER_READ: Mapping[str, Read[RouterMessage]] = {
+    "start_leg": _read_start_leg,
+    "abort_leg": _read_abort_leg,
+    "pod_gone": _read_pod_gone,
+}
 
 
 # ---- server -> router
@@ -256,7 +252,7 @@ def server_says_to_proto(says: ServerSays) -> pb.server.ServerFrame:
     out = pb.server.ServerFrame()
     fill_frame(out, says.frame, _SERVER_FILL)
     if says.load is not None:
-        _fill_load(out.load, says.load)
+        fill_load(out.load, says.load)
     if says.hello is not None:
         _fill_server_hello(out.hello, says.hello)
     if says.attached is not None:
@@ -277,89 +273,11 @@ def server_says_from_proto(message: pb.server.ServerFrame) -> ServerSays:
         attached = AttachReply(last_received=message.attached.last_received, resumed=message.attached.resumed)
     return ServerSays(
         frame=read_frame(message, _SERVER_READ),
-        load=_read_load(message.load) if message.HasField("load") else None,
+        load=read_load(message.load) if message.HasField("load") else None,
         hello=_read_server_hello(message.hello) if message.HasField("hello") else None,
         attached=attached,
         kv=_read_kv(message.kv) if message.HasField("kv") else None,
     )
-
-
-def _fill_load(out: pb.server.LoadReport, load: LoadReport) -> None:
-    out.state = STATE_TO_PROTO[load.state]
-    out.running = load.running
-    out.waiting = load.waiting
-    out.pages_used = load.pages_used
-    out.pages_free = load.pages_free
-    out.pages_evictable = load.pages_evictable
-    out.pages_total = load.pages_total
-    out.store = STORAGE_TO_PROTO[load.store]
-    if load.memory is not None:
-        _fill_memory(out.memory, load.memory)
-
-
-def _read_load(message: pb.server.LoadReport) -> LoadReport:
-    return LoadReport(
-        state=read_enum(message, "state", STATE_FROM_PROTO),
-        running=message.running,
-        waiting=message.waiting,
-        pages_used=message.pages_used,
-        pages_free=message.pages_free,
-        pages_evictable=message.pages_evictable,
-        pages_total=message.pages_total,
-        memory=_read_memory(message.memory) if message.HasField("memory") else None,
-        store=read_enum(message, "store", STORAGE_FROM_PROTO) if message.store else StorageState.OFF,
-    )
-
-
-def _fill_memory(out: pb.server.MemoryReport, memory: MemoryReport) -> None:
-    out.SetInParent()
-    out.sizing = memory.sizing
-    out.large_bytes = memory.large_bytes
-    out.large_free = memory.large_free
-    out.large_evictable = memory.large_evictable
-    out.large_used = memory.large_used
-    out.fragmentation_bytes = memory.fragmentation_bytes
-    if memory.host is not None:
-        host = memory.host
-        out.host.CopyFrom(
-            pb.server.HostMemory(pages_used=host.pages_used, pages_total=host.pages_total, bytes=host.bytes)
-        )
-    for group in memory.groups:
-        out.groups.add(
-            name=group.name,
-            kind=group.kind,
-            page_bytes=group.page_bytes,
-            empty_pages=group.empty_pages,
-            evictable_pages=group.evictable_pages,
-            used_pages=group.used_pages,
-        )
-
-
-def _read_memory(message: pb.server.MemoryReport) -> MemoryReport:
-    return MemoryReport(
-        sizing=message.sizing,
-        large_bytes=message.large_bytes,
-        large_free=message.large_free,
-        large_evictable=message.large_evictable,
-        large_used=message.large_used,
-        fragmentation_bytes=message.fragmentation_bytes,
-        groups=tuple(
-            GroupMemory(
-                name=group.name,
-                kind=group.kind,
-                page_bytes=group.page_bytes,
-                empty_pages=group.empty_pages,
-                evictable_pages=group.evictable_pages,
-                used_pages=group.used_pages,
-            )
-            for group in message.groups
-        ),
-        host=_read_host(message.host) if message.HasField("host") else None,
-    )
-
-
-def _read_host(message: pb.server.HostMemory) -> HostMemory:
-    return HostMemory(pages_used=message.pages_used, pages_total=message.pages_total, bytes=message.bytes)
 
 
 def _fill_kv(out: pb.server.KvUpdate, kv: KvUpdate) -> None:
@@ -396,7 +314,7 @@ def _fill_server_hello(out: pb.server.ServerHello, hello: ServerHello) -> None:
     out.max_model_len = hello.max_model_len
     out.max_tokens_in_pool = hello.max_tokens_in_pool
     out.link_address = hello.link_address
-    _fill_load(out.load, hello.load)
+    fill_load(out.load, hello.load)
     out.weights_hash = hello.weights_hash
     for name, sha256 in hello.files.items():
         out.files.add(name=name, sha256=sha256)
@@ -424,7 +342,7 @@ def _read_server_hello(message: pb.server.ServerHello) -> ServerHello:
         max_model_len=message.max_model_len,
         max_tokens_in_pool=message.max_tokens_in_pool,
         link_address=message.link_address,
-        load=_read_load(message.load),
+        load=read_load(message.load),
         weights_hash=message.weights_hash,
         files={file.name: file.sha256 for file in message.files},
         note=message.note,

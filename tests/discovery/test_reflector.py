@@ -129,15 +129,17 @@ async def test_whether_a_pod_is_gone_is_asked_of_the_api(api: FakeApi, tmp_path:
     watched = Watched(api, tmp_path)
     try:
         await watched.until({"d0"})
-        assert not await watched.discovery.gone("d0", "uid-d0")
-        assert await watched.discovery.gone("d0", "uid-of-before")
-        assert await watched.discovery.gone("d9", "uid-d9")
+        assert not await watched.discovery.gone(f"{NAMESPACE}/d0/uid-d0")
+        assert await watched.discovery.gone(f"{NAMESPACE}/d0/uid-of-before")
+        assert await watched.discovery.gone(f"{NAMESPACE}/d9/uid-d9")
+        for wrong in ("", "d9", "other/d9/uid-d9", f"{NAMESPACE}/d9", f"{NAMESPACE}//uid-d9"):
+            assert not await watched.discovery.gone(wrong), wrong
         for fault in (403, 500, "drop", "nonsense"):
             api.get_faults.append(fault)
-            assert not await watched.discovery.gone("d9", "uid-d9"), fault
+            assert not await watched.discovery.gone(f"{NAMESPACE}/d9/uid-d9"), fault
     finally:
         await watched.close()
-    assert not await watched.discovery.gone("d9", "uid-d9"), "nothing is known when nobody can be asked"
+    assert not await watched.discovery.gone(f"{NAMESPACE}/d9/uid-d9"), "nothing is known when nobody can be asked"
 
 
 async def test_what_waiting_cannot_mend_is_said_at_the_start(tmp_path: Path) -> None:

@@ -285,6 +285,9 @@ class SimLinks:
         assert reason in FAILURES, f"no fault explains why a link is dropped: {reason}"
         self._server.world.lose(self._server, number, reason)
 
+    def pod_gone(self, pod: str) -> None:
+        raise AssertionError("nothing here runs in a pod")
+
     def forget(self, number: int) -> None:
         pass
 

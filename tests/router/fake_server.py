@@ -28,6 +28,7 @@ from disagg.messages.legs import (
     LegTokens,
     LoadReport,
     Outcome,
+    PodGone,
     ServerHello,
     ServerMessage,
     ServerState,
@@ -98,6 +99,7 @@ class FakeServer(ServerServicer):
         self.script = script
         self.started: list[StartLeg] = []
         self.aborted: list[AbortLeg] = []
+        self.pods_gone: list[str] = []
         self.frozen = False
         self.greetings: list[RouterHello] = []
         self.hello = ServerHello(
@@ -154,6 +156,10 @@ class FakeServer(ServerServicer):
     def set_state(self, state: ServerState) -> None:
         self.hello = replace(self.hello, load=replace(self.hello.load, state=state))
         self._tell(load=self.hello.load)
+
+    def lose_pods(self, *pods: str) -> None:
+        """Said with every heartbeat from now on."""
+        self.hello = replace(self.hello, load=replace(self.hello.load, lost_pods=pods))
 
     def tell_cache(self, events: KvEvents, reset: bool = False) -> None:
         self._tell(kv=KvUpdate(events, reset))
@@ -250,6 +256,8 @@ class FakeServer(ServerServicer):
                 if isinstance(said, StartLeg):
                     self.started.append(said)
                     self._legs[said.key] = asyncio.create_task(self._play(said))
+                elif isinstance(said, PodGone):
+                    self.pods_gone.append(said.pod)
                 else:
                     self.aborted.append(said)
                     leg = self._legs.get(said.key)

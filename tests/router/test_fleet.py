@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from disagg.discovery.found import Found, by_key
+from disagg.discovery.found import Found, Publish, by_key
 from disagg.router.fleet import UNLISTED, Fleet
 from disagg.types.ids import Role
 from tests.router.conftest import NORMAL, Cluster, request
@@ -155,3 +155,40 @@ async def test_an_address_may_come_to_be_another_server(cluster: Cluster) -> Non
     cluster.servers["d7"] = heir
     await cluster.until(lambda: names(cluster) == {"p0", "d7"})
     assert (await cluster.ask("hi")).text[0] == answer(0, 8)
+
+
+class Pods:
+    """A discovery that knows which pods have ended."""
+
+    def __init__(self) -> None:
+        self.ended: set[str] = set()
+        self.asked: list[str] = []
+
+    async def run(self, publish: Publish) -> None:
+        raise NotImplementedError
+
+    async def gone(self, pod: str) -> bool:
+        self.asked.append(pod)
+        return pod in self.ended
+
+
+async def test_a_server_is_told_which_pods_of_lost_peers_have_ended(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("disagg.router.fleet.ASK_AGAIN_S", 0.1)
+    await cluster.up(NORMAL)
+    pods = Pods()
+    monkeypatch.setattr(fleet(cluster), "_discovery", pods)
+    pods.ended.add("models/p7/uid-1")
+    server = cluster.servers["d0"]
+    server.lose_pods("models/p7/uid-1", "models/p8/uid-2")
+    await cluster.until(lambda: "models/p7/uid-1" in server.pods_gone)
+    await cluster.until(lambda: pods.asked.count("models/p8/uid-2") > 1)
+    assert set(server.pods_gone) == {"models/p7/uid-1"}
+    pods.ended.add("models/p8/uid-2")
+    await cluster.until(lambda: "models/p8/uid-2" in server.pods_gone)
+    server.lose_pods()
+    await asyncio.sleep(0.2)
+    asked = len(pods.asked)
+    await asyncio.sleep(0.3)
+    assert len(pods.asked) == asked, "nobody asks any more"

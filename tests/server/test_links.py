@@ -30,13 +30,14 @@ class Prefill:
     def __init__(self) -> None:
         self.up: list[int] = []
         self.lost: list[str] = []
+        self.gone: list[int] = []
         self.links = Links(
             lease_s=30.0,
             greeting=lambda generation: LinkHello("P", generation, "one", "same", 1, "here", RANKS),
             on_up=lambda number, _: self.up.append(number),
             on_message=lambda number, message: None,
             on_down=lambda number, gone, reason: self.lost.append(reason),
-            on_gone=lambda number: None,
+            on_gone=self.gone.append,
             on_dial_failed=lambda peer, reason: None,
         )
         self._grpc = make_server(peer_handler(self.links))
@@ -79,6 +80,45 @@ async def test_a_peer_that_is_heard_and_never_acknowledges_loses_its_link(monkey
             prefill.links.tick()
         assert prefill.lost == ["D leaves 50 messages unacknowledged"]
         await channel.close()
+
+
+# ---- peers whose pods are known to have ended
+
+
+POD = "models/decode-0/uid-1"
+
+
+async def test_a_lost_peer_in_a_pod_is_gone_when_the_pod_is() -> None:
+    async with Prefill() as prefill:
+        hellos = [
+            LinkHello(name, f"generation {name}", "one", "same", 1, "elsewhere", RANKS, name, pod)
+            for name, pod in (("D", POD), ("E", "models/decode-1/uid-2"), ("F", ""))
+        ]
+        dialled = []
+        for hello in hellos:
+            dialled.append(Dialled(prefill, hello))
+            await dialled[-1].greeted()
+        prefill.links.drop_all("told to")
+        assert prefill.links.lost_pods() == (POD, "models/decode-1/uid-2")
+        prefill.links.pod_gone("models/decode-0/uid-of-another")
+        prefill.links.pod_gone("")
+        assert prefill.gone == []
+        prefill.links.pod_gone(POD)
+        assert prefill.gone == [prefill.up[0]] and prefill.links.lost_pods() == ("models/decode-1/uid-2",)
+        prefill.links.forget(prefill.up[1])
+        assert prefill.links.lost_pods() == ()
+        for each in dialled:
+            await each.close()
+
+
+async def test_a_link_to_a_pod_that_has_ended_is_lost_before_its_lease_ends() -> None:
+    async with Prefill() as prefill:
+        dialled = Dialled(prefill, LinkHello("D", "g", "one", "same", 1, "elsewhere", RANKS, "d", POD))
+        await dialled.greeted()
+        assert prefill.links.lost_pods() == ()
+        prefill.links.pod_gone(POD)
+        assert prefill.lost == ["the workers of D have exited"]
+        await dialled.close()
 
 
 # ---- one living server to a name

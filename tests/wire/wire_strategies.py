@@ -105,7 +105,19 @@ group_memories = st.builds(legs.GroupMemory, text, text, u64, u64, u64, u64)
 hosts = st.builds(legs.HostMemory, u64, u64, u64)
 memories = st.builds(legs.MemoryReport, text, u64, u64, u64, u64, u64, tuples(group_memories), st.none() | hosts)
 stores = st.sampled_from(legs.StorageState)
-loads = st.builds(legs.LoadReport, states, u32, u32, u64, u64, u64, u64, st.none() | memories, stores)
+loads = st.builds(
+    legs.LoadReport,
+    states,
+    u32,
+    u32,
+    u64,
+    u64,
+    u64,
+    u64,
+    st.none() | memories,
+    stores,
+    st.lists(text, max_size=3).map(tuple),
+)
 cached_pages = tuples(st.tuples(st.integers(0, MAX_GROUPS - 1), st.binary(max_size=36)))
 kv_updates = st.builds(KvUpdate, st.builds(legs.KvEvents, cached_pages, cached_pages), st.booleans())
 server_hellos = st.builds(
@@ -125,6 +137,7 @@ attach_replies = st.builds(AttachReply, u64, st.booleans())
 # One strategy per message class: the tests check that none of the unions' members is missing here.
 ROUTER_MESSAGES = {
     legs.StartLeg: start_legs(),
+    legs.PodGone: st.builds(legs.PodGone, text),
     legs.AbortLeg: st.builds(legs.AbortLeg, keys, st.none() | u32),
 }
 SERVER_MESSAGES = {
@@ -149,7 +162,7 @@ ranks = st.builds(link.RankInfo, u32, u32, u64, st.binary(max_size=8), st.intege
 def link_hellos(draw):
     numbered = tuple(structs.replace(rank, rank=i) for i, rank in enumerate(draw(tuples(ranks, min_size=1))))
     return link.LinkHello(
-        draw(name), draw(name), draw(name), draw(text), len(numbered), draw(text), numbered, draw(text)
+        draw(name), draw(name), draw(name), draw(text), len(numbered), draw(text), numbered, draw(text), draw(text)
     )
 
 

@@ -1,0 +1,106 @@
+"""A server's load as it is written on the wire."""
+
+from __future__ import annotations
+
+from disagg.messages.legs import GroupMemory, HostMemory, LoadReport, MemoryReport, ServerState, StorageState
+from disagg.wire import pb
+from disagg.wire.fields import read_enum, read_pod, refuse
+
+MAX_LOST_PODS = 1024
+
+# ServerState.DEAD and MISMATCH have no row: a server never says them of itself.
+STATE_TO_PROTO = {
+    ServerState.LOADING: pb.server.SERVER_STATE_LOADING,
+    ServerState.READY: pb.server.SERVER_STATE_READY,
+    ServerState.NO_PEER: pb.server.SERVER_STATE_NO_PEER,
+    ServerState.DRAINING: pb.server.SERVER_STATE_DRAINING,
+}
+STORAGE_TO_PROTO = {
+    StorageState.OFF: pb.server.STORAGE_STATE_OFF,
+    StorageState.OK: pb.server.STORAGE_STATE_OK,
+    StorageState.DEGRADED: pb.server.STORAGE_STATE_DEGRADED,
+}
+STORAGE_FROM_PROTO = {int(v): k for k, v in STORAGE_TO_PROTO.items()}
+STATE_FROM_PROTO = {int(v): k for k, v in STATE_TO_PROTO.items()}
+
+
+def fill_load(out: pb.server.LoadReport, load: LoadReport) -> None:
+    out.state = STATE_TO_PROTO[load.state]
+    out.running = load.running
+    out.waiting = load.waiting
+    out.pages_used = load.pages_used
+    out.pages_free = load.pages_free
+    out.pages_evictable = load.pages_evictable
+    out.pages_total = load.pages_total
+    out.store = STORAGE_TO_PROTO[load.store]
+    out.lost_pods.extend(load.lost_pods)
+    if load.memory is not None:
+        _fill_memory(out.memory, load.memory)
+
+
+def read_load(message: pb.server.LoadReport) -> LoadReport:
+    if len(message.lost_pods) > MAX_LOST_PODS:
+        refuse(message, "lost_pods", f"has {len(message.lost_pods)} entries; at most {MAX_LOST_PODS} are read")
+    return LoadReport(
+        state=read_enum(message, "state", STATE_FROM_PROTO),
+        running=message.running,
+        waiting=message.waiting,
+        pages_used=message.pages_used,
+        pages_free=message.pages_free,
+        pages_evictable=message.pages_evictable,
+        pages_total=message.pages_total,
+        memory=_read_memory(message.memory) if message.HasField("memory") else None,
+        store=read_enum(message, "store", STORAGE_FROM_PROTO) if message.store else StorageState.OFF,
+        lost_pods=tuple(read_pod(message, pod) for pod in message.lost_pods),
+    )
+
+
+def _fill_memory(out: pb.server.MemoryReport, memory: MemoryReport) -> None:
+    out.SetInParent()
+    out.sizing = memory.sizing
+    out.large_bytes = memory.large_bytes
+    out.large_free = memory.large_free
+    out.large_evictable = memory.large_evictable
+    out.large_used = memory.large_used
+    out.fragmentation_bytes = memory.fragmentation_bytes
+    if memory.host is not None:
+        host = memory.host
+        out.host.CopyFrom(
+            pb.server.HostMemory(pages_used=host.pages_used, pages_total=host.pages_total, bytes=host.bytes)
+        )
+    for group in memory.groups:
+        out.groups.add(
+            name=group.name,
+            kind=group.kind,
+            page_bytes=group.page_bytes,
+            empty_pages=group.empty_pages,
+            evictable_pages=group.evictable_pages,
+            used_pages=group.used_pages,
+        )
+
+
+def _read_memory(message: pb.server.MemoryReport) -> MemoryReport:
+    return MemoryReport(
+        sizing=message.sizing,
+        large_bytes=message.large_bytes,
+        large_free=message.large_free,
+        large_evictable=message.large_evictable,
+        large_used=message.large_used,
+        fragmentation_bytes=message.fragmentation_bytes,
+        groups=tuple(
+            GroupMemory(
+                name=group.name,
+                kind=group.kind,
+                page_bytes=group.page_bytes,
+                empty_pages=group.empty_pages,
+                evictable_pages=group.evictable_pages,
+                used_pages=group.used_pages,
+            )
+            for group in message.groups
+        ),
+        host=_read_host(message.host) if message.HasField("host") else None,
+    )
+
+
+def _read_host(message: pb.server.HostMemory) -> HostMemory:
+    return HostMemory(pages_used=message.pages_used, pages_total=message.pages_total, bytes=message.bytes)
