@@ -16,22 +16,20 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import time
-import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 from msgspec.structs import replace
 
 from disagg.cli.rundir import pick_ports
 from disagg.config.load import dump_config, load_config
 from disagg.config.tree import ServerRef
-from tests.cluster.cluster import CLI, START_S, STOP_S, Cluster, parse_metrics
+from tests.cluster.cluster import START_S
+from tests.cluster.separate import SeparateProcesses
 from tests.cluster.wire_faults.questions import Questions, ask, two_layers
 
 CUT_S = 15.0
@@ -92,8 +90,8 @@ class Namespaces:
         ip("-n", self.a, "link", "set", "pair", state)
 
 
-class PartedCluster(Cluster):
-    """The four processes of the picture, each started as Kubernetes would."""
+class PartedCluster(SeparateProcesses):
+    """The four processes of the picture."""
 
     def __init__(self, run_dir: Path, net: Namespaces, questions: Questions, *sets: str) -> None:
         super().__init__(run_dir)
@@ -110,11 +108,10 @@ class PartedCluster(Cluster):
             },
             {},
         )
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._hosts = {"prefill-0": SIDE_A, "decode-0": SIDE_B, "prefill-1": OURS_B}
+        self.hosts = {"prefill-0": SIDE_A, "decode-0": SIDE_B, "prefill-1": OURS_B}
 
     def __enter__(self) -> PartedCluster:
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        super().__enter__()
         http_port, grpc_port, *ports = pick_ports("127.0.0.1", 8)
         base, net, refs = self._base, self._net, []
         for name, namespace, advertised, devices in (
@@ -133,52 +130,20 @@ class PartedCluster(Cluster):
             )
             transfer = replace(base.transfer, ucx_net_devices=devices)
             role = name.partition("-")[0]
-            refs.append(ServerRef(name=name, role=role, address=f"{self._hosts[name]}:{port}"))
-            self._start(name, role, dump_config(replace(base, server=own, transfer=transfer)), namespace)
+            refs.append(ServerRef(name=name, role=role, address=f"{self.hosts[name]}:{port}"))
+            enter = (
+                ("ip", "netns", "exec", namespace) if namespace else ()
+            )  # with its /sys, where UCX looks for devices
+            self.start(name, role, dump_config(replace(base, server=own, transfer=transfer)), enter)
         router = replace(base.router, http_port=http_port, grpc_port=grpc_port, servers=tuple(refs))
         self.http = f"http://127.0.0.1:{http_port}"
-        self._start("router", "router", dump_config(replace(base, router=router)), None)
+        self.start("router", "router", dump_config(replace(base, router=router)))
         try:
-            self.wait(self._all_ready, START_S, "every server ready")
+            self.wait(lambda: self.all_ready(len(refs)), START_S, "every server ready")
         except BaseException:
             self.__exit__()
             raise
         return self
-
-    def _start(self, name: str, role: str, config: str, namespace: str | None) -> None:
-        file = self.run_dir / f"{name}.toml"
-        file.write_text(config)
-        enter = ("ip", "netns", "exec", namespace) if namespace else ()  # with its /sys, where UCX looks for devices
-        command = (*enter, *CLI, role, "--config", str(file), "--parent-pid", str(os.getpid()))
-        with (self.run_dir / f"{name}.log").open("wb") as log:
-            self._processes.append(subprocess.Popen(command, stdout=log, stderr=log))
-
-    def _all_ready(self) -> bool:
-        for process in self._processes:
-            if process.poll() is not None:
-                logs = "\n".join(log.read_text()[-2000:] for log in self.run_dir.glob("*.log"))
-                raise AssertionError(f"{process.args} exited with {process.returncode}:\n{logs}")
-        with contextlib.suppress(httpx.TransportError):
-            servers = self.status()["servers"]
-            return len(servers) == len(self._hosts) and all(server["state"] == "ready" for server in servers)
-        return False
-
-    def __exit__(self, *_: object) -> None:
-        for process in reversed(self._processes):  # the router first
-            process.send_signal(signal.SIGTERM)
-        for process in self._processes:
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-    def output(self) -> str:
-        return ""  # each process has a log of its own
-
-    def metrics(self, server: str) -> dict[str, float]:
-        port = tomllib.loads((self.run_dir / f"{server}.toml").read_text())["server"]["metrics_port"]
-        return parse_metrics(httpx.get(f"http://{self._hosts[server]}:{port}/metrics", timeout=10).text)
 
     def pieces_sent(self, server: str) -> float:
         return self.metrics(server).get('disagg_transfer_pieces_total{direction="sent"}', 0.0)
