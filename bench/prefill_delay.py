@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from disagg.engine.passes import WINDOW_PASSES
 from disagg.scheduler.budget import of_tokens
 from disagg.scheduler.policies import POLICIES, Candidate, Phase, StepState
-from disagg.scheduler.prefill_delayer import LargestBatch, Limits, PrefillDelayer, Row, SinglePass
+from disagg.scheduler.prefill_delayer import LargestBatch, Limits, PrefillDelayer, Row, SinglePass, Together
 
 BASE_MS, TOKEN_MS = 8.0, 0.024
 MAX_RUNNING = 64
@@ -87,17 +87,6 @@ class Rank:
                 request.told.append(now_s)
                 if len(request.told) == request.outputs:
                     del self.running[request.number]
-
-
-class Together:
-    """All ranks say their rows before any hears them: the first one to ask has them said."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.rows: tuple[Row, ...] = ()
-
-    def gather(self, row: Row) -> tuple[Row, ...]:
-        return self.rows
 
 
 @dataclass

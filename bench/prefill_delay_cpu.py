@@ -1,12 +1,11 @@
-"""What delayed prompts gain and cost on one mixed server, on this CPU: `python -m bench.prefill_delay_cpu`.
+"""What delayed prompts gain on data-parallel ranks in lockstep, on this CPU: `python -m bench.prefill_delay_cpu`.
 
-A real cluster of one mixed server with a tiny random model, without delays and with them, in turns. With real HTTP streams:
+A real cluster of one mixed server with a tiny random model, whose data-parallel ranks share experts and so step together, without
+delays and with them, in turns; many requests at once, over HTTP streams.
 
-    offline     many requests at once
-    newcomers   a burst that began in one step is under way, and one request after another comes beside it, to free slots
-    online      requests come one by one, at a share of the rate at which the cluster without delays answered offline
-
-One rank waits for no other; so prompts wait only for as many free slots as prompts have begun at once.
+On few cores a step of several ranks is not as long as the longest of theirs, and tokens cost little, so what a GPU gains by
+prompts in the same steps is not seen in seconds. The steps themselves are those that a GPU would take: they are recorded, and
+told also by what they cost in the simulation (`bench.prefill_delay`), if prompts were SCALE times as long.
 """
 
 from __future__ import annotations
@@ -19,12 +18,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import pyarrow.parquet as parquet
+
+from bench.prefill_delay import BASE_MS, TOKEN_MS
 from bench.streams import Stream, ask, client, completion
 from tests.cluster.cluster import Cluster
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 MAX_RUNNING = 16
-BURST = 12
+SCALE = 8
 DELAYED = 'disagg_prefill_delay_outcomes_total{allow="false"'
 
 
@@ -39,54 +41,37 @@ async def offline(cluster: Cluster, requests: int) -> list[Stream]:
         return list(await asyncio.gather(*(ask(http, cluster.http, each) for each in bodies)))
 
 
-async def newcomers(cluster: Cluster, number: int) -> list[Stream]:
-    rng = random.Random(2)
-    async with client() as http:
-        bodies = [body(cluster, rng, 4, 900) for _ in range(BURST)]
-        burst = [asyncio.create_task(ask(http, cluster.http, each)) for each in bodies]
-        await asyncio.sleep(0.3)
-        came = []
-        while len(came) < number and not any(each.done() for each in burst):
-            came.append(await ask(http, cluster.http, body(cluster, rng, 32, 4)))
-        await asyncio.gather(*burst)
-    return came
+def steps_of(records: Path) -> tuple[int, float, float]:
+    """Steps of all ranks together, the share of them with prompts on any rank, and the seconds that they would take where each
+    is as long as that of its slowest rank, by the simulation's costs.
+    """
+    rows = [row for path in records.glob("steps-*.parquet") for row in parquet.read_table(path).to_pylist()]
+    steps: dict[int, list[dict[str, int]]] = {}
+    for row in rows:
+        steps.setdefault(row["step"], []).append(row)
+    with_prompts = sum(any(row["prefill_tokens"] for row in ranks) for ranks in steps.values())
+    longest = [max(SCALE * row["prefill_tokens"] + row["decode_tokens"] for row in ranks) for ranks in steps.values()]
+    seconds = sum(BASE_MS + TOKEN_MS * tokens for tokens in longest) / 1000
+    return len(steps), with_prompts / len(steps), seconds
 
 
-async def online(cluster: Cluster, rate: float, seconds: float) -> list[Stream]:
-    rng = random.Random(3)
-    tasks = []
-    async with client() as http:
-        started_s, at_s = time.perf_counter(), 0.0
-        while at_s < seconds:
-            await asyncio.sleep(max(0.0, started_s + at_s - time.perf_counter()))
-            one = body(cluster, rng, rng.randint(32, 256), rng.randint(16, 96))
-            tasks.append(asyncio.create_task(ask(http, cluster.http, one)))
-            at_s += rng.expovariate(rate)
-        return list(await asyncio.gather(*tasks))
-
-
-def show(name: str, streams: list[Stream], counted: list[float]) -> None:
-    steps, delayed, ended, waited = counted
+def show(name: str, streams: list[Stream], counted: list[float], records: Path) -> None:
+    delayed, ended, waited = counted
     seconds = max(each.ended_s for each in streams) - min(each.arrived_s for each in streams)
     ttft = sorted(each.first_s - each.arrived_s for each in streams)
-    rate = sum(each.tokens for each in streams) / seconds
+    tokens = sum(each.tokens for each in streams)
+    steps, with_prompts, modelled_s = steps_of(records)
     print(
-        f"| {name} | {rate:.0f} | {sum(each.tokens for each in streams) / steps:.2f} "
-        f"| {statistics.median(ttft):.3f} / {ttft[int(0.99 * (len(ttft) - 1))]:.3f} "
-        f"| {delayed:.0f} of {steps:.0f} | {waited / max(1, ended):.1f} |",
+        f"| {name} | {tokens / seconds:.0f} | {statistics.median(ttft):.3f} / {ttft[int(0.99 * (len(ttft) - 1))]:.3f} "
+        f"| {steps} | {100 * with_prompts:.0f}% | {tokens / modelled_s:.0f} | {delayed:.0f} | {waited / max(1, ended):.1f} |",
         flush=True,
     )
 
 
 def counts(cluster: Cluster) -> list[float]:
-    """Steps, passes in which prompts waited, delays that ended, and the passes of these."""
+    """Passes of ranks in which prompts waited, delays that ended, and the passes of these."""
     metrics = cluster.metrics("mixed-0")
-    names = (
-        "disagg_engine_steps_total",
-        DELAYED,
-        "disagg_prefill_delay_passes_count",
-        "disagg_prefill_delay_passes_sum",
-    )
+    names = (DELAYED, "disagg_prefill_delay_passes_count", "disagg_prefill_delay_passes_sum")
     return [sum(value for name, value in metrics.items() if name.startswith(each)) for each in names]
 
 
@@ -94,38 +79,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--policy", default="sarathi")
+    parser.add_argument("--dp", type=int, default=2)
     options = parser.parse_args()
-    rate = 0.0
     print(
-        "| load, passes | tokens/s | tokens a step | TTFT s, P50 / P99 | passes in which prompts waited | of one delay |"
+        "| passes | tokens/s | TTFT s, P50 / P99 | steps | with prompts | tokens/s by the simulation's costs "
+        "| passes in which prompts waited | of one delay |"
     )
-    print("|---|---:|---:|---:|---:|---:|")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as folder:
-        model = make_tiny("llama", Path(folder, "tiny"))
+        model = make_tiny("mixtral", Path(folder, "tiny"))
         for round_no in range(options.rounds):
             for passes in (0, 30):
-                flags = ("--model", str(model), "--prefill", "0", "--decode", "0", "--mixed", "1", "--http-port", "0")
-                more = ("--grpc-port", "0", "--policy", options.policy, "--max-model-len", "1024")
+                run, records = Path(folder, f"{round_no}-{passes}"), Path(folder, f"records-{round_no}-{passes}")
+                flags = (
+                    "--model",
+                    str(model),
+                    "--prefill",
+                    "0",
+                    "--decode",
+                    "0",
+                    "--mixed",
+                    "1",
+                    "--mixed-dp",
+                    str(options.dp),
+                )
+                more = ("--policy", options.policy, "--max-model-len", "1024", "--record", str(records))
                 sets = [f"engine.max_running={MAX_RUNNING}", f"engine.prefill_delay_passes={passes}"]
-                with Cluster(Path(folder, f"{round_no}-{passes}"), *flags, *more, sets=sets) as cluster:
-                    asyncio.run(offline(cluster, 20))  # to warm up
-                    time.sleep(0.5)
-                    before = counts(cluster)
-                    for load in ("offline", "newcomers", "online"):
-                        if load == "offline":
-                            streams = asyncio.run(offline(cluster, options.requests))
-                            took = max(s.ended_s for s in streams) - min(s.arrived_s for s in streams)
-                            rate = rate or 0.7 * options.requests / took
-                        elif load == "newcomers":
-                            streams = asyncio.run(newcomers(cluster, 8))
-                        else:
-                            streams = asyncio.run(online(cluster, rate, options.seconds))
-                        time.sleep(0.5)  # metrics follow
-                        now = counts(cluster)
-                        show(f"{load}, {passes}", streams, [b - a for a, b in zip(before, now, strict=True)])
-                        before = now
+                with Cluster(run, *flags, *more, sets=sets) as cluster:
+                    streams = asyncio.run(offline(cluster, options.requests))
+                    time.sleep(0.5)  # metrics follow
+                    counted = counts(cluster)
+                show(str(passes), streams, counted, records)
 
 
 if __name__ == "__main__":

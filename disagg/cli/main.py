@@ -105,6 +105,11 @@ def _host_port(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @click.option("--decode-tp", type=click.IntRange(1, 64), help="Ranks per decode server.  [default: 1]")
 @click.option("--mixed-tp", type=click.IntRange(1, 64), help="Ranks per mixed server.  [default: 1]")
 @click.option(
+    "--mixed-dp",
+    type=click.IntRange(1, 64),
+    help="Data-parallel groups of so many ranks per mixed server, each with a KV pool of its own.  [default: 1]",
+)
+@click.option(
     "--run-dir",
     default=RUN_DIR,
     show_default=True,
@@ -133,6 +138,7 @@ def up(file: Path | None, sets: tuple[str, ...], run_dir: Path, parent_pid: int 
         prefill_tp=sizes["prefill_tp"],
         decode_tp=sizes["decode_tp"],
         mixed_tp=sizes["mixed_tp"],
+        mixed_dp=sizes["mixed_dp"],
         run_parent=home_expanded(run_dir, "--run-dir"),
     )
     sys.exit(run_up(options, file, {**overrides_of(sets), **given_settings()}))

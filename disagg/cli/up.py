@@ -58,6 +58,7 @@ class UpOptions(Struct, frozen=True, kw_only=True):
     prefill_tp: int | None = None  # None: server.tp
     decode_tp: int | None = None
     mixed_tp: int | None = None
+    mixed_dp: int | None = None  # None: server.dp
     run_parent: Path = Path()
 
     @property
@@ -98,12 +99,14 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
     for role, number, tp in options.pools:
         if tp is not None and not number:
             note(f"--{role}-tp {tp} is of no use: there are no {role} servers")
+    if options.mixed_dp is not None and not options.num_mixed:
+        note(f"--mixed-dp {options.mixed_dp} is of no use: there are no mixed servers")
     _check_heads(model_dir, plans[1:])
     if choose_device(base.model.device) == "cuda":
-        tps = {plan.name: plan.config.server.tp for plan in plans[1:]}
-        placement = place(tps, count_gpus(), base.server.first_gpu)
+        ranks = {plan.name: plan.config.server.num_ranks for plan in plans[1:]}
+        placement = place(ranks, count_gpus(), base.server.first_gpu)
         plans = on_gpus(plans, placement)
-        note(describe(placement, tps))
+        note(describe(placement, ranks))
     held = make_run_dir(options.run_parent)
     try:
         prune_run_dirs(options.run_parent)
@@ -153,6 +156,7 @@ def plan_cluster(base: Config, options: UpOptions) -> tuple[Plan, ...]:
             base.server,
             name=name,
             tp=tp,
+            dp=(options.mixed_dp or base.server.dp) if role == "mixed" else 1,
             host=SERVER_HOST,
             advertise_host="",
             port=ports.pop(),

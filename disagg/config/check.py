@@ -90,6 +90,11 @@ def check_role(config: Config, role: ProcessRole) -> None:
     """Raises ConfigError for settings that servers of this role cannot have."""
     if role in ("router", "mixed"):
         return
+    if config.server.dp != 1:
+        raise ConfigError(
+            f"server.dp = {config.server.dp}: only a mixed server can have data-parallel ranks: KV that is sent between servers "
+            "comes from one pool and goes to one; it must be 1"
+        )
     for name, why in MIXED_ONLY.items():
         value = getattr(config.engine, name)
         if value != getattr(EngineConfig(), name):
@@ -140,8 +145,8 @@ def descriptors_needed(config: Config, role: ProcessRole) -> tuple[int, int]:
         least = BASE_DESCRIPTORS + DESCRIPTORS_PER_SERVER * servers
         # Whoever waits for an answer has a connection; prompts of one request share it, which nobody has to use.
         return least, least + router.max_inflight + router.max_queued
-    least = BASE_DESCRIPTORS + DESCRIPTORS_PER_RANK * config.server.tp
-    return least, least + PEERS * (DESCRIPTORS_PER_SERVER + config.server.tp)
+    least = BASE_DESCRIPTORS + DESCRIPTORS_PER_RANK * config.server.num_ranks
+    return least, least + PEERS * (DESCRIPTORS_PER_SERVER + config.server.num_ranks)
 
 
 def check_descriptors(config: Config, role: ProcessRole, limit: int) -> str:
@@ -265,11 +270,11 @@ def check_memory(config: Config, transfer: TransferConfig, role: ServerRole, mac
     elif role == "prefill":
         staging = transfer.gather_bytes * transfer.gather_buffers
         what = "transfer.gather_bytes x transfer.gather_buffers"
-    needed = config.server.tp * (config.engine.kv_memory_bytes + staging)
+    needed = config.server.num_ranks * (config.engine.kv_memory_bytes + staging)
     if machine_bytes and needed > machine_bytes:
         raise ConfigError(
             f"engine.kv_memory_bytes = {format_size(config.engine.kv_memory_bytes)} and {what} = {format_size(staging)}, for "
-            f"{config.server.tp} ranks: more than this machine has, {show_bytes(machine_bytes)}"
+            f"{config.server.num_ranks} ranks: more than this machine has, {show_bytes(machine_bytes)}"
         )
 
 
@@ -292,6 +297,11 @@ def _check_offload(config: Config) -> None:
         raise ConfigError(
             "offload.enabled = true and engine.prefix_cache = false: what is offloaded is found again by the prefix cache, so it "
             "must be on"
+        )
+    if config.offload.enabled and config.server.dp > 1:
+        raise ConfigError(
+            f"offload.enabled = true and server.dp = {config.server.dp}: what data-parallel ranks have cached stays on "
+            "their devices; one of the two must be false or 1"
         )
 
 

@@ -116,6 +116,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     name: str = ""
     tp: PositiveInt = 1  # ranks, each with some of the heads, and a GPU of its own
+    dp: PositiveInt = 1  # of a mixed server, groups of so many ranks, each with a KV pool and sequences of its own
     first_gpu: NonNegativeInt = 0  # of rank 0; rank r has the r-th after it
     host: str = "127.0.0.1"
     port: Port = 0  # gRPC: router streams, Peer.Link, health, reflection
@@ -123,6 +124,11 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     advertise_host: str = ""  # what peers dial; empty: host
     drain_s: Seconds = 30.0
     pod: str = ""  # NAMESPACE/NAME/UID of the Kubernetes pod that this is; its end proves that of all its processes
+
+    @property
+    def num_ranks(self) -> int:
+        """Worker processes."""
+        return self.tp * self.dp
 
 
 class ServerRef(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -285,6 +285,12 @@ class Batch:
             self.give_way("memory")
         return plan
 
+    def join_step(self) -> WorkerPlan:
+        """A plan in which nothing is computed here, sent: other ranks compute something."""
+        plan = self._encoder.encode([])
+        self.pipeline.sent(plan)
+        return plan
+
     def _budget(self) -> Budget:
         """Of the next step: the tokens that it may have, or what takes as long as it should, once that is known."""
         if not self._facts.target_step_s:
@@ -331,7 +337,7 @@ class Batch:
         plan, result = complete
         if self._tiers is not None:
             self._tiers.loads.rates.computed(tuple(run.num_tokens for run in plan.runs), result.compute_s)
-        if self._facts.target_step_s:
+        if self._facts.target_step_s and plan.runs:
             runs = [(self._named[run.seq_id].computed, run.num_tokens) for run in plan.runs]
             self._times.observe(runs, result.compute_s)
         for run in plan.runs:

@@ -13,7 +13,7 @@ from disagg.engine.passes import Passes
 from disagg.engine.pool import EnginePool, Fits
 from disagg.engine.tiers import Tiers
 from disagg.engine.turns import Turns
-from disagg.scheduler.prefill_delayer import Alone, Gather, Limits, PrefillDelayer
+from disagg.scheduler.prefill_delayer import Gather, Limits, PrefillDelayer
 
 
 class Sharing(Struct, frozen=True):
@@ -24,12 +24,11 @@ class Sharing(Struct, frozen=True):
     step_tokens: int  # most tokens of one step
     fits_alone: Fits  # of any sequence that this role may have
     common_late_tokens: int = 0  # see memory.sequence.KvMemory
-    delays_prompts: bool = False  # where the configuration says so
 
 
 class Core:
     def __init__(self, facts: EngineFacts, sharing: Sharing, gather: Gather | None = None) -> None:
-        """gather: from the data-parallel ranks of which this engine is one; by default it is alone."""
+        """gather: from the data-parallel ranks of which this engine is one, where they step together: prompts may wait."""
         self.facts = facts
         self.role = sharing.role
         self.counters = Counters()
@@ -43,7 +42,7 @@ class Core:
         self.turns = Turns(facts.scheduling, self.batch, self.legs)
         self.lookahead = Lookahead(facts, self.pool.kv, self.batch)
         delayer, scheduling = None, facts.scheduling
-        if sharing.delays_prompts and scheduling.prefill_delay_passes:
+        if gather is not None and scheduling.prefill_delay_passes:
             limits = Limits(scheduling.prefill_delay_passes, scheduling.max_running, scheduling.prefill_delay_low_usage)
-            delayer = PrefillDelayer(limits, gather or Alone())
+            delayer = PrefillDelayer(limits, gather)
         self.passes = Passes(delayer, self.batch, self.pool.kv, self.counters)

@@ -23,7 +23,7 @@ from disagg.engine.sequences import Sequence
 from disagg.engine.steps import PlanPipeline
 from disagg.messages.legs import AbortLeg, KvEvents, LoadReport, Outcome, ServerState, StartLeg
 from disagg.messages.link import LinkHello, LinkMessage
-from disagg.messages.plan import StepResult
+from disagg.messages.plan import StepResult, WorkerPlan
 from disagg.messages.tiers import TierEvent
 from disagg.messages.transfer import Beat, TransferEvent
 from disagg.offload.instructions import StoreEvent
@@ -113,24 +113,41 @@ class Engine:
 
     def schedule(self, now: Now) -> list[Instruction]:
         """What waits begins as far as it can; plans are sent until two are in flight or nothing is left to do."""
-        self._settle(now)
-        for stage in self.stages:
-            stage.schedule(now)
+        self.begin_passes(now)
         while self._one_pass(now):
             pass
-        self._legs.reap()
-        return self._take()
+        return self.end_passes()
 
     def _one_pass(self, now: Now) -> bool:
         """What waits begins as far as it can, and a plan is sent if there is one. Whether another pass follows at once."""
         self.core.passes.begin(now)
         self.core.turns.begin(now)
         plan = self._batch.plan()
+        return self.end_pass(plan, now, computing=self.computing)
+
+    # What `schedule` consists of: data-parallel ranks that step together do it in turns (engine/data_parallel).
+
+    def begin_passes(self, now: Now) -> None:
+        self._settle(now)
+        for stage in self.stages:
+            stage.schedule(now)
+
+    def begin_pass(self, now: Now) -> bool:
+        """What waits begins as far as it can, but for prompts. Whether one could."""
+        self.core.passes.begin(now)
+        return self.core.passes.wanted(lambda: self.core.turns.begin(now))
+
+    def end_pass(self, plan: WorkerPlan | None, now: Now, *, computing: bool) -> bool:
+        """plan: what is sent. computing: see Passes.end. Whether another pass follows at once."""
         if plan is not None:
             self.core.out.append(ToWorkers(plan))
             for stage in self.stages:
                 stage.planned(plan, now)
-        return self.core.passes.end(plan)
+        return self.core.passes.end(plan, computing=computing)
+
+    def end_passes(self) -> list[Instruction]:
+        self._legs.reap()
+        return self._take()
 
     def step_done(self, result: StepResult, now: Now) -> list[Instruction]:
         """A rank has computed a plan."""
@@ -230,8 +247,18 @@ class Engine:
         return self.core.counters
 
     @property
+    def ranks(self) -> tuple[Engine, ...]:
+        """Its data-parallel ranks: itself."""
+        return (self,)
+
+    @property
     def pipeline(self) -> PlanPipeline:
         return self._batch.pipeline
+
+    @property
+    def computing(self) -> bool:
+        """A step is under way."""
+        return bool(self.pipeline.in_flight)
 
     @property
     def budget_tokens(self) -> int:

@@ -7,12 +7,16 @@ A pass is a plan that can be sent: one of at most two in flight, which is the ov
 on while prompts wait). While two are in flight there is no pass, and no prompt begins. When prompts wait and nothing at all
 is computed, passes follow each other at once, so that nobody waits for steps that never come.
 
+Ranks that one process schedules (engine/data_parallel) ask before they begin: `wanted` says whether a prompt could begin,
+without that it does, and `row` what the rank says then.
+
 Knows the batch, pages and the delayer; nothing of legs or peers.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from disagg.engine.batch import Batch
 from disagg.engine.instructions import Counters
@@ -38,30 +42,54 @@ class Passes:
         self._pass: SinglePass | None = None  # that is under way
         self._pass_no = 0
         self._now = Now(0.0)
+        self._asks = False
+        self._wanted = False
+
+    @property
+    def delays(self) -> bool:
+        """Prompts may have to wait."""
+        return self._delayer is not None
+
+    @property
+    def delayed(self) -> bool:
+        """Some wait."""
+        return self._delayer is not None and self._delayer.delay is not None
 
     def begin(self, now: Now) -> None:
         self._now = now
         if self._delayer is not None:
-            self._pass = SinglePass(self._delayer, self._row, now.s) if self._batch.pipeline.has_room else None
+            self._pass = SinglePass(self._delayer, self.row, now.s) if self._batch.pipeline.has_room else None
+
+    def wanted(self, begin: Callable[[], None]) -> bool:
+        """Whether a prompt could begin now. begin: lets all begin that can, which is none of the prompts."""
+        self._asks, self._wanted = True, False
+        begin()
+        self._asks = False
+        return self._wanted
 
     def may_prefill(self) -> bool:
         """A prompt could begin; one that has begun goes on. Not to be asked if none could: others would wait for it."""
+        if self._asks:
+            self._wanted = True
+            return False
         if self._delayer is None:
             return True
         return self._pass is not None and self._pass.may_prefill()
 
-    def end(self, plan: WorkerPlan | None) -> bool:
-        """What the pass sent. Whether another one follows at once."""
+    def drop(self) -> None:
+        """Nobody had anything to do: there was no pass."""
+        self._pass = None
+
+    def end(self, plan: WorkerPlan | None, *, computing: bool) -> bool:
+        """What the pass sent. computing: here or on another rank, steps are under way. Whether another pass follows at once."""
         one, self._pass = self._pass, None
         if self._delayer is None or one is None:
             return plan is not None
-        if plan is None and not one.asked and self._delayer.gather.ranks == 1 and self._delayer.delay is None:
-            return False  # there is nothing to do and nobody to tell
         outcome = one.finalize(executed=plan is not None and self._has_prompts(plan))
         self._largest.add(self._pass_no, 0 if plan is None else self._prompts_begun(plan))
         self._pass_no += 1
         self._record(outcome)
-        return plan is not None or not (outcome.verdict.allow or self._batch.pipeline.in_flight)
+        return plan is not None or not (outcome.verdict.allow or computing)
 
     def dump(self) -> dict[str, object]:
         """For a person."""
@@ -69,7 +97,8 @@ class Passes:
             return {}
         return {"prompts wait for": f"{self._delayer.delay.passes} passes"}
 
-    def _row(self, prefillable: bool) -> Row:
+    def row(self, prefillable: bool) -> Row:
+        """What this rank says of itself. Only where there is a delayer."""
         assert self._delayer is not None
         allocator = self._memory.allocator
         return self._delayer.limits.row(

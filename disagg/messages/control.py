@@ -27,8 +27,9 @@ class Load(Struct, frozen=True, tag="load"):
     """Load the model, or one rank's part of it, and meet the other ranks.
 
     dtype is a concrete one ("float32", ...). device: "cpu", or "cuda": rank r then has GPU first_gpu + r. gemv_copies: see
-    models/gemv. tp: how many ranks there are. meet_s: how long to wait for the others once loaded; collective_s: how long for
-    them in any later collective.
+    models/gemv. tp: how many ranks a group has; dp: how many data-parallel groups there are, which may share experts
+    (models/experts). meet_s: how long to wait for the others once loaded; collective_s: how long for them in any later
+    collective.
     """
 
     model_dir: str
@@ -41,6 +42,7 @@ class Load(Struct, frozen=True, tag="load"):
     meet_s: float
     collective_s: float
     computation: Computation = Computation()
+    dp: int = 1
 
 
 class Profile(Struct, frozen=True, tag="profile"):
@@ -117,7 +119,8 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
 
 class Loaded(Struct, frozen=True, tag="loaded"):
     """groups: of the whole model, with all KV heads. weights_hash: see models/identity; files: digests of the small files
-    beside the weights, by name. Every rank says the same but for load_s, or they have loaded different models.
+    beside the weights, by name. lockstep: data-parallel groups share its experts, so that all take part in each step. Every rank
+    says the same but for load_s, or they have loaded different models.
     """
 
     rank: int
@@ -128,6 +131,7 @@ class Loaded(Struct, frozen=True, tag="loaded"):
     load_s: float
     weights_hash: str
     files: dict[str, str]
+    lockstep: bool = False
 
 
 class Profiled(Struct, frozen=True, tag="profiled"):

@@ -62,13 +62,19 @@ class PageCopy(Struct, frozen=True, array_like=True):
 
 
 class WorkerPlan(Struct, frozen=True, tag="plan"):
-    """One engine step. Order of application: ends, copies, starts, runs."""
+    """One engine step. Order of application: ends, copies, starts, runs.
+
+    group: which of the server's data-parallel groups of ranks it is for. rows: tokens that each group computes in this step,
+    where all take part in it; else empty.
+    """
 
     plan_no: int
     ends: tuple[int, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     starts: tuple[SequenceStart, ...] = ()
     runs: tuple[Run, ...] = ()
+    group: int = 0
+    rows: tuple[int, ...] = ()
 
 
 class Hello(Struct, frozen=True, tag="hello"):
@@ -101,7 +107,9 @@ class Ready(Struct, frozen=True, tag="ready"):
 
 
 class StepResult(Struct, frozen=True, tag="result"):
-    """A plan has been computed on this rank. Only rank 0 reports tokens. compute_s: seconds in the model and sampler."""
+    """A plan has been computed on this rank. Only the first rank of a group reports tokens. compute_s: seconds in the model and
+    sampler.
+    """
 
     rank: int
     plan_no: int
@@ -120,6 +128,12 @@ class WorkerFailed(Struct, frozen=True, tag="failed"):
 
 ToWorker = WorkerPlan | Hello
 FromWorker = StepResult | Ready | WorkerFailed
+
+
+def plans_of(group: int) -> bytes:
+    """The first frame of what is published for the ranks of a data-parallel group."""
+    return b"%d:" % group
+
 
 encode_to_worker = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

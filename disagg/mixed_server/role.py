@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from disagg.engine.choices import Choices
 from disagg.engine.core import Core, Sharing
+from disagg.engine.data_parallel import DataParallel
 from disagg.engine.engine import Engine
 from disagg.engine.facts import EngineFacts
 from disagg.engine.pool import answer_fits
 from disagg.engine.prompts import Prompts
 from disagg.scheduler.policies import DEFAULT_MIXED, POLICIES
-from disagg.scheduler.prefill_delayer import Gather
+from disagg.scheduler.prefill_delayer import Gather, Together
 from disagg.server.role import ServerRole
 from disagg.types.ids import Role
 from disagg.types.sampling import MAX_CHOICES
@@ -23,14 +24,21 @@ def mixed_engine(facts: EngineFacts, gather: Gather | None = None) -> Engine:
     beside = scheduling.max_running + facts.memory.page_tokens
     whole = POLICIES[policy].whole_prompts
     step_tokens = scheduling.chunk_tokens + beside if whole else max(scheduling.chunk_tokens, beside)
-    core = Core(facts, Sharing("mixed", policy, step_tokens, answer_fits, delays_prompts=True), gather)
+    core = Core(facts, Sharing("mixed", policy, step_tokens, answer_fits), gather)
     choices = Choices(core)
     return Engine(core, (Prompts(core, (choices,)), choices))
+
+
+def mixed_engines(facts: EngineFacts, ranks: int, lockstep: bool) -> DataParallel:
+    """lockstep: they share the experts of the model, so that all take part in each step."""
+    together = Together(ranks) if lockstep else None
+    return DataParallel(tuple(mixed_engine(facts, together) for _ in range(ranks)), together)
 
 
 MIXED = ServerRole(
     role=Role.MIXED,
     engine=mixed_engine,
+    data_parallel=mixed_engines,
     dials=False,
     receives=False,
     sends=False,

@@ -57,7 +57,7 @@ class DecodeGraphs:
     @staticmethod
     def fit(model: PagedModel) -> bool:
         """Whether steps of the model can be captured: on a GPU, alone, by backends that may be part of a graph."""
-        return model.device.type == "cuda" and model.ranks.size == 1 and model.may_be_captured
+        return model.device.type == "cuda" and model.ranks.size == 1 and model.spread is None and model.may_be_captured
 
     @torch.inference_mode()
     def capture(self) -> None:

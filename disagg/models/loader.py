@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from disagg.models.attention.calls import ATTENTION_NAME
 from disagg.models.check import check_model
+from disagg.models.experts import Spread, noting_experts, spread_experts
 from disagg.models.identity import detach_from_files, hash_threads, stamps, weights_hash
 from disagg.models.layers import LayerPlaces, lay_out, max_model_len_of
 from disagg.models.pool import TORCH_DTYPES
@@ -40,15 +41,17 @@ class LoadedModel:
     files: Mapping[str, str]  # digests of the small files beside the weights, see text/model_files
 
 
-def load(model_dir: Path, dtype: str, device: str, ranks: Ranks | None = None) -> LoadedModel:
+def load(
+    model_dir: Path, dtype: str, device: str, ranks: Ranks | None = None, spread: Spread | None = None
+) -> LoadedModel:
     """Raises ConfigError when the directory holds no model that this version can serve exactly, or not on these ranks; and
     FilesChanged when its files were written or replaced meanwhile.
 
-    ranks: not yet connected; None for one that computes all of it.
+    ranks: not yet connected; None for one that computes all of it. spread: over which ranks its experts are spread, if they are.
     """
     before = stamps(model_dir)
     try:
-        loaded = _load(model_dir, dtype, device, ranks or Ranks())
+        loaded = _load(model_dir, dtype, device, ranks or Ranks(), spread)
     except ConfigError as error:
         if stamps(model_dir) != before:
             raise FilesChanged(f"{CHANGED.format(model_dir)}: {error}") from error
@@ -58,7 +61,7 @@ def load(model_dir: Path, dtype: str, device: str, ranks: Ranks | None = None) -
     return loaded
 
 
-def _load(model_dir: Path, dtype: str, device: str, ranks: Ranks) -> LoadedModel:
+def _load(model_dir: Path, dtype: str, device: str, ranks: Ranks, spread: Spread | None) -> LoadedModel:
     files = ModelFiles.read(model_dir)
     check_model(files, dtype, ranks.size)
     module, report = _from_pretrained(model_dir, dtype)
@@ -70,7 +73,8 @@ def _load(model_dir: Path, dtype: str, device: str, ranks: Ranks) -> LoadedModel
         detach_from_files(module)
     digests = files.digests()
     identity = weights_hash(module, digests[CONFIG], eos_token_ids, hash_threads(ranks.size))
-    if ranks.size == 1:
+    whole = ranks.size == 1 and spread is None
+    if whole:
         _move(module, device)
     module.train(False).requires_grad_(False)
     try:
@@ -78,10 +82,14 @@ def _load(model_dir: Path, dtype: str, device: str, ranks: Ranks) -> LoadedModel
     except ConfigError as error:
         raise ConfigError(f"{model_dir}: {error}") from error
     max_model_len = max_model_len_of(model_dir, module.config)
-    places = lay_out(model_dir, module, dtype, max_model_len)
-    if ranks.size > 1:
+    with noting_experts(module) as experts:
+        places = lay_out(model_dir, module, dtype, max_model_len)
+    if not whole:
         # What layers ask was found out on the CPU: no device needs to hold more than its rank's part.
-        places = _on_rank(model_dir, module, places, ranks)
+        if spread is not None:
+            spread_experts(module, experts, spread)
+        if ranks.size > 1:
+            places = _on_rank(model_dir, module, places, ranks)
         _move(module, device)
     return LoadedModel(
         module=module,

@@ -18,6 +18,7 @@ from disagg.models.attention.backend import Ask, Phase
 from disagg.models.attention.calls import PagedAttention, active
 from disagg.models.attention.choice import choose
 from disagg.models.batch import ForwardBatch
+from disagg.models.experts import Spread
 from disagg.models.gemv import add_gemv_copies
 from disagg.models.layers import LayerPlaces
 from disagg.models.loader import LoadedModel, load
@@ -31,10 +32,14 @@ logger = logging.getLogger(__name__)
 class PagedModel:
     """`PagedModel.load(model_dir, dtype, device)`, then `forward` per step."""
 
-    def __init__(self, loaded: LoadedModel, ranks: Ranks, computation: Computation) -> None:
+    def __init__(
+        self, loaded: LoadedModel, ranks: Ranks, computation: Computation, spread: Spread | None = None
+    ) -> None:
         """Raises ConfigError when an attention backend that is wanted by name cannot do what the layers ask."""
         self._loaded = loaded
         self.ranks = ranks
+        self.spread = spread if spread is not None and spread.parts else None
+        """Of its experts; None where there are none, or all of them are here."""
         self._fuse(computation.fusions)
         self.groups = tuple(group.on_rank(ranks.size) for group in loaded.places.groups)
         """Layer groups as this rank keeps them, each with pages of its own in the pool."""
@@ -73,14 +78,18 @@ class PagedModel:
         device: str,
         ranks: Ranks | None = None,
         computation: Computation | None = None,
+        spread: Spread | None = None,
     ) -> PagedModel:
         """dtype: "float32", "bfloat16" or "float16". ranks: connected before the first forward; None for a single one.
-        computation: None for what fits the device best.
+        computation: None for what fits the device best. spread: of experts, among ranks that are connected as late; by default
+        among `ranks`.
 
         Raises ConfigError for a model that cannot be served exactly, or not on so many ranks.
         """
         ranks = ranks or Ranks()
-        return cls(load(model_dir, dtype, device, ranks), ranks, computation or Computation())
+        if spread is None and ranks.size > 1:
+            spread = Spread(ranks, Ranks())
+        return cls(load(model_dir, dtype, device, ranks, spread), ranks, computation or Computation(), spread)
 
     def add_gemv_copies(self) -> int:
         """Make steps of one row faster on CPU, for the weights' bytes once more; returns how many."""

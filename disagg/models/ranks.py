@@ -66,6 +66,16 @@ class Ranks:
         self._backend.allgather([parts], [part]).wait()
         return torch.cat(parts, dim)
 
+    def gather(self, part: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """All ranks' rows, one rank's after the other. part: this rank's, [n, width]; rows: how many each rank has."""
+        if self.size == 1:
+            return part
+        padded = part.new_zeros((max(rows), *part.shape[1:]))
+        padded[: part.shape[0]] = part
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        self._backend.allgather([parts], [padded]).wait()
+        return torch.cat([each[:count] for each, count in zip(parts, rows, strict=True)])
+
     def agree(self, tokens: Sequence[int], count: int, device: str | torch.device) -> list[int]:
         """`count` token ids, those of the rank that samples; what the others pass is not looked at."""
         if self.size == 1:

@@ -6,10 +6,10 @@
     └──────────┘ rank 1      └─────┴─────┘
 
 Cut are: attention, by heads, where its plan is plain (q, k, v and what else is per head column-parallel, the output
-row-parallel), and feed-forward modules with such a plan. All else stays whole on every rank, which is as right and slower:
-experts, recurrent layers, embeddings, and projections that are planned otherwise (fused, gathered, or not at all). Where
-that is attention, each rank takes its heads from the whole query, key and value, and the ranks' outputs are put together
-(`models/attention/calls`). Either way a rank keeps the KV of its own heads only.
+row-parallel), and feed-forward modules with such a plan. Experts are spread by `models/experts`. All else stays whole on
+every rank, which is as right and slower: recurrent layers, embeddings, and projections that are planned otherwise (fused,
+gathered, or not at all). Where that is attention, each rank takes its heads from the whole query, key and value, and the
+ranks' outputs are put together (`models/attention/calls`). Either way a rank keeps the KV of its own heads only.
 
 Knows transformers' plans and torch's linear layers; nothing of pools, batches or requests.
 """

@@ -125,20 +125,20 @@ class LargestBatch:
 class Gather(Protocol):
     """The rows of all ranks, once in each pass."""
 
-    @property
-    def ranks(self) -> int: ...
+    def gather(self, row: Row) -> tuple[Row, ...]:
+        """row: this rank's. Everyone's, by rank, the same on all."""
+
+
+class Together:
+    """Of ranks that one process schedules: all say their rows (`rows`) before any of them hears them."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.rows: tuple[Row, ...] = ()
 
     def gather(self, row: Row) -> tuple[Row, ...]:
-        """row: this rank's. Everyone's, by rank, the same on all. Raises RankLost when one cannot be heard: the group is over."""
-
-
-class Alone:
-    """Of one rank."""
-
-    ranks = 1
-
-    def gather(self, row: Row) -> tuple[Row, ...]:
-        return (row,)
+        assert len(self.rows) == self.ranks, f"{len(self.rows)} of {self.ranks} ranks have said their rows"
+        return self.rows
 
 
 class Outcome(Struct, frozen=True):

@@ -20,7 +20,7 @@ from disagg.config.steps import size_steps
 from disagg.config.tree import Config, ModelConfig
 from disagg.convert.inspect import ModelFacts as InspectedModel
 from disagg.convert.inspect import inspect_model
-from disagg.engine.engine import Engine
+from disagg.engine.data_parallel import AnyEngine
 from disagg.engine.facts import EngineFacts, MemoryFacts, ModelFacts, OffloadFacts, SchedulingFacts, TransferFacts
 from disagg.memory.groups import spec_of
 from disagg.memory.layout import PageSizing, PoolLayout, plan_layout
@@ -70,7 +70,7 @@ GEMV_COPY_BYTES = 2 << 30  # a decode server on CPU keeps two copies of weights 
 class Incarnation:
     """A worker group that is up, and its engine."""
 
-    engine: Engine
+    engine: AnyEngine
     facts: EngineFacts
     ranks: tuple[RankInfo, ...]
     fingerprint: str
@@ -166,7 +166,7 @@ class Bringup:
         )
         offload = await self._open_offload(group, memory)
         facts = self._facts(group.incarnation, model, memory, offload)
-        engine = self.role.engine(facts)
+        engine = self._engine(facts, loaded.lockstep)
         if moves:
             check_longest(facts, engine.max_tokens_in_pool, sends=self.role.sends)
         return Incarnation(
@@ -177,6 +177,14 @@ class Bringup:
             model=identity_of(loaded),
             what=f"{inspected.model_type} in {dtype}, model loaded in {loaded.load_s:.1f} s",
         )
+
+    def _engine(self, facts: EngineFacts, lockstep: bool) -> AnyEngine:
+        dp, data_parallel = self.config.server.dp, self.role.data_parallel
+        if dp == 1 or data_parallel is None:
+            return self.role.engine(facts)
+        shared = "experts are shared, and all step together" if lockstep else "each steps by itself"
+        logger.info("%d data-parallel ranks, each with a KV pool of its own: %s", dp, shared)
+        return data_parallel(facts, dp, lockstep)
 
     async def _load(self, group: WorkerGroup, inspected: InspectedModel, dtype: str) -> Loaded:
         """What rank 0 says of the model; the others say the same."""
@@ -193,6 +201,7 @@ class Bringup:
             meet_s=timeout_s,
             collective_s=config.worker.step_deadline_s,
             computation=computation_of(config.model),
+            dp=config.server.dp,
         )
         loaded = [rank for rank in await group.call(load, timeout_s) if isinstance(rank, Loaded)]
         if why := disagreement(loaded):

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from disagg.engine.data_parallel import AnyEngine
 from disagg.engine.engine import Engine
 from disagg.engine.instructions import (
     DialLink,
@@ -113,16 +114,16 @@ class Dispatch:
         self._clock = clock
         self._why_not = why_not
         self._dials = dials
-        self.engine: Engine | None = None
+        self.engine: AnyEngine | None = None
         self._workers: Workers | None = None
         self._store: StorePort | None = None
 
-    def attach(self, engine: Engine, workers: Workers, store: StorePort | None = None) -> None:
+    def attach(self, engine: AnyEngine, workers: Workers, store: StorePort | None = None) -> None:
         """A group is up. store: of an engine that has storage."""
         self.engine, self._workers, self._store = engine, workers, store
         self.recorder.up(engine, self._clock())
 
-    def detach(self, reason: str) -> Engine | None:
+    def detach(self, reason: str) -> AnyEngine | None:
         """The workers are lost: every leg ends, and nothing else that the engine wants can be done. The engine that was."""
         engine, self.engine, self._workers, self._store = self.engine, None, None, None
         if engine is not None:
@@ -131,6 +132,11 @@ class Dispatch:
                     self._tell(instruction)
         self.recorder.down()
         return engine
+
+    @property
+    def _linked(self) -> Engine | None:
+        """Of roles that have links, which have one rank in this sense."""
+        return self.engine if isinstance(self.engine, Engine) else None
 
     # ---- what happens
 
@@ -175,7 +181,7 @@ class Dispatch:
             self._do(self.engine.store_event(message, self._clock()))
 
     def link_up(self, number: int, peer: LinkHello) -> None:
-        engine = self.engine
+        engine = self._linked
         if engine is None:
             return
         try:
@@ -187,25 +193,25 @@ class Dispatch:
 
     def link_message(self, number: int, message: LinkMessage) -> None:
         try:
-            if self.engine is not None:
-                self._do(self.engine.link_message(number, message, self._clock()))
+            if (engine := self._linked) is not None:
+                self._do(engine.link_message(number, message, self._clock()))
         except ProtocolError as error:
             logger.error("link %d: %s", number, error)
             self.links.drop(number, str(error))
 
     def link_down(self, number: int, gone: bool, reason: str) -> None:
-        if self.engine is not None:
-            self._do(self.engine.link_down(number, gone, reason))
+        if (engine := self._linked) is not None:
+            self._do(engine.link_down(number, gone, reason))
 
     def link_gone(self, number: int) -> None:
         """A lost link's peer has exited."""
-        if self.engine is not None:
-            self.engine.peer_gone(number)
+        if (engine := self._linked) is not None:
+            engine.peer_gone(number)
 
     def dial_failed(self, peer: PeerRef, reason: str) -> None:
         logger.warning("no link to %s: %s", peer.name, reason)
-        if self.engine is not None:
-            self._do(self.engine.dial_failed(peer.name, peer.incarnation, reason))
+        if (engine := self._linked) is not None:
+            self._do(engine.dial_failed(peer.name, peer.incarnation, reason))
 
     def tick(self) -> None:
         """Time has passed."""
@@ -258,7 +264,7 @@ class Dispatch:
             for command in asked:
                 self._store.do(command)
         self.links.flush()
-        if step or not engine.pipeline.in_flight:
+        if step or not engine.computing:
             self.routers.flush()
         for drop in drops:
             self.links.drop(drop.link, drop.reason)

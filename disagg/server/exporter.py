@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from disagg.engine.engine import Engine
+from disagg.engine.data_parallel import AnyEngine
 from disagg.engine.instructions import Counters
 from disagg.messages.legs import LoadReport, StorageState
 from disagg.server.offloading import Offloading
@@ -35,7 +35,7 @@ class Exporter:
 
     def export(
         self,
-        engine: Engine | None,
+        engine: AnyEngine | None,
         load: LoadReport,
         token_frames: int,
         router_expiries: int,
@@ -55,7 +55,7 @@ class Exporter:
         self._up(metrics.lease_expiries.labels("router"), "router_expiries", router_expiries)
         self._up(metrics.lease_expiries.labels("link"), "link_expiries", link_expiries)
         if engine is not None:
-            self._count(engine.counters)
+            self._count(*(rank.counters for rank in engine.ranks))
 
     def export_tiers(self, offloading: Offloading) -> None:
         """Its sums go on over incarnations by themselves."""
@@ -71,13 +71,18 @@ class Exporter:
             self._up(metrics.tier_bytes.labels(*way), f"tier bytes {way}", sums.nbytes[way])
             self._up(metrics.tier_seconds.labels(*way), f"tier seconds {way}", seconds)
 
-    def retire(self, counters: Counters) -> None:
-        """Export what is left of them; the next ones begin at zero."""
-        self._count(counters)
+    def retire(self, *counters: Counters) -> None:
+        """Export what is left of them, of each data-parallel rank; the next ones begin at zero."""
+        self._count(*counters)
         for name in [name for name in self._seen if name.startswith("engine ")]:
             del self._seen[name]
 
-    def _count(self, counters: Counters) -> None:
+    def _count(self, *counters: Counters) -> None:
+        for rank, each in enumerate(counters):
+            self._count_rank(f"engine {rank}", each)
+        self._steps_after_abort.set(max(each.max_steps_after_abort for each in counters))
+
+    def _count_rank(self, rank: str, counters: Counters) -> None:
         metrics = self.metrics
         for counter, name, value in (
             (metrics.engine_steps, "steps", counters.steps),
@@ -99,21 +104,20 @@ class Exporter:
             ),
             (metrics.recomputed_tokens, "recomputed", counters.recomputed_tokens),
         ):
-            self._up(counter, f"engine {name}", value)
+            self._up(counter, f"{rank} {name}", value)
         for tier, count in counters.brought_tokens.items():
-            self._up(metrics.prefix_hit_tokens.labels(tier), f"engine hit tokens {tier}", count)
+            self._up(metrics.prefix_hit_tokens.labels(tier), f"{rank} hit tokens {tier}", count)
         for outcome, count in counters.legs.items():
-            self._up(metrics.legs.labels(outcome), f"engine leg {outcome}", count)
+            self._up(metrics.legs.labels(outcome), f"{rank} leg {outcome}", count)
         for reason, count in counters.transfer_failures.items():
-            self._up(metrics.transfer_failures.labels(reason), f"engine failure {reason}", count)
+            self._up(metrics.transfer_failures.labels(reason), f"{rank} failure {reason}", count)
         for group, count in counters.evictions.items():
-            self._up(metrics.kv_evictions.labels(group), f"engine evictions {group}", count)
+            self._up(metrics.kv_evictions.labels(group), f"{rank} evictions {group}", count)
         for reason, count in counters.preemptions.items():
-            self._up(metrics.preemptions.labels(reason), f"engine preemption {reason}", count)
+            self._up(metrics.preemptions.labels(reason), f"{rank} preemption {reason}", count)
         for (estimate, allow, reason, executed), count in counters.prefill_delays.items():
             labels = (estimate, str(allow).lower(), reason, str(executed).lower())
-            self._up(metrics.prefill_delay_outcomes.labels(*labels), f"engine prompts {' '.join(labels)}", count)
-        self._steps_after_abort.set(counters.max_steps_after_abort)
+            self._up(metrics.prefill_delay_outcomes.labels(*labels), f"{rank} prompts {' '.join(labels)}", count)
         for name, observed in counters.observations:
             getattr(metrics, OBSERVED[name]).observe(observed)
         counters.observations.clear()

@@ -267,6 +267,7 @@ class Server:
                 config.server.tp,
                 self._dispatch.step_done,
                 self._transfer_event,
+                config.server.dp,
             )
             self._take_group(group)
             group.start()
@@ -306,7 +307,7 @@ class Server:
         identity.incarnation = None
         engine = self._dispatch.detach(f"{identity.name} lost its workers: {reason}")
         if engine is not None:
-            self._exporter.retire(engine.counters)
+            self._exporter.retire(*(rank.counters for rank in engine.ranks))
         self._routers.announce()
         self._routers.flush()
         await self._offloading.down()

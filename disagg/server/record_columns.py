@@ -46,6 +46,7 @@ class StepRow(Struct, frozen=True):
     budget_tokens: int
     running: int
     waiting: int
+    rank: int = 0  # data-parallel
 
 
 def _constant(value: str, rows: int) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from disagg.engine.engine import Engine
+from disagg.engine.data_parallel import AnyEngine
 from disagg.engine.now import Now
 from disagg.messages.legs import LegEnd, LegTokens, ServerMessage, StartLeg
 from disagg.messages.plan import StepResult, WorkerPlan
@@ -31,7 +31,7 @@ CLOSE_S = 5.0
 class Unrecorded:
     """Hears what a server's dispatch does, and keeps nothing of it."""
 
-    def up(self, engine: Engine, now: Now) -> None:
+    def up(self, engine: AnyEngine, now: Now) -> None:
         """An engine begins."""
 
     def down(self) -> None:
@@ -94,21 +94,22 @@ class Recorder(Unrecorded):
     def __init__(self, files: RecordFiles, server: str, role: str) -> None:
         self._files = files
         self._server, self._role = server, role
-        self._engine: Engine | None = None
+        self._engine: AnyEngine | None = None
         self._forget()
 
     def _forget(self) -> None:
         self._legs: dict[LegKey, _Leg] = {}
-        self._running: dict[int, _Running] = {}
-        self._steps: dict[int, _Step] = {}  # by plan, not yet reported
+        # By data-parallel rank, and by sequence and by plan of that: not yet ended, and not yet reported.
+        self._running: dict[tuple[int, int], _Running] = {}
+        self._steps: dict[tuple[int, int], _Step] = {}
         self._names: dict[str, int] = {}  # of requests in the steps' columns
         self._written = 0
 
     # ---- the life of an engine
 
-    def up(self, engine: Engine, now: Now) -> None:
+    def up(self, engine: AnyEngine, now: Now) -> None:
         self._engine = engine
-        self._origin = Origin(self._server, self._role, engine.core.facts.incarnation)
+        self._origin = Origin(self._server, self._role, engine.ranks[0].core.facts.incarnation)
         self._step_columns, self._request_columns = StepColumns(self._origin), RequestColumns(self._origin)
         self._began_s = self._written_s = now.s
 
@@ -144,16 +145,16 @@ class Recorder(Unrecorded):
     # ---- steps
 
     def planned(self, plan: WorkerPlan, now: Now) -> None:
-        engine = self._engine
-        if engine is None:
+        if self._engine is None:
             return
+        rank, engine = plan.group, self._engine.ranks[plan.group]
         for seq_id in plan.ends:
-            self._running.pop(seq_id, None)
+            self._running.pop((rank, seq_id), None)
         for start in plan.starts:
             sequence = engine.sequence(start.seq_id)
             if sequence is None:
                 continue
-            self._running[start.seq_id] = _Running(
+            self._running[rank, start.seq_id] = _Running(
                 sequence.key.request_id,
                 sequence.choices[0],
                 start.computed,
@@ -169,19 +170,22 @@ class Recorder(Unrecorded):
                 choice.starts += 1
         runs = []
         for run in plan.runs:
-            running = self._running.get(run.seq_id)
+            running = self._running.get((rank, run.seq_id))
             if running is not None:
                 decodes = not running.is_prompt and running.position >= running.joined_tokens - 1
                 running.position += run.num_tokens
                 runs.append((running, decodes, run.num_tokens))
         if runs:
-            self._steps[plan.plan_no] = _Step(runs, engine.budget_tokens)
+            self._steps[rank, plan.plan_no] = _Step(runs, engine.budget_tokens)
 
     def computed(self, result: StepResult) -> None:
-        """Rank 0 speaks for all: they compute the same steps."""
-        engine = self._engine
-        if engine is None or result.rank or (step := self._steps.pop(result.plan_no, None)) is None:
+        """The first worker of a rank speaks for all of them: they compute the same steps."""
+        if self._engine is None:
             return
+        rank, worker = divmod(result.rank, self._engine.ranks[0].core.facts.tp)
+        if worker or (step := self._steps.pop((rank, result.plan_no), None)) is None:
+            return
+        engine = self._engine.ranks[rank]
         runs, names = Runs.empty(), self._names
         decoded = prefilled = 0
         for running, decodes, tokens in step.runs:
@@ -203,6 +207,7 @@ class Recorder(Unrecorded):
             step.budget_tokens,
             running_now,
             waiting,
+            rank,
         )
         self._step_columns.add(row, engine.core.pool.report(), runs)
         if self._step_columns.full:

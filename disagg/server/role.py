@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
+from disagg.engine.data_parallel import DataParallel
 from disagg.engine.engine import Engine
 from disagg.engine.facts import EngineFacts
 from disagg.types.ids import Role
@@ -18,4 +19,7 @@ class ServerRole(Struct, frozen=True):
     receives: bool  # KV lands in an arena of each rank
     sends: bool  # KV leaves through gather buffers of each rank
     small_steps: bool  # most of its steps compute one token of each sequence
+    data_parallel: Callable[[EngineFacts, int, bool], DataParallel] | None = (
+        None  # so many ranks, and whether in lockstep
+    )
     slots_beside: int = 0  # for choices, beside one for each of the `engine.max_running` sequences

@@ -43,6 +43,7 @@ from disagg.messages.plan import (
     WorkerPlan,
     decode_from_worker,
     encode_to_worker,
+    plans_of,
 )
 from disagg.messages.tiers import TierCommand, TierEvent
 from disagg.messages.transfer import Beat, CommandFrame, TransferCommand, TransferEvent, decode_events, encode_commands
@@ -102,12 +103,16 @@ class WorkerGroup:
         tp: int,
         on_result: Callable[[StepResult], None],
         on_event: Callable[[int, TransferEvent | TierEvent], None],
+        groups: int = 1,
     ) -> None:
+        """tp: ranks of each of so many data-parallel groups, which get plans of their own; ranks count through all of them."""
         self.incarnation = secrets.token_hex(8)
         self._name = server_name
         self._config = config
         self._log = log
         self._tp = tp
+        self._groups = groups
+        self._num_ranks = tp * groups
         self._on_result = on_result
         self._on_event = on_event
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -122,12 +127,12 @@ class WorkerGroup:
         except zmq.ZMQError as error:
             self._close()
             raise GroupLost(f"the workers' sockets cannot be made in {self._directory}: {error.strerror}") from error
-        self._command_numbers = [0] * tp
-        self._report_numbers = [0] * tp
+        self._command_numbers = [0] * self._num_ranks
+        self._report_numbers = [0] * self._num_ranks
         self._ready: set[int] = set()
         self._silent_exit = ""  # how a rank ended by itself before any of them had said a word
         self._heard = False
-        self._last_beat_s: list[float | None] = [None] * tp
+        self._last_beat_s: list[float | None] = [None] * self._num_ranks
         self._replies: asyncio.Queue[ControlReply] = asyncio.Queue()  # to all but Dump
         self._dumps: asyncio.Queue[ControlReply] = asyncio.Queue()
         self._calls = 0  # that wait for replies, and during which ranks may be silent
@@ -160,7 +165,7 @@ class WorkerGroup:
         others.
         """
         loop = asyncio.get_running_loop()
-        for rank in range(self._tp):
+        for rank in range(self._num_ranks):
             process = self._start_rank(rank)
             self._processes.append(process)
             fd = os.pidfd_open(process.pid)
@@ -174,6 +179,7 @@ class WorkerGroup:
         argv = [
             *command,
             *("--rank", str(rank)),
+            *("--group", str(rank // self._tp)),
             *("--sockets", self._directory),
             *("--incarnation", self.incarnation),
             *("--parent", str(os.getpid())),
@@ -241,17 +247,17 @@ class WorkerGroup:
         arrived = self._dumps if isinstance(request, Dump) else self._replies
         while not arrived.empty():
             arrived.get_nowait()  # came after its call had been given up
-        for rank in range(self._tp):
+        for rank in range(self._num_ranks):
             await self._route(self._control, rank, encode_request(request), deadline)
         replies: dict[int, ControlReply] = {}
-        while len(replies) < self._tp:
+        while len(replies) < self._num_ranks:
             reply = await self._until(arrived.get(), deadline, request)
             if isinstance(reply, ControlFailed):
                 if reply.config:
                     raise ConfigError(reply.reason)
                 raise GroupLost(f"rank {reply.rank}: {reply.reason}")
             replies[reply.rank] = reply
-        return [replies[rank] for rank in range(self._tp)]
+        return [replies[rank] for rank in range(self._num_ranks)]
 
     async def _route(self, socket: zmq.asyncio.Socket, rank: int, payload: bytes, deadline: float) -> None:
         """Send to a rank that may not have connected yet."""
@@ -282,18 +288,22 @@ class WorkerGroup:
     async def barrier(self, timeout_s: float) -> None:
         """Publish HELLO until every rank has answered READY: only then does a plan reach them all."""
         deadline = time.monotonic() + timeout_s
-        while len(self._ready) < self._tp:
+        hello = encode_to_worker(Hello(self.incarnation))
+        while len(self._ready) < self._num_ranks:
             if self._lost.done():
                 raise GroupLost(self._lost.result())
             if time.monotonic() > deadline:
-                raise GroupLost(f"ranks {sorted(set(range(self._tp)) - self._ready)} do not hear the plan socket")
-            await self._plans.send(encode_to_worker(Hello(self.incarnation)))
+                raise GroupLost(
+                    f"ranks {sorted(set(range(self._num_ranks)) - self._ready)} do not hear the plan socket"
+                )
+            for group in range(self._groups):
+                await self._plans.send_multipart([plans_of(group), hello])
             await asyncio.sleep(HELLO_EVERY_S)
 
     # ---- running
 
     def publish(self, plan: WorkerPlan) -> None:
-        self._send(self._plans, [encode_to_worker(plan)])
+        self._send(self._plans, [plans_of(plan.group), encode_to_worker(plan)])
 
     def send(self, rank: int, messages: Sequence[TransferCommand | TierCommand]) -> None:
         """Send commands to one rank's transfer thread, in order."""
@@ -360,7 +370,7 @@ class WorkerGroup:
         """Ask every rank to exit, wait a little, then end what is left."""
         if not self._lost.done():
             with contextlib.suppress(GroupLost, zmq.ZMQError):
-                for rank in range(self._tp):
+                for rank in range(self._num_ranks):
                     await self._route(self._control, rank, encode_request(Shutdown()), time.monotonic() + 1.0)
             deadline = time.monotonic() + STOP_WAIT_S
             while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):

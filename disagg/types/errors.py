@@ -13,7 +13,6 @@
     ├── Cancelled              the client went away or aborted it (CANCELLED / 499)
     ├── Interrupted            whoever ran the command pressed Ctrl-C
     ├── RequestFailed          the request was tried and cannot be finished, e.g. a poison request (INTERNAL / 500)
-    ├── RankLost               a rank of a group that goes on in lockstep is not heard any more; the group ends
     └── ProtocolError          a peer or worker said something that it must not; the link or group ends
 
 Bugs of our own are `assert`s, not members of this tree.
@@ -80,10 +79,6 @@ class Interrupted(DisaggError):
 
 class RequestFailed(DisaggError):
     """The request was tried as often as is allowed and did not finish."""
-
-
-class RankLost(DisaggError):
-    """Ranks that decide together cannot: one of them is gone or silent."""
 
 
 class ProtocolError(DisaggError):

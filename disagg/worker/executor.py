@@ -1,7 +1,8 @@
 """Computes plans: turns them into tensors, runs the model, samples, and says which tokens came out.
 
-Of several ranks all compute every plan, and one samples for all. Knows what plans have said of sequences, the pool and
-the sampler; nothing of requests, peers or sockets.
+Of several ranks of a group all compute every plan, and one samples for all. Groups that are data parallel have plans of their
+own; where they share experts they step together, and one without rows takes part for these. Knows what plans have said of
+sequences, the pool and the sampler; nothing of requests, peers or sockets.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from disagg.messages.plan import SampledToken, SamplerStart, StepResult, TokenLo
 from disagg.messages.sequence_diff import KnownSequence, KnownSequences, RunView
 from disagg.models.batch import ForwardBatch
 from disagg.models.device import upload
+from disagg.models.experts import Spread
 from disagg.models.graphs import DecodeGraphs, try_capture
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
@@ -71,8 +73,12 @@ class Executor:
     What a step samples, the next one finds on the device; the host learns it when it collects.
     """
 
-    def __init__(self, rank: int, num_ranks: int = 1) -> None:
-        self._ranks = Ranks(rank, num_ranks)
+    def __init__(self, rank: int, tp: int = 1, dp: int = 1) -> None:
+        """rank: of all tp x dp; those of a group, which have one sequence's heads between them, follow each other."""
+        self._rank = rank
+        self._ranks = Ranks(rank % tp, tp)
+        self._peers = Ranks(rank // tp, dp)
+        self._everyone = Ranks(rank, tp * dp) if dp > 1 else self._ranks
         self._known = KnownSequences()
         self._model: PagedModel | None = None
         self._pool: Pool | None = None
@@ -105,7 +111,13 @@ class Executor:
 
     @property
     def num_ranks(self) -> int:
+        """Of this rank's group."""
         return self._ranks.size
+
+    @property
+    def lockstep(self) -> bool:
+        """Groups share experts: all take part in each step in which any has rows."""
+        return self.model.spread is not None and self._peers.size > 1
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -130,7 +142,9 @@ class Executor:
             torch.cuda.set_device(index)  # this thread's, which NCCL and kernels look at
             # Where float32 is asked for it is meant: convolutions would take 10 bits of their inputs' 23.
             torch.backends.cudnn.allow_tf32 = False
-        self.adopt(PagedModel.load(model_dir, dtype, device, self._ranks, computation), graphs=computation.graphs)
+        spread = Spread(self._everyone, self._peers) if self._everyone.size > 1 else None
+        model = PagedModel.load(model_dir, dtype, device, self._ranks, computation, spread)
+        self.adopt(model, graphs=computation.graphs)
         if gemv_copies:
             self.model.add_gemv_copies()
 
@@ -139,12 +153,16 @@ class Executor:
         self._model = model
         self._device = str(model.device)
         self._captures = graphs
-        # Ranks agree on tokens over the host.
-        self.overlaps = model.device.type == "cuda" and self._ranks.size == 1
+        # Ranks agree on tokens over the host, and do not compute experts ahead of each other.
+        self.overlaps = model.device.type == "cuda" and self._ranks.size == 1 and model.spread is None
 
     def connect(self, meeting: Path, meet_s: float, collective_s: float) -> None:
-        """Wait for the other ranks, if there are any; see models/ranks."""
-        self._ranks.connect(meeting, self.model.device, meet_s, collective_s)
+        """Wait for the other ranks, if there are any; see models/ranks. meeting: what the names of its files begin with."""
+        device, group, place = self.model.device, self._peers.rank, self._ranks.rank
+        self._ranks.connect(meeting.with_name(f"{meeting.name}-{group}"), device, meet_s, collective_s)
+        if self.lockstep:
+            self._everyone.connect(meeting.with_name(f"{meeting.name}-all"), device, meet_s, collective_s)
+            self._peers.connect(meeting.with_name(f"{meeting.name}-peers-{place}"), device, meet_s, collective_s)
 
     def profile(self, chunk_tokens: int, max_slots: int) -> tuple[int, int]:
         """(bytes of the device, most that the largest step had in use); zeros on CPU. Raises ConfigError if it does not
@@ -195,7 +213,7 @@ class Executor:
         if sampler is not None:
             for sequence in begun:
                 self._open_slots(sampler, sequence)
-        owners, sampled = self._compute(sampler, runs, written) if runs else ((), None)
+        owners, sampled = self._step_of(plan, sampler, runs, written)
         over = None
         if self._device != "cpu":
             over = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -218,13 +236,24 @@ class Executor:
         waited_s = max(0.0, self._collected_s - launched.started_s)
         self._collected_s = time.perf_counter()
         return StepResult(
-            rank=self._ranks.rank,
+            rank=self._rank,
             plan_no=launched.plan_no,
             sampled=sampled,
             compute_s=self._collected_s - launched.started_s - waited_s,
             started_unix_s=launched.started_unix_s + waited_s,
             ended_unix_s=time.time(),
         )
+
+    def _step_of(
+        self, plan: WorkerPlan, sampler: Sampler | None, runs: list[RunView], written: Callable[[int], None] | None
+    ) -> tuple[tuple[Owner, ...], Sampled | None]:
+        """As `_compute`, and with the other groups where they step together."""
+        spread = self.model.spread
+        if spread is not None and self.lockstep:
+            spread.rows = plan.rows or (0,) * self._peers.size
+            if not runs:
+                spread.join()
+        return self._compute(sampler, runs, written) if runs else ((), None)
 
     def _zero_new_pages(self, plan: WorkerPlan) -> None:
         """Another group's elements may be NaN to attention, which reads whole pages, though it weighs the rest zero."""

@@ -41,7 +41,7 @@ from disagg.messages.control import (
     decode_request,
     encode_reply,
 )
-from disagg.messages.plan import Hello, Ready, WorkerFailed, WorkerPlan, decode_to_worker, encode_from_worker
+from disagg.messages.plan import Hello, Ready, WorkerFailed, WorkerPlan, decode_to_worker, encode_from_worker, plans_of
 from disagg.messages.tiers import TierCommand, TierEvent
 from disagg.messages.transfer import Beat, CommandFrame, EventFrame, TransferEvent, decode_commands, encode_events
 from disagg.telemetry.loop import Gaps
@@ -60,15 +60,17 @@ IDLE_POLL_S = 0.1
 CLOSE_S = 3.0
 SWITCH_S = 0.0005  # after so long a thread must let go of the interpreter: the other one may have a piece to post
 LOOK_S = 0.0001  # so often the compute thread looks for a plan while a step is under way on a GPU
-MEETING = "ranks"  # the file by which ranks find each other, beside the sockets
+MEETING = "ranks"  # what the names of files begin with by which ranks find each other, beside the sockets
 
 
 class WorkerProcess:
     """`run` returns the exit status: 0 after Shutdown, 1 after a failure that was reported."""
 
-    def __init__(self, rank: int, sockets: str, incarnation: str) -> None:
+    def __init__(self, rank: int, group: int, sockets: str, incarnation: str) -> None:
+        """group: of data-parallel ones, whose plans are this rank's."""
         dump_stacks_on_signal()
         self._rank = rank
+        self._group = group
         self._incarnation = incarnation
         self._sockets = Path(sockets)
         self._context = zmq.Context()
@@ -118,7 +120,7 @@ class WorkerProcess:
     def _compute(self) -> None:
         plans = self._context.socket(zmq.SUB)
         plans.rcvhwm = 0
-        plans.subscribe(b"")
+        plans.subscribe(plans_of(self._group))
         plans.connect(f"ipc://{self._sockets}/plans")
         poller = zmq.Poller()
         poller.register(plans, zmq.POLLIN)
@@ -140,7 +142,8 @@ class WorkerProcess:
                     self._replies.put(self._do(job))
                     self._wake()
             if plans in events:
-                message = decode_to_worker(plans.recv())
+                _, payload = plans.recv_multipart()
+                message = decode_to_worker(payload)
                 if isinstance(message, Hello):
                     self._send_result(Ready(self._rank, message.incarnation))
                 else:
@@ -198,7 +201,7 @@ class WorkerProcess:
                 from disagg.worker.executor import Executor
 
                 started = time.perf_counter()
-                self._executor = Executor(self._rank, job.tp)
+                self._executor = Executor(self._rank, job.tp, job.dp)
                 device = f"cuda:{job.first_gpu + self._rank}" if job.device == "cuda" else job.device
                 self._executor.load(
                     Path(job.model_dir), job.dtype, device, job.threads, job.gemv_copies, job.computation
@@ -215,6 +218,7 @@ class WorkerProcess:
                     load_s=load_s,
                     weights_hash=model.weights_hash,
                     files=dict(model.files),
+                    lockstep=self._executor.lockstep,
                 )
             case Profile():
                 assert self._executor is not None

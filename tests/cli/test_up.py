@@ -88,3 +88,18 @@ def test_what_only_mixed_servers_can_have_is_theirs_alone_and_refused_where_ther
     }
     with pytest.raises(ConfigError, match="only a mixed server can have that"):
         plan_cluster(Config(engine=EngineConfig(prefill_delay_passes=7)), ONE_OF_EACH)
+
+
+def test_data_parallel_ranks_are_those_of_mixed_servers() -> None:
+    options = UpOptions(num_prefill=1, num_decode=1, num_mixed=2, mixed_dp=3, mixed_tp=2)
+    _, *servers = plan_cluster(Config(), options)
+    assert {(plan.role, plan.config.server.dp, plan.config.server.num_ranks) for plan in servers} == {
+        ("prefill", 1, 1),
+        ("decode", 1, 1),
+        ("mixed", 3, 6),
+    }
+    set_for_all = Config(server=ServerConfig(dp=2))
+    _, *servers = plan_cluster(set_for_all, UpOptions(num_prefill=1, num_decode=1, num_mixed=1))
+    assert {plan.role: plan.config.server.dp for plan in servers} == {"prefill": 1, "decode": 1, "mixed": 2}
+    with pytest.raises(ConfigError, match=r"server\.dp = 2: only a mixed server"):
+        plan_cluster(set_for_all, ONE_OF_EACH)

@@ -245,3 +245,29 @@ def test_what_only_mixed_servers_can_have_is_refused_by_others(
     assert says in str(raised.value)
     check_role(Config(engine=without_mixed_only(engine)), role)
     assert set(MIXED_ONLY) >= {"policy", "prefill_delay_passes", "prefill_delay_low_usage"}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_data_parallel_ranks_are_refused_where_kv_is_sent_and_with_offload(role: Literal["prefill", "decode"]) -> None:
+    config = Config(server=ServerConfig(dp=2))
+    check_config(config)
+    for fine in ("router", "mixed"):
+        check_role(config, fine)
+    with pytest.raises(
+        ConfigError, match=r"server.dp = 2: only a mixed server can have data-parallel ranks: .* it must be 1"
+    ):
+        check_role(config, role)
+    offloads = Config(server=ServerConfig(dp=2), offload=OffloadConfig(enabled=True))
+    with pytest.raises(
+        ConfigError, match=r"offload.enabled = true and server.dp = 2: .*; one of the two must be false or 1"
+    ):
+        check_config(offloads)
+
+
+def test_all_data_parallel_ranks_need_memory_and_open_files() -> None:
+    one, four = (Config(server=ServerConfig(tp=2, dp=dp)) for dp in (1, 2))
+    assert descriptors_needed(four, "mixed")[0] > descriptors_needed(one, "mixed")[0]
+    config = Config(server=ServerConfig(tp=2, dp=2), engine=EngineConfig(kv_memory_bytes=300 << 20))
+    check_memory(config, config.transfer, "mixed", 1200 << 20)
+    with pytest.raises(ConfigError, match="for 4 ranks: more than this machine has"):
+        check_memory(config, config.transfer, "mixed", 1199 << 20)

@@ -8,12 +8,14 @@ from collections import Counter
 
 import pytest
 
+from disagg.engine.core import Core
+from disagg.engine.data_parallel import DataParallel
 from disagg.engine.facts import EngineFacts
-from disagg.engine.instructions import Instruction
+from disagg.engine.instructions import Counters, Instruction
 from disagg.messages.legs import Outcome, StartLeg
 from disagg.mixed_server.role import mixed_engine
 from disagg.scheduler.policies import MIXED_POLICIES, POLICIES
-from disagg.scheduler.prefill_delayer import Gather, Row
+from disagg.scheduler.prefill_delayer import Row, Together
 from tests.engine.test_mixed import Mixed, leg
 from tests.engine.units import Unit, facts, outcomes, plans, said
 
@@ -21,23 +23,36 @@ PASSES = 6
 READY, BUSY = Row(True, False, 3, 0), Row(False, False, 3, 0)
 
 
-class Beside:
+class Beside(Together):
     """Another rank, which says this."""
 
-    ranks = 2
-
     def __init__(self, row: Row) -> None:
+        super().__init__(1)
         self.row = row
 
     def gather(self, row: Row) -> tuple[Row, ...]:
-        return row, self.row
+        return *super().gather(row), self.row
+
+
+class OneRank(DataParallel):
+    """Of which tests look at the one that they have made."""
+
+    @property
+    def core(self) -> Core:
+        return self.ranks[0].core
+
+    @property
+    def counters(self) -> Counters:
+        return self.ranks[0].counters
 
 
 class Delaying(Mixed):
-    def __init__(self, gather: Gather | None = None, **changes: object) -> None:
+    """A rank in lockstep with others, which `gather` stands for; by default it is alone."""
+
+    def __init__(self, gather: Together | None = None, **changes: object) -> None:
         Unit.__init__(self)
-        self.gather = gather
-        self.engine = mixed_engine(delaying_facts(**changes), gather)
+        self.gather = gather or Together(1)
+        self.engine = OneRank((mixed_engine(delaying_facts(**changes), self.gather),), self.gather)
 
     def begin(self, *legs: StartLeg) -> None:
         """In one pass, if they may."""
@@ -138,9 +153,6 @@ def test_an_idle_engine_has_no_passes() -> None:
     for _ in range(5):
         mixed.do([])
     assert not mixed.engine.counters.prefill_delays
-    beside = Delaying(Beside(BUSY))
-    beside.do([])
-    assert beside.engine.counters.prefill_delays == {("none", True, "none", False): 1}, "others wait for it"
 
 
 # ---- beside another rank
@@ -235,20 +247,20 @@ def test_each_decision_is_a_line_for_who_looks_closely(caplog: pytest.LogCapture
 # ---- whatever comes
 
 
-class Anybody:
+class Anybody(Together):
     """Another rank, of which anything is heard."""
 
-    ranks = 2
-
     def __init__(self, rng: random.Random, max_running: int) -> None:
+        super().__init__(1)
         self._rng, self._most = rng, max_running
 
     def gather(self, row: Row) -> tuple[Row, ...]:
         rng = self._rng
         prefillable = rng.random() < 0.3
-        return row, Row(
+        other = Row(
             prefillable, prefillable and rng.random() < 0.1, rng.randint(0, self._most), rng.randint(0, self._most)
         )
+        return *super().gather(row), other
 
 
 @pytest.mark.parametrize("policy", MIXED_POLICIES)

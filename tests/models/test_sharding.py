@@ -93,7 +93,7 @@ def test_two_ranks_give_what_one_gives(rank_pool: RankPool, family: str, tmp_pat
         ("olmo2", {}, 3, 3),  # norms over all heads
         ("cohere", {"use_qk_norm": True}, 3, 3),  # a norm of its own for each head
         ("gpt_oss", {}, 0, 3),  # no plan, and attention sinks
-        ("mixtral", {}, 3, 0),  # experts stay whole
+        ("mixtral", {}, 3, 0),  # experts are spread, as whole ones
         ("jamba", {}, 0, 1),  # one attention layer, and recurrent ones
         (
             "gemma3n_text",

@@ -30,6 +30,7 @@ UP_CONTRACT = {
     "--record",
     "--mixed",
     "--mixed-tp",
+    "--mixed-dp",
     "--policy",
     "--host",
     "--http-port",

@@ -27,6 +27,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.counters = Counters()
+        self.ranks = [self]
 
     def arena_bytes(self) -> tuple[int, int, int]:
         return (1, 2, 3)
@@ -154,3 +155,20 @@ def test_what_is_observed_is_counted_once() -> None:
     exported.export(engine)
     exported.export(engine)
     assert exported.value("disagg_step_seconds_count") == 1
+
+
+def test_data_parallel_ranks_are_counted_together() -> None:
+    exported, engine, other = Exported(), FakeEngine(), FakeEngine()
+    engine.ranks.append(other)
+    for round_no in (1, 2):
+        engine.counters.decode_tokens, other.counters.decode_tokens = 10 * round_no, 3
+        engine.counters.max_steps_after_abort = 2
+        exported.export(engine)
+        assert exported.value("disagg_decode_tokens_total") == 10 * round_no + 3
+    assert exported.value("disagg_steps_after_abort") == 2
+    exported.exporter.retire(engine.counters, other.counters)
+    again = FakeEngine()
+    again.ranks.append(FakeEngine())
+    again.ranks[1].counters.decode_tokens = 4
+    exported.export(again)
+    assert exported.value("disagg_decode_tokens_total") == 27

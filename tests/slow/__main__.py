@@ -38,7 +38,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     "offload": ("-m", "slow", "tests/offload", "tests/cluster/test_offload_store.py", "tests/cluster/test_offload.py"),
     "offload-parked": ("-m", "slow", "tests/cluster/test_offload_parked.py"),
     "offload-turns": ("-m", "slow", "tests/cluster/test_offload_turns.py"),
-    "mixed": ("-m", "slow", "tests/cluster/test_mixed.py", "tests/cluster/test_mixed_faults.py"),
+    "mixed": (
+        "-m",
+        "slow",
+        "tests/cluster/test_mixed.py",
+        "tests/cluster/test_mixed_faults.py",
+        "tests/cluster/test_data_parallel.py",
+    ),
     "properties": (
         "-m",
         "slow and not cluster",

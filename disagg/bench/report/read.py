@@ -21,7 +21,7 @@ MOST_FILES = 50_000
 MOST_STEPS, MOST_REQUESTS = 5_000_000, 500_000
 MOST_TOKENS = 50_000_000  # of all requests together
 _STEPS = (
-    "server role incarnation time_s seconds step prefill_tokens decode_tokens budget_tokens running waiting pages_used "
+    "server role incarnation rank time_s seconds step prefill_tokens decode_tokens budget_tokens running waiting pages_used "
     "pages_evictable pages_free pages_total pools"
 )
 _REQUESTS = (
