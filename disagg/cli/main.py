@@ -104,6 +104,7 @@ def _host_port(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @click.option("--prefill-tp", type=click.IntRange(1, 64), help="Ranks per prefill server.  [default: 1]")
 @click.option("--decode-tp", type=click.IntRange(1, 64), help="Ranks per decode server.  [default: 1]")
 @click.option("--mixed-tp", type=click.IntRange(1, 64), help="Ranks per mixed server.  [default: 1]")
+@click.option("--mixed-pp", type=click.IntRange(1, 64), help="Pipeline stages per mixed server.  [default: 1]")
 @click.option(
     "--mixed-dp",
     type=click.IntRange(1, 64),
@@ -139,6 +140,7 @@ def up(file: Path | None, sets: tuple[str, ...], run_dir: Path, parent_pid: int 
         decode_tp=sizes["decode_tp"],
         mixed_tp=sizes["mixed_tp"],
         mixed_dp=sizes["mixed_dp"],
+        mixed_pp=sizes["mixed_pp"],
         run_parent=home_expanded(run_dir, "--run-dir"),
     )
     sys.exit(run_up(options, file, {**overrides_of(sets), **given_settings()}))

@@ -91,7 +91,8 @@ def require_served(directory: Path, config: Config, facts: ModelFacts) -> int | 
         note("whether workers would take it cannot be said here: torch and transformers are not installed")
         return None
     dtype = choose_dtype(config.model.dtype, choose_device(config.model.device), facts.torch_dtype)
-    argv = [sys.executable, "-m", "disagg.worker.check", str(directory), dtype, str(config.server.tp)]
+    ranks = (str(config.server.tp), str(config.server.pp))
+    argv = [sys.executable, "-m", "disagg.worker.check", str(directory), dtype, *ranks]
     try:
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, env=child_environ(), timeout=CHECK_S, check=False

@@ -59,6 +59,7 @@ class UpOptions(Struct, frozen=True, kw_only=True):
     decode_tp: int | None = None
     mixed_tp: int | None = None
     mixed_dp: int | None = None  # None: server.dp
+    mixed_pp: int | None = None  # None: server.pp
     run_parent: Path = Path()
 
     @property
@@ -101,6 +102,8 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
             note(f"--{role}-tp {tp} is of no use: there are no {role} servers")
     if options.mixed_dp is not None and not options.num_mixed:
         note(f"--mixed-dp {options.mixed_dp} is of no use: there are no mixed servers")
+    if options.mixed_pp is not None and not options.num_mixed:
+        note(f"--mixed-pp {options.mixed_pp} is of no use: there are no mixed servers")
     _check_heads(model_dir, plans[1:])
     if choose_device(base.model.device) == "cuda":
         ranks = {plan.name: plan.config.server.num_ranks for plan in plans[1:]}
@@ -157,6 +160,7 @@ def plan_cluster(base: Config, options: UpOptions) -> tuple[Plan, ...]:
             name=name,
             tp=tp,
             dp=(options.mixed_dp or base.server.dp) if role == "mixed" else 1,
+            pp=(options.mixed_pp or base.server.pp) if role == "mixed" else 1,
             host=SERVER_HOST,
             advertise_host="",
             port=ports.pop(),

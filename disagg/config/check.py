@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from disagg.config.sizes import format_size, show_bytes
 from disagg.config.staging import PAGE_BYTES, Device, size_staging
-from disagg.config.tree import Config, EngineConfig, ProcessRole, RouterConfig, ServerRole, TransferConfig
+from disagg.config.tree import Config, EngineConfig, ProcessRole, RouterConfig, ServerConfig, ServerRole, TransferConfig
 from disagg.types.errors import ConfigError
 from disagg.types.plain import quoted
 
@@ -40,6 +40,7 @@ def check_config(config: Config) -> None:
     _check_model(config)
     _check_engine(config)
     _check_offload(config)
+    _check_ranks(config.server)
     _check_transfer(config)
     _check_server(config)
     _check_router(config)
@@ -94,6 +95,11 @@ def check_role(config: Config, role: ProcessRole) -> None:
         raise ConfigError(
             f"server.dp = {config.server.dp}: only a mixed server can have data-parallel ranks: KV that is sent between servers "
             "comes from one pool and goes to one; it must be 1"
+        )
+    if config.server.pp > 1:
+        raise ConfigError(
+            f"server.pp = {config.server.pp}: only a mixed server can have that: a {role} server exchanges KV with ranks that "
+            "have all layers; it must be 1"
         )
     for name, why in MIXED_ONLY.items():
         value = getattr(config.engine, name)
@@ -292,6 +298,14 @@ def check_host_memory(tp: int, host_bytes: int, beside_bytes: int, why: str, mac
         )
 
 
+def _check_ranks(server: ServerConfig) -> None:
+    if server.dp > 1 and server.pp > 1:
+        raise ConfigError(
+            f"server.dp = {server.dp} and server.pp = {server.pp}: data-parallel ranks have no pipeline stages; one of the two "
+            "must be 1"
+        )
+
+
 def _check_offload(config: Config) -> None:
     if config.offload.enabled and not config.engine.prefix_cache:
         raise ConfigError(
@@ -302,6 +316,11 @@ def _check_offload(config: Config) -> None:
         raise ConfigError(
             f"offload.enabled = true and server.dp = {config.server.dp}: what data-parallel ranks have cached stays on "
             "their devices; one of the two must be false or 1"
+        )
+    if config.offload.enabled and config.server.pp > 1:
+        raise ConfigError(
+            f"offload.enabled = true and server.pp = {config.server.pp}: what is offloaded has all layers of a page, and a "
+            "stage has some; one of them must be left out (server.pp = 1)"
         )
 
 

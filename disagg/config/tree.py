@@ -117,6 +117,9 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     name: str = ""
     tp: PositiveInt = 1  # ranks, each with some of the heads, and a GPU of its own
     dp: PositiveInt = 1  # of a mixed server, groups of so many ranks, each with a KV pool and sequences of its own
+    pp: Annotated[int, Meta(ge=1, le=64)] = (
+        1  # pipeline stages of a mixed server, of tp ranks each, with some of the layers
+    )
     first_gpu: NonNegativeInt = 0  # of rank 0; rank r has the r-th after it
     host: str = "127.0.0.1"
     port: Port = 0  # gRPC: router streams, Peer.Link, health, reflection
@@ -127,8 +130,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def num_ranks(self) -> int:
-        """Worker processes."""
-        return self.tp * self.dp
+        """Worker processes: of all data-parallel ranks, or of all stages."""
+        return self.tp * self.dp * self.pp
 
 
 class ServerRef(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

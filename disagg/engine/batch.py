@@ -35,6 +35,7 @@ from disagg.messages.plan import PageCopy, Run, SamplerStart, SequenceStart, Ste
 from disagg.messages.sequence_diff import DiffEncoder
 from disagg.scheduler.budget import Budget, of_tokens
 from disagg.scheduler.fairness import Shares
+from disagg.scheduler.pipeline import decode_share, plans_in_flight
 from disagg.scheduler.policies import POLICIES, PREEMPTION, Candidate, Phase, Running, StepState
 from disagg.scheduler.step_times import StepTimes
 
@@ -67,7 +68,8 @@ class Batch:
         self._prompt_tokens = 0  # of all prompts, that steps were given so far
         self._tiers = tiers
         self.slots = Slots(facts.scheduling.max_slots)
-        self.pipeline = PlanPipeline(facts.tp)
+        self._stages = facts.pp
+        self.pipeline = PlanPipeline(facts.ranks, plans_in_flight(facts.pp), facts.sampling_rank)
         self._encoder = DiffEncoder()
         self.running: dict[int, Sequence] = {}  # by seq_id, in the order in which they joined
         self.parked: list[Sequence] = []  # oldest first
@@ -251,7 +253,7 @@ class Batch:
     # ---- steps
 
     def plan(self) -> WorkerPlan | None:
-        """The next step, sent; None when there is nothing to do or two are in flight."""
+        """The next step, sent; None when there is nothing to do or as many are in flight as may be."""
         if not self.pipeline.has_room:
             return None
         runs = []
@@ -276,7 +278,7 @@ class Batch:
             sequence.position += run.num_tokens
             sequence.promised += run.sample
             sequence.last_plan = self._encoder.next_plan_no
-            runs.append(Run(run.seq_id, run.num_tokens, run.sample, new_pages))
+            runs.append(Run(run.seq_id, run.num_tokens, run.sample, new_pages, self._news(sequence, run.num_tokens)))
         plan = None
         if runs or self._encoder.has_housekeeping:
             plan = self._encoder.encode(runs)
@@ -291,11 +293,20 @@ class Batch:
         self.pipeline.sent(plan)
         return plan
 
+    def _news(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
+        """Of the tokens scheduled last, those that workers know from no plan. A single stage has sampled them itself."""
+        if self._stages == 1:
+            return ()
+        known = max(sequence.position - num_tokens, sequence.joined_tokens)
+        return tuple(sequence.tokens[known : sequence.position])
+
     def _budget(self) -> Budget:
-        """Of the next step: the tokens that it may have, or what takes as long as it should, once that is known."""
-        if not self._facts.target_step_s:
-            return self._most
-        return self._times.budget(self._facts.target_step_s, self._most.most_tokens)
+        """Of the next step: the tokens that it may have, or what takes as long as it should, once that is known. Where stages
+        wait for each other, steps with as many tokens take equally long only if attention counts.
+        """
+        if self._facts.target_step_s:
+            return self._times.budget(self._facts.target_step_s, self._most.most_tokens)
+        return self._most if self._stages == 1 else self._times.even(self._most.most_tokens)
 
     def _candidates(self) -> tuple[Candidate, ...]:
         """What could run: choices in the order in which they joined, then prompts, of the tenant least served first, and of
@@ -303,11 +314,15 @@ class Batch:
         let so many tokens of others go first as are left of it. A step of priority counts as many tokens as PRIORITY_TOKENS.
         """
         choices, prompts = [], []
+        decodes_left = self._decode_share()
         for sequence in self.running.values():
-            if remaining := sequence.remaining:
-                position = sequence.position
+            if (remaining := sequence.remaining) and not self._in_flight(sequence):
+                phase, position = sequence.phase, sequence.position
+                decodes_left -= phase is Phase.DECODE
+                if decodes_left < 0 and phase is Phase.DECODE:
+                    continue  # there is another plan for it
                 most = self._longest_run(position)
-                candidate = Candidate(sequence.seq_id, sequence.phase, remaining, most, position)
+                candidate = Candidate(sequence.seq_id, phase, remaining, most, position)
                 if sequence.is_prompt:
                     prompts.append((sequence, candidate))
                 else:
@@ -316,6 +331,17 @@ class Batch:
         turns = {tenant: turn for turn, tenant in enumerate(tenants)}
         prompts.sort(key=lambda each: (turns[each[0].tenant], each[0].place + each[1].remaining))
         return (*choices, *(candidate for _, candidate in prompts))
+
+    def _decode_share(self) -> int:
+        """How many of those that decode the next step takes, so that there is as much to do for all plans in flight."""
+        if self._stages == 1:
+            return len(self.running)
+        return decode_share(sum(s.phase is Phase.DECODE for s in self.running.values()), self._stages)
+
+    def _in_flight(self, sequence: Sequence) -> bool:
+        """A plan names it that has not reported, and no stage may be told more of it before. (Pages that the next plan copies
+        are there when that runs it.)"""
+        return self._stages > 1 and self.pipeline.reported < sequence.last_plan < self._encoder.next_plan_no
 
     def _longest_run(self, position: int) -> int:
         """Tokens that a run from `position` on may have at most."""
@@ -337,7 +363,7 @@ class Batch:
         plan, result = complete
         if self._tiers is not None:
             self._tiers.loads.rates.computed(tuple(run.num_tokens for run in plan.runs), result.compute_s)
-        if self._facts.target_step_s and plan.runs:
+        if (self._facts.target_step_s or self._stages > 1) and plan.runs:
             runs = [(self._named[run.seq_id].computed, run.num_tokens) for run in plan.runs]
             self._times.observe(runs, result.compute_s)
         for run in plan.runs:

@@ -13,6 +13,7 @@ from disagg.engine.passes import Passes
 from disagg.engine.pool import EnginePool, Fits
 from disagg.engine.tiers import Tiers
 from disagg.engine.turns import Turns
+from disagg.scheduler.pipeline import Bubbles
 from disagg.scheduler.prefill_delayer import Gather, Limits, PrefillDelayer
 
 
@@ -32,6 +33,7 @@ class Core:
         self.facts = facts
         self.role = sharing.role
         self.counters = Counters()
+        self.bubbles = Bubbles(facts.pp)
         self.out: list[Instruction] = []
         self.pool = EnginePool(facts, self.counters, sharing.fits_alone, sharing.common_late_tokens)
         self.tiers: Tiers | None = None

@@ -112,7 +112,7 @@ class Engine:
     # ---- steps
 
     def schedule(self, now: Now) -> list[Instruction]:
-        """What waits begins as far as it can; plans are sent until two are in flight or nothing is left to do."""
+        """What waits begins as far as it can; plans are sent until as many are in flight as may be, or nothing is left to do."""
         self.begin_passes(now)
         while self._one_pass(now):
             pass
@@ -141,6 +141,7 @@ class Engine:
         """plan: what is sent. computing: see Passes.end. Whether another pass follows at once."""
         if plan is not None:
             self.core.out.append(ToWorkers(plan))
+            self.core.bubbles.sent(now.s)
             for stage in self.stages:
                 stage.planned(plan, now)
         return self.core.passes.end(plan, computing=computing)
@@ -152,6 +153,7 @@ class Engine:
     def step_done(self, result: StepResult, now: Now) -> list[Instruction]:
         """A rank has computed a plan."""
         complete = self._batch.report(result)
+        self._count_stages(result, complete is not None, now)
         if complete is None:
             return []
         plan, report = complete
@@ -162,6 +164,19 @@ class Engine:
             stage.computed(plan, report, now)
         self._settle(now)
         return self._take()
+
+    def _count_stages(self, result: StepResult, complete: bool, now: Now) -> None:
+        """The first rank of a stage speaks for it."""
+        facts, bubbles = self.core.facts, self.core.bubbles
+        if facts.pp == 1:
+            return
+        if result.rank % facts.tp == 0:
+            bubbles.computed(result.rank // facts.tp, result.compute_s, now.s)
+        if complete:
+            bubbles.reported(now.s)
+        for stage in range(facts.pp):
+            self.counters.stage_seconds["busy", stage] = bubbles.busy_s[stage]
+            self.counters.stage_seconds["bubble", stage] = bubbles.bubble_s[stage]
 
     def _settle(self, now: Now) -> None:
         """Memory that nobody uses any more comes back, and then legs of which nothing is left are forgotten."""

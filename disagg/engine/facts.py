@@ -72,3 +72,14 @@ class EngineFacts(Struct, frozen=True):
     scheduling: SchedulingFacts
     transfer: TransferFacts
     offload: OffloadFacts | None = None  # KV has no place but the pool
+    pp: int = 1  # pipeline stages, of tp ranks each
+
+    @property
+    def ranks(self) -> int:
+        """Rank r is in stage r // tp."""
+        return self.tp * self.pp
+
+    @property
+    def sampling_rank(self) -> int:
+        """The first one of the last stage."""
+        return self.ranks - self.tp

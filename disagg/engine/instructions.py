@@ -103,6 +103,7 @@ class Counters:
     prefill_delays: dict[tuple[str, bool, str, bool], int] = field(  # by estimate, allow, reason, executed
         default_factory=lambda: defaultdict(int)
     )
+    stage_seconds: dict[tuple[str, int], float] = field(default_factory=dict)  # by busy or bubble, and pipeline stage
     observations: list[tuple[str, float]] = field(default_factory=list)  # (histogram, seconds)
 
     def observe(self, histogram: str, seconds: float) -> None:

@@ -13,7 +13,7 @@ from disagg.engine.batch import Batch
 from disagg.engine.facts import EngineFacts
 from disagg.engine.sequences import Sequence
 from disagg.memory.sequence import KvMemory
-from disagg.memory.spans import PLANS_IN_FLIGHT, pages_for, window_pages
+from disagg.memory.spans import pages_for, window_pages
 from disagg.messages.layout import GroupKind
 from disagg.scheduler.admission import Growing, peak_growth
 from disagg.types.ids import LegKey
@@ -60,6 +60,7 @@ class Lookahead:
     def _grown_to(self, growing: List[Growing], limits: List[int]) -> float:
         """Large pages, beyond those that are used, that these come to need at most. limits: most tokens of each."""
         layout, large = self._facts.memory.layout, 0.0
+        late = self._memory.late_runs
         per_page = sum(
             1 / per_large
             for group, per_large in zip(layout.groups, layout.per_large, strict=True)
@@ -68,12 +69,12 @@ class Lookahead:
         for group, per_large in zip(layout.groups, layout.per_large, strict=True):
             if group.kind is not GroupKind.WINDOW:
                 continue
-            most = window_pages(group.window_tokens, PLANS_IN_FLIGHT, layout.page_tokens)
+            most = window_pages(group.window_tokens, late, layout.page_tokens)
             for each, limit in zip(growing, limits, strict=True):
                 held = pages_for(max(0, limit - 1 - each.steps), layout.page_tokens)
                 large += (min(most, pages_for(limit, layout.page_tokens)) - min(most, held)) / per_large
         ahead = self._facts.scheduling.lookahead_tokens
-        return large + per_page * peak_growth(growing, layout.page_tokens, ahead, PLANS_IN_FLIGHT + 1)
+        return large + per_page * peak_growth(growing, layout.page_tokens, ahead, late + 1)
 
 
 def running_on(sequence: Sequence) -> Growing:

@@ -3,9 +3,10 @@
     begin ──> what waits begins, a prompt could begin? ──> may_prefill, the same for all of the pass
     end   ──> what came of it is counted, and whether another pass follows at once
 
-A pass is a plan that can be sent: one of at most two in flight, which is the overlap that delays rely on (what decodes goes
-on while prompts wait). While two are in flight there is no pass, and no prompt begins. When prompts wait and nothing at all
-is computed, passes follow each other at once, so that nobody waits for steps that never come.
+A pass is a plan that can be sent: one of at most two in flight (with pipeline stages, of as many), which is the overlap that
+delays rely on (what decodes goes on while prompts wait). While all are in flight there is no pass, and no prompt begins.
+When prompts wait and nothing at all is computed, passes follow each other at once, so that nobody waits for steps that never
+come.
 
 Ranks that one process schedules (engine/data_parallel) ask before they begin: `wanted` says whether a prompt could begin,
 without that it does, and `row` what the rank says then.

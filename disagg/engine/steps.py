@@ -1,7 +1,8 @@
-"""The plan pipeline of an engine: numbers plans, holds at most two in flight, and knows when a plan has been computed.
+"""The plan pipeline of an engine: numbers plans, holds so many in flight, and knows when a plan has been computed.
 
-The engine schedules plan n+1 while the workers compute n; pages and slots named by a plan may be reused only once it, on
-every rank, has reported. Knows plan numbers and ranks; nothing of what is in a plan.
+The engine schedules plan n+1 while the workers compute n, or as many plans as there are pipeline stages; pages and slots
+named by a plan may be reused only once it, on every rank, has reported. Knows plan numbers and ranks; nothing of what is in
+a plan.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from dataclasses import dataclass, field
 
 from disagg.messages.plan import StepResult, WorkerPlan
 from disagg.types.errors import ProtocolError
-
-MAX_IN_FLIGHT = 2
 
 
 @dataclass(slots=True)
@@ -23,8 +22,11 @@ class _InFlight:
 class PlanPipeline:
     """Plans sent and not yet reported by every rank, oldest first."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, most: int, sampling_rank: int) -> None:
+        """most: plans in flight. sampling_rank: the one that says what was sampled, and speaks for all."""
         self._ranks = ranks
+        self._most = most
+        self._sampling_rank = sampling_rank
         self._in_flight: dict[int, _InFlight] = {}
         self.reported = -1  # number of the last plan that every rank has reported
 
@@ -35,7 +37,7 @@ class PlanPipeline:
 
     @property
     def has_room(self) -> bool:
-        return len(self._in_flight) < MAX_IN_FLIGHT
+        return len(self._in_flight) < self._most
 
     @property
     def in_flight(self) -> tuple[WorkerPlan, ...]:
@@ -46,7 +48,7 @@ class PlanPipeline:
         self._in_flight[plan.plan_no] = _InFlight(plan)
 
     def report(self, result: StepResult) -> tuple[WorkerPlan, StepResult] | None:
-        """Take one rank's report. The plan and rank 0's result, once every rank has reported it."""
+        """Take one rank's report. The plan and the sampling rank's result, once every rank has reported it."""
         item = self._in_flight.get(result.plan_no)
         if item is None or result.rank in item.reports:
             raise ProtocolError(f"rank {result.rank} reports plan {result.plan_no}, which is not in flight there")
@@ -57,7 +59,7 @@ class PlanPipeline:
             raise ProtocolError(f"plan {result.plan_no} is complete where plan {self.reported + 1} was due")
         del self._in_flight[result.plan_no]
         self.reported = result.plan_no
-        return item.plan, item.reports[0]
+        return item.plan, item.reports[self._sampling_rank]
 
 
 class Slots:

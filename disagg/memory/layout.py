@@ -18,6 +18,7 @@ import math
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from disagg.memory.groups import GroupSpec
 from disagg.messages.layout import GroupKind
@@ -104,6 +105,25 @@ def plan_layout(
         strides=tuple(large_bytes // count for count in per_large),
         sizing=sizing,
         reason=reason,
+    )
+
+
+def stage_layout(whole: PoolLayout, parts: Sequence[GroupSpec | None]) -> PoolLayout:
+    """How a pipeline stage cuts its pool: large pages have as many small pages of each group as the whole's, so that page ids
+    are equal on all stages, and as many bytes as the stage's layers need.
+
+    parts: per group of the whole, the stage's layers of it, or None; one of them at least has some.
+    """
+    own = [(part, count) for part, count in zip(parts, whole.per_large, strict=True) if part is not None]
+    step_bytes = math.lcm(*(count * part.align_bytes for part, count in own))
+    needed = max(count * round_up(part.page_bytes, part.align_bytes) for part, count in own)
+    large_bytes = round_up(needed, step_bytes)
+    return replace(
+        whole,
+        large_bytes=large_bytes,
+        groups=tuple(part for part, _ in own),
+        per_large=tuple(count for _, count in own),
+        strides=tuple(large_bytes // count for _, count in own),
     )
 
 

@@ -43,7 +43,8 @@ from disagg.messages.plan import PageCopy
 class KvMemory:
     """One pool: its pages, its prefix cache, and what they have been asked for.
 
-    caching: off, nothing is kept of a sequence that ends. seed: of the draws that rank images for eviction.
+    caching: off, nothing is kept of a sequence that ends. seed: of the draws that rank images for eviction. late_runs: of one
+    sequence, how many have not reported at most.
 
     common_late_tokens: of a pool in which only sequences of `open` run (a prefill server's): tokens of all of them together
     whose runs have not reported, at most. A window's pages for them need not be set aside for each sequence then: it is
@@ -59,8 +60,10 @@ class KvMemory:
         caching: bool = True,
         seed: int = 0,
         common_late_tokens: int = 0,
+        late_runs: int = PLANS_IN_FLIGHT,
     ) -> None:
         self.layout = layout
+        self.late_runs = late_runs
         self.caching = caching
         windows = [g for g, group in enumerate(layout.groups) if group.kind is GroupKind.WINDOW]
         self.common_late_pages = [0 for _ in layout.groups]  # by group
@@ -100,7 +103,7 @@ class KvMemory:
         hit = self.cache.lookup_known(hashes, known) if known else 0
         for hit_tokens, tokens in ((hit, total_tokens), (0, num_tokens)):
             pages = SequencePages(self)
-            pages.branch_at(known, num_tokens, tail_tokens=PLANS_IN_FLIGHT * chunk_tokens)
+            pages.branch_at(known, num_tokens, tail_tokens=self.late_runs * chunk_tokens)
             pages.pin_hit(hashes, hit_tokens)
             if pages.reserve(tokens, chunk_tokens):
                 self.count_hit(num_tokens, hit_tokens)
@@ -154,11 +157,11 @@ class KvMemory:
 
     def large_pages_to_prefill(self, num_tokens: int, chunk_tokens: int) -> int:
         """Large pages with which a prompt can always be computed in chunks when nothing else is held."""
-        return self._large_pages(Peak(num_tokens, num_tokens, 1, PLANS_IN_FLIGHT * chunk_tokens))
+        return self._large_pages(Peak(num_tokens, num_tokens, 1, self.late_runs * chunk_tokens))
 
     def large_pages_to_decode(self, num_tokens: int, total_tokens: int, choices: int) -> int:
         """Large pages with which `choices` sequences that share num_tokens tokens can always grow to total_tokens each."""
-        return self._large_pages(Peak(num_tokens, total_tokens, choices, PLANS_IN_FLIGHT))
+        return self._large_pages(Peak(num_tokens, total_tokens, choices, self.late_runs))
 
     def _large_pages(self, peak: Peak) -> int:
         return sum(

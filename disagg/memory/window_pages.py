@@ -18,7 +18,7 @@ from disagg.memory.eviction import passed
 from disagg.memory.full_pages import FullPages
 from disagg.memory.groups import GroupSpec
 from disagg.memory.kinds import Arrival, Peak
-from disagg.memory.spans import PLANS_IN_FLIGHT, pages_for, window_first, window_pages, window_start
+from disagg.memory.spans import pages_for, window_first, window_pages, window_start
 
 if TYPE_CHECKING:
     from disagg.memory.sequence import KvMemory
@@ -59,7 +59,7 @@ class WindowPages(FullPages):
     def reserve(self, num_tokens: int, chunk_tokens: int) -> int:
         pages = pages_for(num_tokens, self._page_tokens) - len(self.table)
         common = self._memory.common_late_pages[self._g]
-        late_tokens = 0 if common else PLANS_IN_FLIGHT * chunk_tokens
+        late_tokens = 0 if common else self._memory.late_runs * chunk_tokens
         self._quota = window_pages(self._window_tokens, late_tokens, self._page_tokens)
         if common:
             self._beyond = max(0, pages - self._quota)
@@ -68,7 +68,7 @@ class WindowPages(FullPages):
 
     def await_landing(self, hashes: Sequence[bytes], arrival: Arrival) -> tuple[int, int]:
         start = window_start(arrival.num_tokens, self._window_tokens, self._page_tokens) // self._page_tokens
-        held = window_pages(self._window_tokens, PLANS_IN_FLIGHT, self._page_tokens)
+        held = window_pages(self._window_tokens, self._memory.late_runs, self._page_tokens)
         extra = min(arrival.extra_pages(self._page_tokens), arrival.choices * held)
         return self._await(hashes, arrival, start, extra)
 

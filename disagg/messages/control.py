@@ -28,8 +28,8 @@ class Load(Struct, frozen=True, tag="load"):
 
     dtype is a concrete one ("float32", ...). device: "cpu", or "cuda": rank r then has GPU first_gpu + r. gemv_copies: see
     models/gemv. tp: how many ranks a group has; dp: how many data-parallel groups there are, which may share experts
-    (models/experts). meet_s: how long to wait for the others once loaded; collective_s: how long for them in any later
-    collective.
+    (models/experts). pp: how many stages, of tp ranks each, where there is one group; rank r is in stage r // tp. meet_s: how
+    long to wait for the others once loaded; collective_s: how long for them in any later collective.
     """
 
     model_dir: str
@@ -43,6 +43,7 @@ class Load(Struct, frozen=True, tag="load"):
     collective_s: float
     computation: Computation = Computation()
     dp: int = 1
+    pp: int = 1
 
 
 class Profile(Struct, frozen=True, tag="profile"):
@@ -52,14 +53,25 @@ class Profile(Struct, frozen=True, tag="profile"):
     max_slots: int
 
 
+class StagePool(Struct, frozen=True):
+    """How a pipeline stage cuts its pool; see MakePool. strides: of the layer groups of which it has layers."""
+
+    large_bytes: int
+    strides: tuple[int, ...]
+
+
 class MakePool(Struct, frozen=True, tag="make_pool"):
-    """Make the pool and the sampler. strides: bytes from one small page to the next, per layer group as a rank keeps it."""
+    """Make the pool and the sampler. strides: bytes from one small page to the next, per layer group as a rank keeps it.
+
+    stages: how each pipeline stage cuts its pool, in place of large_bytes and strides; none where there is one stage.
+    """
 
     num_large: int
     large_bytes: int
     strides: tuple[int, ...]
     page_tokens: int
     max_slots: int
+    stages: tuple[StagePool, ...] = ()
 
 
 class OpenTransfer(Struct, frozen=True, tag="open_transfer"):
@@ -119,8 +131,9 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
 
 class Loaded(Struct, frozen=True, tag="loaded"):
     """groups: of the whole model, with all KV heads. weights_hash: see models/identity; files: digests of the small files
-    beside the weights, by name. lockstep: data-parallel groups share its experts, so that all take part in each step. Every rank
-    says the same but for load_s, or they have loaded different models.
+    beside the weights, by name. lockstep: data-parallel groups share its experts, so that all take part in each step. cuts: stage
+    s has layers [cuts[s], cuts[s + 1]); none where there is one stage. Every rank says the same but for load_s, or they have
+    loaded different models.
     """
 
     rank: int
@@ -132,6 +145,7 @@ class Loaded(Struct, frozen=True, tag="loaded"):
     weights_hash: str
     files: dict[str, str]
     lockstep: bool = False
+    cuts: tuple[int, ...] = ()
 
 
 class Profiled(Struct, frozen=True, tag="profiled"):

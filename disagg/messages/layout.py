@@ -94,6 +94,11 @@ class LayerGroup(Struct, frozen=True):
             return self
         return msgspec.structs.replace(self, kv_heads=heads_per_rank(tp, self.kv_heads))
 
+    def on_stage(self, first: int, stop: int) -> LayerGroup | None:
+        """Those of its layers that are in [first, stop); None if there are none."""
+        layers = tuple(layer for layer in self.layers if first <= layer < stop)
+        return msgspec.structs.replace(self, layers=layers) if layers else None
+
     @property
     def is_state(self) -> bool:
         return self.kind is GroupKind.STATE

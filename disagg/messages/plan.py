@@ -7,8 +7,11 @@ worker group, because PUB/SUB drops silently. Knows tokens, pages and slots; not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from disagg.messages.layout import GroupPages
 from disagg.types.sampling import SamplingParams
@@ -44,13 +47,15 @@ class Run(Struct, frozen=True, array_like=True):
 
     new_pages: per layer group, or empty for none at all; what they hold is of no use. A state group's run reads the state
     that was the last before these were appended (none when nothing was computed), and writes the one that is last then.
-    Where the next token is one that the worker sampled itself, the worker knows it and the engine need not.
+    Where the next token is one that the worker sampled itself, the worker knows it and the engine need not. Workers of
+    pipeline stages know none that way: token_ids are those that no plan has said.
     """
 
     seq_id: int
     num_tokens: int
     sample: bool
     new_pages: tuple[tuple[int, ...], ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 class PageCopy(Struct, frozen=True, array_like=True):
@@ -75,6 +80,19 @@ class WorkerPlan(Struct, frozen=True, tag="plan"):
     runs: tuple[Run, ...] = ()
     group: int = 0
     rows: tuple[int, ...] = ()
+
+    def of_groups(self, own: Sequence[int]) -> WorkerPlan:
+        """The same for a stage that has layers of these groups only, by their indices, which count from 0 there."""
+        place = {group: index for index, group in enumerate(own)}
+        return replace(
+            self,
+            copies=tuple(replace(copy, group=place[copy.group]) for copy in self.copies if copy.group in place),
+            starts=tuple(replace(start, tables=tuple(start.tables[group] for group in own)) for start in self.starts),
+            runs=tuple(
+                replace(run, new_pages=tuple(run.new_pages[group] for group in own)) if run.new_pages else run
+                for run in self.runs
+            ),
+        )
 
 
 class Hello(Struct, frozen=True, tag="hello"):
@@ -107,8 +125,8 @@ class Ready(Struct, frozen=True, tag="ready"):
 
 
 class StepResult(Struct, frozen=True, tag="result"):
-    """A plan has been computed on this rank. Only the first rank of a group reports tokens. compute_s: seconds in the model and
-    sampler.
+    """A plan has been computed on this rank. Only the rank of a group that samples reports tokens. compute_s: seconds in the
+    model and sampler.
     """
 
     rank: int

@@ -136,6 +136,7 @@ class KnownSequences:
         runs = []
         for run in plan.runs:
             sequence = self._known(run.seq_id, plan)
+            sequence.tokens.extend(run.token_ids)
             last_pages = tuple(table[-1] if table else -1 for table in sequence.tables)
             if run.new_pages:
                 for table, pages in zip(sequence.tables, run.new_pages, strict=True):

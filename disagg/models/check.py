@@ -33,6 +33,7 @@ from disagg.models.layers import LAYER_TYPES, lay_out, max_model_len_of
 from disagg.models.pool import TORCH_DTYPES
 from disagg.models.ranks import Ranks
 from disagg.models.sharding import shard
+from disagg.models.stages import cuts_of, hidden_of
 from disagg.models.states import attach
 from disagg.models.surplus import further_layers_of, surplus
 from disagg.text.model_files import CONFIG, ModelFiles
@@ -59,11 +60,12 @@ _CONTAINER_WORDS = {list: "a list", tuple: "a list", dict: "an object"}
 _CLASS_NAME = re.compile(r"[`']?\b[A-Z]\w*(?:Config|ForCausalLM|PreTrainedModel|Model|Error)\b[`']?:?")
 
 
-def check_model(files: ModelFiles, dtype: str, tp: int = 1) -> int:
+def check_model(files: ModelFiles, dtype: str, tp: int = 1, pp: int = 1) -> int:
     """How many of the stored values the model does not use, such as those of a vision tower.
 
-    Raises ConfigError, one sentence, where servers with `tp` ranks that compute in `dtype` cannot serve this exactly. Costs
-    the library's modules without their weights: some hundredths of a second, some seconds for hundreds of layers of experts.
+    Raises ConfigError, one sentence, where servers with `pp` stages of `tp` ranks that compute in `dtype` cannot serve this
+    exactly. Costs the library's modules without their weights: some hundredths of a second, some seconds for hundreds of layers
+    of experts.
     """
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
@@ -78,7 +80,7 @@ def check_model(files: ModelFiles, dtype: str, tp: int = 1) -> int:
         _check_size(path, module, stored)
         unused = _check_tensors(files.model_dir, module, stored, dtype)
         _check_surplus(files.model_dir, said, module, stored, unused)
-    _check_layers(files.model_dir, module, dtype, tp)
+    _check_layers(files.model_dir, module, dtype, tp, pp)
     return sum(stored[name].num_values for name in unused if name in stored)
 
 
@@ -325,20 +327,23 @@ def _check_surplus(
         )
 
 
-def _check_layers(model_dir: Path, module: PreTrainedModel, dtype: str, tp: int) -> None:
-    """What layers keep, and whether ranks can share it."""
+def _check_layers(model_dir: Path, module: PreTrainedModel, dtype: str, tp: int, pp: int) -> None:
+    """What layers keep, and whether stages and ranks can share it."""
     module.train(False).requires_grad_(False)
     try:
         attach(module)
         longest = max_model_len_of(model_dir, module.config)
         try:
-            calls = lay_out(model_dir, module, dtype, longest).calls
+            places = lay_out(model_dir, module, dtype, longest)
         except (ConfigError, MemoryError):
             raise
         except Exception:  # noqa: BLE001  # as above; or it is nothing but an operation that needs values
-            calls = lay_out(model_dir, _with_zeros(module), dtype, longest).calls
+            places = lay_out(model_dir, _with_zeros(module), dtype, longest)
+        if pp > 1:
+            hidden_of(module, lambda: lay_out(model_dir, module, dtype, longest))
+            cuts_of(module, places, pp)
         if tp > 1:
-            shard(module, calls, Ranks(0, tp))
+            shard(module, places.calls, Ranks(0, tp))
     except ConfigError as error:
         where = str(model_dir)
         raise error if where in str(error) else ConfigError(f"{where}: {error}") from error

@@ -140,7 +140,7 @@ def spread_experts(module: PreTrainedModel, calls: Sequence[ExpertsCall], spread
     parents = {child: (parent, name) for parent in module.modules() for name, child in parent.named_children()}
     called = [call.module for call in calls]
     for call in calls:
-        if called.count(call.module) == 1:
+        if called.count(call.module) == 1 and call.module in parents:  # else it is another stage's
             parent, name = parents[call.module]
             part = SpreadExperts(call, spread)
             setattr(parent, name, part)

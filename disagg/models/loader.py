@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from disagg.messages.layout import LayerGroup
 from disagg.models.attention.calls import ATTENTION_NAME
 from disagg.models.check import check_model
 from disagg.models.experts import Spread, noting_experts, spread_experts
@@ -21,6 +22,8 @@ from disagg.models.layers import LayerPlaces, lay_out, max_model_len_of
 from disagg.models.pool import TORCH_DTYPES
 from disagg.models.ranks import Ranks
 from disagg.models.sharding import shard
+from disagg.models.stage_links import StageLinks
+from disagg.models.stages import StageCut, cuts_of, hidden_of, places_of
 from disagg.models.states import attach
 from disagg.text.model_files import CONFIG, ModelFiles
 from disagg.types.errors import ConfigError, FilesChanged
@@ -30,7 +33,7 @@ CHANGED = "files in {} were written or replaced while they were loaded"
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A module in eval mode on its device, cut for its rank, and what its directory says about the whole model."""
+    """A module in eval mode on its device, cut for its stage and its rank, and what its directory says about the whole model."""
 
     module: PreTrainedModel
     places: LayerPlaces
@@ -39,19 +42,29 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     weights_hash: str  # see models/identity
     files: Mapping[str, str]  # digests of the small files beside the weights, see text/model_files
+    whole_groups: tuple[LayerGroup, ...] = ()  # of all stages; `places` are of this one's layers
+    own_groups: tuple[int, ...] = ()  # which of those this stage has layers of, by their indices
+    cuts: tuple[int, ...] = ()  # see models/stages.cuts_of; none where there is one stage
+    stage: StageCut | None = None
 
 
 def load(
-    model_dir: Path, dtype: str, device: str, ranks: Ranks | None = None, spread: Spread | None = None
+    model_dir: Path,
+    dtype: str,
+    device: str,
+    ranks: Ranks | None = None,
+    spread: Spread | None = None,
+    links: StageLinks | None = None,
 ) -> LoadedModel:
     """Raises ConfigError when the directory holds no model that this version can serve exactly, or not on these ranks; and
     FilesChanged when its files were written or replaced meanwhile.
 
-    ranks: not yet connected; None for one that computes all of it. spread: over which ranks its experts are spread, if they are.
+    ranks, links: not yet connected; None for one that computes all of it. spread: over which ranks its experts are spread, if
+    they are.
     """
     before = stamps(model_dir)
     try:
-        loaded = _load(model_dir, dtype, device, ranks or Ranks(), spread)
+        loaded = _load(model_dir, dtype, device, ranks or Ranks(), spread, links or StageLinks())
     except ConfigError as error:
         if stamps(model_dir) != before:
             raise FilesChanged(f"{CHANGED.format(model_dir)}: {error}") from error
@@ -61,9 +74,11 @@ def load(
     return loaded
 
 
-def _load(model_dir: Path, dtype: str, device: str, ranks: Ranks, spread: Spread | None) -> LoadedModel:
+def _load(
+    model_dir: Path, dtype: str, device: str, ranks: Ranks, spread: Spread | None, links: StageLinks
+) -> LoadedModel:
     files = ModelFiles.read(model_dir)
-    check_model(files, dtype, ranks.size)
+    check_model(files, dtype, ranks.size, links.count)
     module, report = _from_pretrained(model_dir, dtype)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -72,9 +87,9 @@ def _load(model_dir: Path, dtype: str, device: str, ranks: Ranks, spread: Spread
     if device == "cpu":
         detach_from_files(module)
     digests = files.digests()
-    identity = weights_hash(module, digests[CONFIG], eos_token_ids, hash_threads(ranks.size))
-    whole = ranks.size == 1 and spread is None
-    if whole:
+    identity = weights_hash(module, digests[CONFIG], eos_token_ids, hash_threads(ranks.size * links.count))
+    cut = ranks.size > 1 or spread is not None or links.several
+    if not cut:
         _move(module, device)
     module.train(False).requires_grad_(False)
     try:
@@ -83,13 +98,19 @@ def _load(model_dir: Path, dtype: str, device: str, ranks: Ranks, spread: Spread
         raise ConfigError(f"{model_dir}: {error}") from error
     max_model_len = max_model_len_of(model_dir, module.config)
     with noting_experts(module) as experts:
-        places = lay_out(model_dir, module, dtype, max_model_len)
-    if not whole:
-        # What layers ask was found out on the CPU: no device needs to hold more than its rank's part.
-        if spread is not None:
-            spread_experts(module, experts, spread)
-        if ranks.size > 1:
-            places = _on_rank(model_dir, module, places, ranks)
+        places = whole = lay_out(model_dir, module, dtype, max_model_len)
+    own, cuts, stage = tuple(range(len(whole.groups))), tuple[int, ...](), None
+    if links.several:
+        hidden = hidden_of(module, lambda: lay_out(model_dir, module, dtype, max_model_len))
+        cuts = cuts_of(module, whole, links.count)
+        first, stop = cuts[links.stage : links.stage + 2]
+        places, own = places_of(whole, first, stop)
+        stage = StageCut(module, hidden, first, stop)
+    if spread is not None:
+        spread_experts(module, experts, spread)
+    if ranks.size > 1:
+        places = _on_rank(model_dir, module, places, ranks)
+    if cut:  # what layers ask was found out on the CPU: no device needs to hold more than its rank's part
         _move(module, device)
     return LoadedModel(
         module=module,
@@ -99,6 +120,10 @@ def _load(model_dir: Path, dtype: str, device: str, ranks: Ranks, spread: Spread
         eos_token_ids=eos_token_ids,
         weights_hash=identity,
         files=digests,
+        whole_groups=whole.groups,
+        own_groups=own,
+        cuts=cuts,
+        stage=stage,
     )
 
 

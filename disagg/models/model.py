@@ -24,6 +24,7 @@ from disagg.models.layers import LayerPlaces
 from disagg.models.loader import LoadedModel, load
 from disagg.models.pool import TORCH_DTYPES, Pool
 from disagg.models.ranks import Ranks
+from disagg.models.stage_links import StageLinks
 from disagg.models.states import PagedStates, active_states
 
 logger = logging.getLogger(__name__)
@@ -33,16 +34,22 @@ class PagedModel:
     """`PagedModel.load(model_dir, dtype, device)`, then `forward` per step."""
 
     def __init__(
-        self, loaded: LoadedModel, ranks: Ranks, computation: Computation, spread: Spread | None = None
+        self,
+        loaded: LoadedModel,
+        ranks: Ranks,
+        computation: Computation,
+        spread: Spread | None = None,
+        links: StageLinks | None = None,
     ) -> None:
         """Raises ConfigError when an attention backend that is wanted by name cannot do what the layers ask."""
         self._loaded = loaded
         self.ranks = ranks
         self.spread = spread if spread is not None and spread.parts else None
         """Of its experts; None where there are none, or all of them are here."""
+        self.links = links or StageLinks()
         self._fuse(computation.fusions)
         self.groups = tuple(group.on_rank(ranks.size) for group in loaded.places.groups)
-        """Layer groups as this rank keeps them, each with pages of its own in the pool."""
+        """Layer groups as this rank keeps them, each with pages of its own in the pool: those of which its stage has layers."""
         backends = {
             index: choose(asks, computation.prefill_attention, computation.decode_attention)
             for index, asks in asks_of(loaded.places, self.device).items()
@@ -79,17 +86,19 @@ class PagedModel:
         ranks: Ranks | None = None,
         computation: Computation | None = None,
         spread: Spread | None = None,
+        links: StageLinks | None = None,
     ) -> PagedModel:
-        """dtype: "float32", "bfloat16" or "float16". ranks: connected before the first forward; None for a single one.
+        """dtype: "float32", "bfloat16" or "float16". ranks, links: connected before the first forward; None for a single one.
         computation: None for what fits the device best. spread: of experts, among ranks that are connected as late; by default
         among `ranks`.
 
         Raises ConfigError for a model that cannot be served exactly, or not on so many ranks.
         """
-        ranks = ranks or Ranks()
+        ranks, links = ranks or Ranks(), links or StageLinks()
         if spread is None and ranks.size > 1:
             spread = Spread(ranks, Ranks())
-        return cls(load(model_dir, dtype, device, ranks, spread), ranks, computation or Computation(), spread)
+        loaded = load(model_dir, dtype, device, ranks, spread, links)
+        return cls(loaded, ranks, computation or Computation(), spread, links)
 
     def add_gemv_copies(self) -> int:
         """Make steps of one row faster on CPU, for the weights' bytes once more; returns how many."""
@@ -97,8 +106,37 @@ class PagedModel:
 
     @property
     def whole_groups(self) -> tuple[LayerGroup, ...]:
-        """Layer groups of the model, with all KV heads, on however many ranks."""
-        return self._loaded.places.groups
+        """Layer groups of the model, with all layers and KV heads, on however many ranks and stages."""
+        return self._loaded.whole_groups
+
+    @property
+    def own_groups(self) -> tuple[int, ...]:
+        """Which of these `groups` are, by their indices."""
+        return self._loaded.own_groups
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Stage s has layers [cuts[s], cuts[s + 1]); empty where there is one stage."""
+        return self._loaded.cuts
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled on this rank."""
+        return self.ranks.samples and self.links.is_last
+
+    def receive(self, rows: int) -> torch.Tensor | None:
+        """Hidden states of so many rows from the stage before, once they are here; None in the first stage."""
+        stage = self._loaded.stage
+        if stage is None or stage.incoming is None:
+            return None
+        return self.links.receive(rows, stage.incoming.width, stage.incoming.dtype, self.device)
+
+    def blank_hidden(self, rows: int) -> torch.Tensor | None:
+        """As if they had been received: for steps of which no other stage knows."""
+        stage = self._loaded.stage
+        if stage is None or stage.incoming is None:
+            return None
+        return torch.zeros((1, rows, stage.incoming.width), dtype=stage.incoming.dtype, device=self.device)
 
     @property
     def vocab_size(self) -> int:
@@ -153,8 +191,12 @@ class PagedModel:
         pool: Pool,
         written: Callable[[int], None] | None = None,
         logits_out: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Writes the batch's K and V, and the states after its runs, into the pool.
+
+        hidden: of a later stage, from `receive`. A stage that is not the last returns what is for the next one, [1, N, width],
+        instead of logits.
 
         written: called with the index of each layer that has K and V of its own, in rising order, when (on a GPU: when
         what has been launched by then is over) they are in the pool. Returns logits, [R, vocab] in the model's
@@ -164,6 +206,9 @@ class PagedModel:
         batch.check()
         attention = PagedAttention(batch, pool, self._loaded.places.attention, self._backends, self.ranks, written)
         states = PagedStates(batch, pool, self._loaded.places.states)
+        stage = self._loaded.stage
+        if stage is not None:
+            stage.receive(hidden)
         with active(attention), active_states(states):
             output = self._loaded.module(
                 input_ids=batch.token_ids().unsqueeze(0),
@@ -173,6 +218,8 @@ class PagedModel:
             )
         attention.assert_every_layer_ran_once()
         states.assert_every_layer_ran_once()
+        if stage is not None and stage.outgoing is not None:
+            return stage.left()
         logits: torch.Tensor = output.logits[0]
         return logits if logits_out is None else logits_out.copy_(logits)
 

@@ -32,7 +32,7 @@ class Ranks:
 
     @property
     def samples(self) -> bool:
-        """Whether this rank chooses the tokens that all take."""
+        """Whether this rank chooses the tokens that all take (of pipeline stages, in the last one)."""
         return self.rank == TOKENS_FROM
 
     def connect(self, meeting: Path, device: torch.device, meet_s: float, collective_s: float) -> None:
@@ -43,12 +43,7 @@ class Ranks:
         """
         if self.size == 1:
             return
-        store = dist.FileStore(str(meeting), self.size)
-        if store.add("here", 1) == self.size:
-            store.set("all here", "yes")
-        store.wait(["all here"], timedelta(seconds=meet_s))
-        timeout = timedelta(seconds=collective_s)
-        self._group = (_nccl if device.type == "cuda" else _gloo)(store, self.rank, self.size, timeout)
+        self._group = meet(meeting, self.rank, self.size, device, meet_s, collective_s)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors of this shape; in place."""
@@ -91,6 +86,15 @@ class Ranks:
     def _backend(self) -> Any:
         assert self._group is not None, "the ranks are not connected"
         return self._group
+
+
+def meet(meeting: Path, rank: int, size: int, device: torch.device, meet_s: float, wait_s: float) -> Any:
+    """A process group of all who come to this file, once they are here. Arguments as of Ranks.connect."""
+    store = dist.FileStore(str(meeting), size)
+    if store.add("here", 1) == size:
+        store.set("all here", "yes")
+    store.wait(["all here"], timedelta(seconds=meet_s))
+    return (_nccl if device.type == "cuda" else _gloo)(store, rank, size, timedelta(seconds=wait_s))
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -52,6 +52,13 @@ class StepTimes:
         cost = max(0.0, (target_s - fixed) / each)
         return Budget(cost, each / attended if attended > 0 else math.inf, most_tokens)
 
+    def even(self, most_tokens: int) -> Budget:
+        """What so many tokens cost at the beginning of a prompt: behind others, fewer cost as much, once that is known."""
+        if self._fitted is None or self._fitted[2] <= 0:
+            return Budget(most_tokens, most_tokens=most_tokens)
+        _, each, attended = self._fitted
+        return Budget(most_tokens, each / attended, most_tokens)
+
 
 def fit(steps: Iterable[Step]) -> tuple[float, float, float]:
     """(fixed, each, attended) in seconds, none of them negative and the second one above 0, for at least one step."""

@@ -8,7 +8,9 @@ Raises GroupLost for what may go better next time, and ConfigError for what cann
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -22,8 +24,8 @@ from disagg.convert.inspect import ModelFacts as InspectedModel
 from disagg.convert.inspect import inspect_model
 from disagg.engine.data_parallel import AnyEngine
 from disagg.engine.facts import EngineFacts, MemoryFacts, ModelFacts, OffloadFacts, SchedulingFacts, TransferFacts
-from disagg.memory.groups import spec_of
-from disagg.memory.layout import PageSizing, PoolLayout, plan_layout
+from disagg.memory.groups import GroupSpec, spec_of
+from disagg.memory.layout import PageSizing, PoolLayout, plan_layout, stage_layout
 from disagg.memory.sizing import size_pool
 from disagg.messages.control import (
     Computation,
@@ -35,6 +37,7 @@ from disagg.messages.control import (
     OpenTransfer,
     Profile,
     Profiled,
+    StagePool,
     TransferOpen,
 )
 from disagg.messages.heads import SliceError, check_heads
@@ -92,6 +95,14 @@ def with_device(config: Config, role: ServerRole) -> tuple[Config, Device]:
     return msgspec.structs.replace(config, transfer=transfer), device
 
 
+Stages = tuple[tuple[LayerGroup | None, ...], ...]
+
+
+def stages_of(groups: Sequence[LayerGroup], cuts: Sequence[int]) -> Stages:
+    """What each pipeline stage has of the groups; nothing where there is one stage. cuts: see messages/control.Loaded."""
+    return tuple(tuple(layers.on_stage(first, stop) for layers in groups) for first, stop in pairwise(cuts))
+
+
 def computation_of(model: ModelConfig) -> Computation:
     return Computation(model.prefill_attention, model.decode_attention, model.graphs, model.fusions)
 
@@ -147,10 +158,11 @@ class Bringup:
         if self.config.engine.keep_windows:
             groups = tuple(layers.keeping_all() for layers in groups)
         on_rank = tuple(layers.on_rank(self.config.server.tp) for layers in groups)
+        stages = stages_of(on_rank, loaded.cuts)
         moves = self.role.sends or self.role.receives
         if moves:
             check_rows(on_rank, self.config.transfer)
-        layout, num_large = await self._make_pool(group, on_rank)
+        layout, num_large = await self._make_pool(group, on_rank, stages)
         ranks = await self._open_transfer(group)
         model = ModelFacts(
             groups=groups,
@@ -202,33 +214,43 @@ class Bringup:
             collective_s=config.worker.step_deadline_s,
             computation=computation_of(config.model),
             dp=config.server.dp,
+            pp=config.server.pp,
         )
         loaded = [rank for rank in await group.call(load, timeout_s) if isinstance(rank, Loaded)]
         if why := disagreement(loaded):
             raise GroupLost(why)
         return loaded[0]
 
-    async def _make_pool(self, group: WorkerGroup, groups: tuple[LayerGroup, ...]) -> tuple[PoolLayout, int]:
+    async def _make_pool(
+        self, group: WorkerGroup, groups: tuple[LayerGroup, ...], stages: Stages
+    ) -> tuple[PoolLayout, int]:
         """Decide on the pool's pages and size, and have every rank make it. Raises ConfigError if nothing fits.
 
-        groups: as a rank keeps them.
+        groups: as a rank that has all layers would keep them. stages: as each stage's ranks do.
         """
         engine, timeout_s = self.config.engine, self.config.worker.load_timeout_s
+        tp = self.config.server.tp
         specs = [spec_of(layers, engine.page_tokens) for layers in groups]
         profiled = await group.call(Profile(engine.chunk_tokens, self._max_slots), timeout_s)
         measured = [rank for rank in profiled if isinstance(rank, Profiled)]
         try:
             layout = plan_layout(specs, engine.page_tokens, engine.checkpoint_tokens, PageSizing(engine.page_sizing))
-            size = size_pool(
-                layout,
-                set_bytes=engine.kv_memory_bytes,
-                total_bytes=min(rank.total_bytes for rank in measured),
-                peak_bytes=max(rank.peak_bytes for rank in measured),
-                staging_bytes=self._transfer(group.incarnation).staging_bytes,
-                utilization=engine.gpu_memory_utilization,
-            )
+            cuts = [stage_layout(layout, self._specs(stage)) for stage in stages] or [layout]
+            sizes = [
+                size_pool(
+                    cut,
+                    set_bytes=engine.kv_memory_bytes,
+                    total_bytes=min(rank.total_bytes for rank in of_stage),
+                    peak_bytes=max(rank.peak_bytes for rank in of_stage),
+                    staging_bytes=self._transfer(group.incarnation).staging_bytes,
+                    utilization=engine.gpu_memory_utilization,
+                )
+                for stage, cut in enumerate(cuts)
+                for of_stage in [measured[stage * tp : (stage + 1) * tp] if stages else measured]
+            ]
         except ValueError as error:
             raise ConfigError(f"engine: {error}") from error
+        size = min(sizes, key=lambda each: each.num_large)  # pages have one number on all stages
         if layout.reason:
             logger.warning("%s", layout.reason)
         logger.info(
@@ -239,9 +261,14 @@ class Bringup:
                 for count, layers in zip(layout.per_large, groups, strict=True)
             ),
         )
-        made = MakePool(size.num_large, layout.large_bytes, layout.strides, engine.page_tokens, self._max_slots)
+        pools = tuple(StagePool(cut.large_bytes, cut.strides) for cut in cuts) if stages else ()
+        made = MakePool(size.num_large, layout.large_bytes, layout.strides, engine.page_tokens, self._max_slots, pools)
         await group.call(made, timeout_s)
         return layout, size.num_large
+
+    def _specs(self, stage: Sequence[LayerGroup | None]) -> list[GroupSpec | None]:
+        page_tokens = self.config.engine.page_tokens
+        return [None if layers is None else spec_of(layers, page_tokens) for layers in stage]
 
     async def _open_transfer(self, group: WorkerGroup) -> tuple[RankInfo, ...]:
         """Every rank has its agent, and hears plans. What peers need to know of each."""
@@ -359,7 +386,8 @@ class Bringup:
             link_idle_s=transfer.link_idle_s,
             progress_s=transfer.progress_s,
         )
-        return EngineFacts(incarnation, self.config.server.tp, model, memory, scheduling, moving, offload)
+        server = self.config.server
+        return EngineFacts(incarnation, server.tp, model, memory, scheduling, moving, offload, server.pp)
 
     def _fingerprint(self, weights_hash: str, groups: tuple[LayerGroup, ...]) -> str:
         engine = self.config.engine

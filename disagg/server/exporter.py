@@ -115,6 +115,8 @@ class Exporter:
             self._up(metrics.kv_evictions.labels(group), f"{rank} evictions {group}", count)
         for reason, count in counters.preemptions.items():
             self._up(metrics.preemptions.labels(reason), f"{rank} preemption {reason}", count)
+        for (kind, stage), seconds in counters.stage_seconds.items():
+            self._up(metrics.pipeline_seconds[kind].labels(str(stage)), f"engine stage {stage} {kind}", seconds)
         for (estimate, allow, reason, executed), count in counters.prefill_delays.items():
             labels = (estimate, str(allow).lower(), reason, str(executed).lower())
             self._up(metrics.prefill_delay_outcomes.labels(*labels), f"{rank} prompts {' '.join(labels)}", count)

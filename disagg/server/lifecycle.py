@@ -24,7 +24,7 @@ import zmq
 
 from disagg.config.check import connections_allowed
 from disagg.config.staging import Device
-from disagg.config.tree import Config
+from disagg.config.tree import Config, WorkerConfig
 from disagg.convert.model_dir import resolve
 from disagg.engine.now import Now
 from disagg.messages.legs import KvEvents, LoadReport, ServerState, StorageState
@@ -89,7 +89,7 @@ class Server:
         self._identity = identity = Identity(
             name, role.role, tp, config.model.public_name, self._load, config.server.pod
         )
-        self._dispatch = dispatch = Dispatch(name, tp, _now, identity.why_not, dials=role.dials)
+        self._dispatch = dispatch = Dispatch(name, tp * config.server.pp, _now, identity.why_not, dials=role.dials)
         dispatch.recorder = recorder_of(config.record.dir, name, role.role.value)
         self._dumper = dumper = Dumper(identity, dispatch)
         self._offloading = dumper.offloading = Offloading(config)
@@ -262,9 +262,9 @@ class Server:
         try:
             group = WorkerGroup(
                 identity.name,
-                config.worker,
+                self._worker_config(),
                 config.log,
-                config.server.tp,
+                config.server.tp * config.server.pp,
                 self._dispatch.step_done,
                 self._transfer_event,
                 config.server.dp,
@@ -286,6 +286,11 @@ class Server:
         logger.info(
             "%s is ready: incarnation %s, weights %s, %s", identity.name, group.incarnation, weights, incarnation.what
         )
+
+    def _worker_config(self) -> WorkerConfig:
+        """A stage waits for those before it: a step of all of them takes as many steps."""
+        config = self._config
+        return msgspec.structs.replace(config.worker, step_deadline_s=config.worker.step_deadline_s * config.server.pp)
 
     def _take_group(self, group: WorkerGroup | None) -> None:
         self._group = self._dumper.group = group

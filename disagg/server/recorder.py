@@ -179,11 +179,12 @@ class Recorder(Unrecorded):
             self._steps[rank, plan.plan_no] = _Step(runs, engine.budget_tokens)
 
     def computed(self, result: StepResult) -> None:
-        """The first worker of a rank speaks for all of them: they compute the same steps."""
+        """The rank that samples speaks for all of its group: they compute the same steps."""
         if self._engine is None:
             return
-        rank, worker = divmod(result.rank, self._engine.ranks[0].core.facts.tp)
-        if worker or (step := self._steps.pop((rank, result.plan_no), None)) is None:
+        facts = self._engine.ranks[0].core.facts
+        rank, worker = divmod(result.rank, facts.ranks)
+        if worker != facts.sampling_rank or (step := self._steps.pop((rank, result.plan_no), None)) is None:
             return
         engine = self._engine.ranks[rank]
         runs, names = Runs.empty(), self._names

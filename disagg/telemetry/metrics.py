@@ -96,8 +96,22 @@ class EngineMetrics:
         )
         self.engine_steps = Counter("disagg_engine_steps", "Steps run by the engine", registry=registry)
         self.step_seconds = Histogram(
-            "disagg_step_seconds", "Computing one step, on rank 0", buckets=STEP_SECONDS, registry=registry
+            "disagg_step_seconds",
+            "Computing one step, on the rank that samples",
+            buckets=STEP_SECONDS,
+            registry=registry,
         )
+        self.pipeline_seconds = {
+            "busy": Counter(
+                "disagg_pipeline_busy_seconds", "Time in which a pipeline stage computed", ["stage"], registry=registry
+            ),
+            "bubble": Counter(
+                "disagg_pipeline_bubble_seconds",
+                "Time in which a pipeline stage computed nothing while a plan was in flight",
+                ["stage"],
+                registry=registry,
+            ),
+        }
         self.model_changes = Counter(
             "disagg_model_changes", "Times that workers came up with another model than those before", registry=registry
         )

@@ -1,4 +1,4 @@
-"""`python -m disagg.worker.check DIR DTYPE TP`: says whether workers would take a model, without loading it.
+"""`python -m disagg.worker.check DIR DTYPE TP PP`: says whether workers would take a model, without loading it.
 
 For whoever may not load torch. One line of JSON on stdout: {"refused": null, or why it is; "unused": how many
 of the stored values the model does not use}. Exit status 0 in both cases.
@@ -20,10 +20,11 @@ def main() -> None:
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("dtype")
     parser.add_argument("tp", type=int)
+    parser.add_argument("pp", type=int)
     args = parser.parse_args()
     refused, unused = None, 0
     try:
-        unused = check_model(ModelFiles.read(args.model_dir), args.dtype, args.tp)
+        unused = check_model(ModelFiles.read(args.model_dir), args.dtype, args.tp, args.pp)
     except ConfigError as error:
         refused = str(error)
     print(json.dumps({"refused": refused, "unused": unused}))

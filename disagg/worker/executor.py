@@ -1,8 +1,9 @@
 """Computes plans: turns them into tensors, runs the model, samples, and says which tokens came out.
 
 Of several ranks of a group all compute every plan, and one samples for all. Groups that are data parallel have plans of their
-own; where they share experts they step together, and one without rows takes part for these. Knows what plans have said of
-sequences, the pool and the sampler; nothing of requests, peers or sockets.
+own; where they share experts they step together, and one without rows takes part for these. Of several pipeline stages each
+computes its layers of every plan, and the last one samples; the others learn tokens by the plans that come after. Knows what
+plans have said of sequences, the pool and the sampler; nothing of requests, peers or sockets.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
 from disagg.models.prefill_graphs import PrefillGraphs, try_capture_prefills
 from disagg.models.ranks import Ranks
+from disagg.models.stage_links import StageLinks
 from disagg.types.errors import ConfigError
 from disagg.worker.batch import UNKNOWN, build_batch
 from disagg.worker.profile import measure_largest_step
@@ -35,7 +37,8 @@ from disagg.worker.sampler import Sampled, Sampler
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose token is sampled. position: of that token in the sequence; None where several choices are sampled from it."""
+    """Whose token is sampled. position: of that token in the sequence; None where several choices are sampled from it, or where
+    a plan will say it."""
 
     sequence: KnownSequence
     sampling: SamplerStart
@@ -73,12 +76,15 @@ class Executor:
     What a step samples, the next one finds on the device; the host learns it when it collects.
     """
 
-    def __init__(self, rank: int, tp: int = 1, dp: int = 1) -> None:
-        """rank: of all tp x dp; those of a group, which have one sequence's heads between them, follow each other."""
+    def __init__(self, rank: int, tp: int = 1, dp: int = 1, pp: int = 1) -> None:
+        """rank: of all tp x dp, or tp x pp; those that have one sequence's heads between them follow each other, and make a
+        group or a stage."""
+        assert dp == 1 or pp == 1, "data-parallel groups have no stages"
         self._rank = rank
         self._ranks = Ranks(rank % tp, tp)
-        self._peers = Ranks(rank // tp, dp)
+        self._peers = Ranks(rank // tp, dp) if dp > 1 else Ranks()
         self._everyone = Ranks(rank, tp * dp) if dp > 1 else self._ranks
+        self._links = StageLinks(rank // tp, pp) if pp > 1 else StageLinks()
         self._known = KnownSequences()
         self._model: PagedModel | None = None
         self._pool: Pool | None = None
@@ -120,6 +126,10 @@ class Executor:
         return self.model.spread is not None and self._peers.size > 1
 
     @property
+    def stage(self) -> int:
+        return self._links.stage
+
+    @property
     def groups(self) -> tuple[LayerGroup, ...]:
         """As this rank keeps them."""
         return self.model.groups
@@ -143,8 +153,8 @@ class Executor:
             # Where float32 is asked for it is meant: convolutions would take 10 bits of their inputs' 23.
             torch.backends.cudnn.allow_tf32 = False
         spread = Spread(self._everyone, self._peers) if self._everyone.size > 1 else None
-        model = PagedModel.load(model_dir, dtype, device, self._ranks, computation, spread)
-        self.adopt(model, graphs=computation.graphs)
+        model = PagedModel.load(model_dir, dtype, device, self._ranks, computation, spread, self._links)
+        self.adopt(model, graphs=computation.graphs and not self._links.several)
         if gemv_copies:
             self.model.add_gemv_copies()
 
@@ -154,15 +164,19 @@ class Executor:
         self._device = str(model.device)
         self._captures = graphs
         # Ranks agree on tokens over the host, and do not compute experts ahead of each other.
-        self.overlaps = model.device.type == "cuda" and self._ranks.size == 1 and model.spread is None
+        alone = self._ranks.size == 1 and not self._links.several
+        self.overlaps = model.device.type == "cuda" and alone and model.spread is None
 
     def connect(self, meeting: Path, meet_s: float, collective_s: float) -> None:
-        """Wait for the other ranks, if there are any; see models/ranks. meeting: what the names of its files begin with."""
-        device, group, place = self.model.device, self._peers.rank, self._ranks.rank
-        self._ranks.connect(meeting.with_name(f"{meeting.name}-{group}"), device, meet_s, collective_s)
+        """Wait for the other ranks, groups and stages, if there are any; see models/ranks. meeting: what the names of its files
+        begin with."""
+        device, group, stage, place = self.model.device, self._peers.rank, self._links.stage, self._ranks.rank
+        self._ranks.connect(meeting.with_name(f"{meeting.name}-{group}-{stage}"), device, meet_s, collective_s)
         if self.lockstep:
             self._everyone.connect(meeting.with_name(f"{meeting.name}-all"), device, meet_s, collective_s)
             self._peers.connect(meeting.with_name(f"{meeting.name}-peers-{place}"), device, meet_s, collective_s)
+        wait_s = collective_s * self._links.count  # of all the stages before, in a pipeline that is empty
+        self._links.connect(meeting.with_name(f"{meeting.name}-links-{place}"), device, meet_s, wait_s)
 
     def profile(self, chunk_tokens: int, max_slots: int) -> tuple[int, int]:
         """(bytes of the device, most that the largest step had in use); zeros on CPU. Raises ConfigError if it does not
@@ -185,7 +199,7 @@ class Executor:
         if self._captures:
             self._graphs = try_capture(self.model, self._pool, max_slots, self._tokens_before)
             self._prefill_graphs = try_capture_prefills(self.model, self._pool)
-        if self._ranks.samples:
+        if self.model.samples:
             self._sampler = Sampler(self.model.vocab_size, max_slots, self._device)
         return self._pool.bytes.nbytes
 
@@ -201,8 +215,14 @@ class Executor:
         """
         started_unix_s, started_s = time.time(), time.perf_counter()
         sampler = self._sampler
-        assert (sampler is not None) == self._ranks.samples
+        assert (sampler is not None) == self.model.samples
+        if self._links.several:
+            plan = plan.of_groups(self.model.own_groups)
         ended, begun, runs = self._known.apply(plan)
+        rows = sum(run.num_tokens for run in runs)
+        hidden = self.model.receive(rows) if rows else None
+        if hidden is not None:  # what the stages before took is not this one's time
+            started_unix_s, started_s = time.time(), time.perf_counter()
         if sampler is not None:
             for sequence in ended:
                 for sampling in sequence.samplers:
@@ -213,7 +233,7 @@ class Executor:
         if sampler is not None:
             for sequence in begun:
                 self._open_slots(sampler, sequence)
-        owners, sampled = self._step_of(plan, sampler, runs, written)
+        owners, sampled = self._step_of(plan, sampler, runs, written, hidden)
         over = None
         if self._device != "cpu":
             over = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -245,7 +265,12 @@ class Executor:
         )
 
     def _step_of(
-        self, plan: WorkerPlan, sampler: Sampler | None, runs: list[RunView], written: Callable[[int], None] | None
+        self,
+        plan: WorkerPlan,
+        sampler: Sampler | None,
+        runs: list[RunView],
+        written: Callable[[int], None] | None,
+        hidden: torch.Tensor | None,
     ) -> tuple[tuple[Owner, ...], Sampled | None]:
         """As `_compute`, and with the other groups where they step together."""
         spread = self.model.spread
@@ -253,7 +278,7 @@ class Executor:
             spread.rows = plan.rows or (0,) * self._peers.size
             if not runs:
                 spread.join()
-        return self._compute(sampler, runs, written) if runs else ((), None)
+        return self._compute(sampler, runs, written, hidden) if runs else ((), None)
 
     def _zero_new_pages(self, plan: WorkerPlan) -> None:
         """Another group's elements may be NaN to attention, which reads whole pages, though it weighs the rest zero."""
@@ -270,11 +295,11 @@ class Executor:
             sampler.add(sampling.slot, sequence.params, sampling.choice, prompt, outputs, eos)
 
     def _forward(
-        self, batch: ForwardBatch, written: Callable[[int], None] | None
+        self, batch: ForwardBatch, written: Callable[[int], None] | None, hidden: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(logits as PagedModel.forward gives them, where each row's first maximum is, if that is known).
+        """(what PagedModel.forward gives, where each row's first maximum is, if that is known).
 
-        batch: on the host.
+        batch: on the host. hidden: as there.
         """
         first: torch.Tensor | None = None
         if self._graphs is not None and self._graphs.captured(batch):
@@ -282,27 +307,34 @@ class Executor:
         elif self._prefill_graphs is not None and self._prefill_graphs.captured(batch):
             logits = self._prefill_graphs.forward(batch)
         else:
-            return self.model.forward(batch.on(self.pool.device), self.pool, written), None
+            return self.model.forward(batch.on(self.pool.device), self.pool, written, hidden=hidden), None
         if written is not None:
             for layer in self.model.writing_layers:
                 written(layer)
         return logits, first
 
     def _compute(
-        self, sampler: Sampler | None, runs: list[RunView], written: Callable[[int], None] | None
+        self,
+        sampler: Sampler | None,
+        runs: list[RunView],
+        written: Callable[[int], None] | None,
+        hidden: torch.Tensor | None,
     ) -> tuple[tuple[Owner, ...], Sampled | None]:
         """Whose tokens are sampled, and what is: None on a rank that does not sample, though it learns the tokens too."""
         batch, ordered = build_batch(runs, self.groups, self.pool.page_tokens, self._carried)
         batch = replace(batch, tokens_before=self._tokens_before)
         if sampler is None:
             batch = replace(batch, logits_rows=batch.logits_rows[:0])
-        logits, first = self._forward(batch, written)
+        logits, first = self._forward(batch, written, hidden)
+        if not self._links.is_last:
+            self._links.send(logits)  # that are hidden states
+            return (), None
         self._carried = {}
         rows: list[int] = []
         owners: list[Owner] = []
         for row, run in enumerate(run for run in ordered if run.sample):
             for sampling in run.sequence.samplers:
-                alone = len(run.sequence.samplers) == 1
+                alone = len(run.sequence.samplers) == 1 and not self._links.several
                 owners.append(Owner(run.sequence, sampling, len(run.sequence.tokens) if alone else None))
                 rows.append(row)
         if not owners or sampler is None:
@@ -332,8 +364,10 @@ class Executor:
         if not owners:
             return ()
         picked = [] if launched.sampled is None else launched.sampled.rows()
-        tokens = self._ranks.agree([chosen.token_id for chosen in picked], len(owners), self._device)
-        for owner, token in zip(owners, tokens, strict=True):
+        tokens = []
+        if not self._links.several:
+            tokens = self._ranks.agree([chosen.token_id for chosen in picked], len(owners), self._device)
+        for owner, token in zip(owners, tokens, strict=not self._links.several):
             if owner.position is not None:
                 owner.sequence.tokens[owner.position : owner.position + 1] = [
                     token

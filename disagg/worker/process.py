@@ -201,7 +201,7 @@ class WorkerProcess:
                 from disagg.worker.executor import Executor
 
                 started = time.perf_counter()
-                self._executor = Executor(self._rank, job.tp, job.dp)
+                self._executor = Executor(self._rank, job.tp, job.dp, job.pp)
                 device = f"cuda:{job.first_gpu + self._rank}" if job.device == "cuda" else job.device
                 self._executor.load(
                     Path(job.model_dir), job.dtype, device, job.threads, job.gemv_copies, job.computation
@@ -219,6 +219,7 @@ class WorkerProcess:
                     weights_hash=model.weights_hash,
                     files=dict(model.files),
                     lockstep=self._executor.lockstep,
+                    cuts=model.cuts,
                 )
             case Profile():
                 assert self._executor is not None
@@ -226,8 +227,9 @@ class WorkerProcess:
                 return Profiled(self._rank, total_bytes, peak_bytes)
             case MakePool():
                 assert self._executor is not None
+                cut = job.stages[self._executor.stage] if job.stages else job
                 pool_bytes = self._executor.make_pool(
-                    job.num_large, job.large_bytes, job.strides, job.page_tokens, job.max_slots
+                    job.num_large, cut.large_bytes, cut.strides, job.page_tokens, job.max_slots
                 )
                 gc.collect()
                 gc.freeze()  # all that is loaded stays: to look through it again takes both threads 0.2 s

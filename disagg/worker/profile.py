@@ -118,10 +118,11 @@ def largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -> Sample
     decode = RunView(sequence, longest - 1, 1, True, last_pages)
     batch, _ = build_batch([prefill] + [decode] * max_slots, model.groups, PAGE_TOKENS)
     batch = batch.on(model.device)
-    if not model.ranks.samples:
-        model.forward(replace(batch, logits_rows=batch.logits_rows[:0]), pool)
+    hidden = model.blank_hidden(batch.num_rows)
+    if not model.samples:
+        model.forward(replace(batch, logits_rows=batch.logits_rows[:0]), pool, hidden=hidden)
         return None
-    logits = model.forward(batch, pool)
+    logits = model.forward(batch, pool, hidden=hidden)
     sampler = Sampler(model.vocab_size, max_slots, device)
     for slot in range(max_slots):
         sampler.add(slot, _SAMPLING, 0, (0,), (), model.eos_token_ids)

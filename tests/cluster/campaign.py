@@ -10,12 +10,15 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from disagg.memory.groups import spec_of
-from disagg.memory.layout import PoolLayout, plan_layout
+from disagg.memory.layout import PoolLayout, plan_layout, stage_layout
 from disagg.memory.sequence import KvMemory
 from disagg.models.model import PagedModel
+from disagg.models.stage_links import StageLinks
+from disagg.scheduler.pipeline import runs_in_flight
 from tests.cluster.cluster import Cluster
 from tests.models.reference import Answer
 
@@ -42,17 +45,23 @@ class Sizes:
 
 
 def sizes(
-    model_dir: Path, longest: int, page_tokens: int, chunk_tokens: int, checkpoint_tokens: int, tp: int = 1
+    model_dir: Path, longest: int, page_tokens: int, chunk_tokens: int, checkpoint_tokens: int, tp: int = 1, pp: int = 1
 ) -> Sizes:
-    """tp: of servers whose ranks' pools are to be so small."""
-    groups = [group.on_rank(tp) for group in PagedModel.load(model_dir, "float32", "cpu").groups]
+    """tp, pp: of servers whose ranks' pools are to be so small."""
+    model = PagedModel.load(model_dir, "float32", "cpu", links=StageLinks(0, pp))
+    groups = [group.on_rank(tp) for group in model.whole_groups]
     layout: PoolLayout = plan_layout([spec_of(group, page_tokens) for group in groups], page_tokens, checkpoint_tokens)
-    memory = KvMemory(layout, 1)
+    memory = KvMemory(layout, 1, late_runs=runs_in_flight(pp))
+    large_bytes = layout.large_bytes
+    if pp > 1:  # the stage with most bytes says how many pages there are
+        parts = [[group.on_stage(*span) for group in groups] for span in pairwise(model.cuts)]
+        specs = [[part and spec_of(part, page_tokens) for part in stage] for stage in parts]
+        large_bytes = max(stage_layout(layout, stage).large_bytes for stage in specs)
     alone = max(
         max(memory.large_pages_to_prefill(n, chunk_tokens), memory.large_pages_to_decode(0, n, 1))
         for n in range(1, longest + 1)
     )
-    return Sizes(page_tokens, chunk_tokens, checkpoint_tokens, (alone + max(1, alone // 4)) * layout.large_bytes)
+    return Sizes(page_tokens, chunk_tokens, checkpoint_tokens, (alone + max(1, alone // 4)) * large_bytes)
 
 
 def conversations(seed: int, vocab: int, lengths: Sequence[int], documents: int = 3) -> list[list[int]]:

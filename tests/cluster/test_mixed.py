@@ -39,9 +39,10 @@ class Case:
     checkpoint_tokens: int = 16
     outputs: int = 32
     fields: dict[str, Any] = field(default_factory=dict)
+    pp: int = 1
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.tp}"
+        return f"{self.model}-{self.tp}" + (f"x{self.pp}" if self.pp > 1 else "")
 
     @property
     def known(self) -> bool:
@@ -87,13 +88,14 @@ def run(case: Case, tmp_path: Path, policies: tuple[str, ...]) -> None:
         # Of policies that compute prompts whole, a chunk is as long as the longest of them.
         longest = max(case.lengths) + case.outputs
         chunk = longest if POLICIES[policy].whole_prompts else case.chunk_tokens
-        cut = sizes(model_dir, longest, case.page_tokens, chunk, case.checkpoint_tokens, case.tp)
+        cut = sizes(model_dir, longest, case.page_tokens, chunk, case.checkpoint_tokens, case.tp, case.pp)
         tight = cut.tight_bytes if POLICIES[policy].reserves else cut.tight_bytes * 3 // 2
-        flags = (*ALONE, "--mixed-tp", str(case.tp), "--policy", policy, "--kv-memory", str(tight))
+        ranks = ("--mixed-tp", str(case.tp), "--mixed-pp", str(case.pp))
+        flags = (*ALONE, *ranks, "--policy", policy, "--kv-memory", str(tight))
         sets = (*cut.sets, "engine.lookahead_tokens=0")  # what begins may come to lack pages: it is what is tried here
         with Cluster(tmp_path / policy, "--model", str(model_dir), *flags, *cut.flags, sets=sets) as cluster:
             server = cluster.server("mixed-0")
-            assert (server["role"], server["tp"], len(server["worker_pids"])) == ("mixed", case.tp, case.tp)
+            assert (server["role"], server["tp"], len(server["worker_pids"])) == ("mixed", case.tp, case.tp * case.pp)
             asked.alone(cluster)
             for number in range(MAX_TIGHT_ROUNDS):  # who has to give way to whom is a matter of timing
                 asked.at_once(cluster, f"{case}, {policy}, round {number}")

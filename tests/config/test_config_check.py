@@ -271,3 +271,15 @@ def test_all_data_parallel_ranks_need_memory_and_open_files() -> None:
     check_memory(config, config.transfer, "mixed", 1200 << 20)
     with pytest.raises(ConfigError, match="for 4 ranks: more than this machine has"):
         check_memory(config, config.transfer, "mixed", 1199 << 20)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_pipeline_stages_are_for_mixed_servers_without_offload(role: Literal["prefill", "decode"]) -> None:
+    staged = Config(server=ServerConfig(pp=2))
+    for fine in ("router", "mixed"):
+        check_role(staged, fine)
+    with pytest.raises(ConfigError, match=r"server\.pp = 2: only a mixed server can have that: a .* it must be 1"):
+        check_role(staged, role)
+    check_config(staged)
+    with pytest.raises(ConfigError, match=r"offload\.enabled = true and server\.pp = 2: .*\(server\.pp = 1\)"):
+        check_config(Config(server=ServerConfig(pp=2), offload=OffloadConfig(enabled=True)))

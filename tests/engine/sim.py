@@ -187,7 +187,7 @@ class Worker:
                 self.slots[sampler.slot] = sequence.seq_id
         sampled = [token for run in runs for token in self._run(run)]
         self.computed_plan = plan.plan_no
-        tokens = tuple(sampled) if self.rank == 0 else ()
+        tokens = tuple(sampled) if self.rank == self.server.facts.sampling_rank else ()
         self.results.append(StepResult(self.rank, plan.plan_no, tokens, 0.001, 0.0, 0.0))
 
     def _run(self, run: RunView) -> list[SampledToken]:
@@ -205,7 +205,7 @@ class Worker:
             SampledToken(sequence.seq_id, sampler.choice, next_token(context, sampler.choice, seed))
             for sampler in sequence.samplers
         ]
-        if len(sampled) == 1:
+        if len(sampled) == 1 and self.server.facts.pp == 1:  # stages learn it from the plan that computes it
             sequence.tokens.append(sampled[0].token_id)
         return sampled
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from disagg.memory.groups import GroupSpec, spec_of
-from disagg.memory.layout import PageSizing, gcd_bytes, padding_share, plan_layout
+from disagg.memory.layout import PageSizing, gcd_bytes, padding_share, plan_layout, stage_layout
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 
 QUICK = settings(max_examples=300, derandomize=True, deadline=None)
@@ -120,3 +120,34 @@ def test_a_page_of_states_holds_one_state_whatever_the_page_tokens() -> None:
 def test_windows_and_budgets_belong_to_their_kinds(kind: GroupKind, settings_of_another_kind: dict[str, int]) -> None:
     with pytest.raises(AssertionError):
         GroupSpec("group", kind, 64, **settings_of_another_kind)
+
+
+@QUICK
+@given(st.data())
+def test_a_stage_has_as_many_small_pages_in_a_large_one_as_the_whole_model(data: st.DataObject) -> None:
+    """So that a page's number says the same on every stage, whichever layers it has of the group."""
+    aligns = data.draw(st.lists(st.sampled_from([1, 2, 16, 48, 256]), min_size=1, max_size=4))
+    layers = [data.draw(st.integers(1, 40)) for _ in aligns]
+    heads = data.draw(st.integers(1, 8))
+
+    def spec(number: int, count: int) -> GroupSpec:
+        return GroupSpec(f"group{number}", GroupKind.FULL, count * heads * aligns[number], aligns[number])
+
+    whole = plan_layout([spec(*each) for each in enumerate(layers)], page_tokens=16)
+    shares = [data.draw(st.integers(0, count)) for count in layers]
+    parts = [spec(number, share) if share else None for number, share in enumerate(shares)]
+    if not any(parts):
+        return
+    stage = stage_layout(whole, parts)
+    own = [number for number, part in enumerate(parts) if part is not None]
+    assert stage.per_large == tuple(whole.per_large[number] for number in own)
+    assert stage.groups == tuple(part for part in parts if part is not None)
+    needed = max(count * part.page_bytes for part, count in zip(stage.groups, stage.per_large, strict=True))
+    step = math.lcm(*(c * part.align_bytes for part, c in zip(stage.groups, stage.per_large, strict=True)))
+    assert (
+        needed
+        <= stage.large_bytes
+        < needed + step + max(part.align_bytes for part in stage.groups) * max(stage.per_large)
+    )
+    if parts == list(whole.groups) and whole.sizing is PageSizing.LCM:
+        assert stage == whole

@@ -31,6 +31,7 @@ UP_CONTRACT = {
     "--mixed",
     "--mixed-tp",
     "--mixed-dp",
+    "--mixed-pp",
     "--policy",
     "--host",
     "--http-port",

@@ -29,6 +29,7 @@ from disagg.messages.control import (
     TransferOpen,
 )
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
+from disagg.mixed_server.role import MIXED
 from disagg.offload.host_size import least_large, size_host
 from disagg.offload.rules import offload_rules
 from disagg.offload.store import StoreError
@@ -68,10 +69,12 @@ class FakeGroup:
 
     incarnation = "0123456789abcdef"
 
-    def __init__(self, tp: int, groups: tuple[LayerGroup, ...]) -> None:
+    def __init__(self, ranks: int, groups: tuple[LayerGroup, ...], cuts: tuple[int, ...] = ()) -> None:
         self.asked: list[ControlRequest] = []
-        self._tp = tp
+        self.device_bytes: tuple[int, ...] = ()  # of each rank; none on a CPU
+        self._tp = ranks
         self._groups = groups
+        self._cuts = cuts
 
     async def call(self, request: ControlRequest, timeout_s: float) -> list[ControlReply]:
         self.asked.append(request)
@@ -82,9 +85,9 @@ class FakeGroup:
     def _reply(self, rank: int, request: ControlRequest) -> ControlReply:
         match request:
             case Load():
-                return Loaded(rank, self._groups, 10, 64, (2,), 0.1, "w" * 64, {})
+                return Loaded(rank, self._groups, 10, 64, (2,), 0.1, "w" * 64, {}, self._cuts)
             case Profile():
-                return Profiled(rank, 0, 0)
+                return Profiled(rank, self.device_bytes[rank] if self.device_bytes else 0, 0)
             case MakePool():
                 return PoolMade(rank, request.num_large * request.large_bytes)
             case OpenTransfer():
@@ -257,3 +260,40 @@ async def test_a_keeper_lives_as_long_as_its_workers_and_its_store_longer(tmp_pa
 
 
 def _send(rank: int, messages: object) -> None: ...
+
+
+async def staged(tp: int, cuts: tuple[int, ...], device_bytes: tuple[int, ...], engine: EngineConfig) -> FakeGroup:
+    """Brought up with layers cut there."""
+    server = ServerConfig(tp=tp, pp=len(cuts) - 1)
+    sized, device = with_device(Config(model=ModelConfig(device="cpu"), engine=engine, server=server), MIXED)
+    group = FakeGroup(server.ranks, (FULL, WINDOW), cuts)
+    group.device_bytes = device_bytes
+    up = await Bringup(sized, MIXED, device, Path()).run(group, INSPECTED)  # type: ignore[arg-type]
+    assert (up.facts.tp, up.facts.pp, up.facts.sampling_rank) == (tp, len(cuts) - 1, server.ranks - tp)
+    return group
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+async def test_stages_have_pages_of_their_own_size_and_as_many_as_the_smallest_has_room_for(tp: int) -> None:
+    """FULL is layers 0 and 1, WINDOW is layer 2: stage 0 has one layer of one group, stage 1 has the others."""
+    group = await staged(tp, (0, 1, 3), (), EngineConfig(kv_memory_bytes=4 * MIB, max_running=4))
+    (load,) = (each for each in group.asked if isinstance(each, Load))
+    assert (load.tp, load.pp) == (tp, 2)
+    (made,) = (each for each in group.asked if isinstance(each, MakePool))
+    page_bytes = 2 * (2 // tp) * 8 * 4 * 16  # of one layer
+    layout = plan_layout([spec_of(layers.on_rank(tp), 16) for layers in (FULL, WINDOW)], 16)
+    first, second = made.stages
+    full, window = layout.per_large
+    assert first.strides == (page_bytes,) and first.large_bytes == full * page_bytes
+    assert second.large_bytes == max(full, window) * page_bytes
+    assert [second.large_bytes // stride for stride in second.strides] == [full, window]
+    assert made.num_large == 4 * MIB // second.large_bytes
+
+
+@pytest.mark.parametrize(("device_bytes", "stage"), [((64 * MIB, 9 * MIB), 1), ((2 * MIB, 64 * MIB), 0)])
+async def test_the_stage_with_least_memory_says_how_many_pages_there_are(
+    device_bytes: tuple[int, int], stage: int
+) -> None:
+    group = await staged(1, (0, 1, 3), device_bytes, EngineConfig(max_running=4, gpu_memory_utilization=1.0))
+    (made,) = (each for each in group.asked if isinstance(each, MakePool))
+    assert made.num_large == device_bytes[stage] // made.stages[stage].large_bytes

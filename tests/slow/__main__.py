@@ -44,6 +44,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/cluster/test_mixed.py",
         "tests/cluster/test_mixed_faults.py",
         "tests/cluster/test_data_parallel.py",
+        "tests/cluster/test_stages.py",
     ),
     "properties": (
         "-m",

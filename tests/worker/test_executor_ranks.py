@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+import torch
+
 from disagg.memory.groups import spec_of
 from disagg.memory.layout import plan_layout
 from disagg.messages.layout import GroupPages
 from disagg.messages.plan import Run, SamplerStart, SequenceStart, WorkerPlan
 from disagg.models.model import PagedModel
 from disagg.models.ranks import Ranks
+from disagg.models.stage_links import StageLinks
 from disagg.types.sampling import SamplingParams
 from disagg.worker.executor import Executor
 from disagg.worker.profile import largest_step
@@ -20,7 +24,13 @@ from tests.models.tiny import VOCAB_SIZE, make_tiny
 T = 4
 PROMPT = tuple(random.Random(5).randrange(VOCAB_SIZE) for _ in range(21))
 CHUNKS = (16, 5, 1, 1, 1, 1)
+NUM_LARGE = 80
 PARAMS = SamplingParams(max_tokens=100, temperature=1.0, seed=7, logprobs=1)
+
+
+def tables_of(groups: int) -> tuple[GroupPages, ...]:
+    """Pages that lie in large pages of their own, however many a large page has of them."""
+    return tuple(GroupPages(0, tuple(range(64 * group, 64 * group + 8))) for group in range(groups))
 
 
 def run(ranks: Ranks, model_dir: Path, meeting: Path) -> tuple[list[int], list[int], int]:
@@ -29,8 +39,8 @@ def run(ranks: Ranks, model_dir: Path, meeting: Path) -> tuple[list[int], list[i
     executor.load(model_dir, "float32", "cpu", threads=1)
     executor.connect(meeting, 30.0, 30.0)
     layout = plan_layout([spec_of(group, T) for group in executor.groups], T, T)
-    pool_bytes = executor.make_pool(16, layout.large_bytes, layout.strides, T, max_slots=4)
-    tables = (GroupPages(0, tuple(range(8))),)
+    pool_bytes = executor.make_pool(NUM_LARGE, layout.large_bytes, layout.strides, T, max_slots=4)
+    tables = tables_of(len(executor.groups))
     start = SequenceStart(0, PROMPT, len(PROMPT), 0, tables, PARAMS, (SamplerStart(0, 0),))
     sampled = []
     for plan_no, tokens in enumerate(CHUNKS):
@@ -59,3 +69,47 @@ def profiled(ranks: Ranks, model_dir: Path) -> int:
 def test_the_largest_step_runs_on_every_rank_and_samples_on_one(rank_pool: RankPool, tmp_path: Path) -> None:
     model_dir = make_tiny("llama", tmp_path, max_position_embeddings=40)
     assert rank_pool.run(2, profiled, model_dir) == [3, 0]
+
+
+def staged(ranks: Ranks, model_dir: Path, meeting: Path, tp: int, tokens: list[int]) -> tuple[list[int], list[int]]:
+    """What this rank of several stages reports as sampled, and what tokens it knows. tokens: what plans say was sampled."""
+    executor = Executor(ranks.rank, tp, ranks.size // tp)
+    executor.load(model_dir, "float32", "cpu", threads=1)
+    executor.connect(meeting, 30.0, 30.0)
+    layout = plan_layout([spec_of(group, T) for group in executor.groups], T, T)
+    executor.make_pool(NUM_LARGE, layout.large_bytes, layout.strides, T, max_slots=4)
+    tables = tables_of(len(executor.model.whole_groups))
+    start = SequenceStart(0, PROMPT, len(PROMPT), 0, tables, PARAMS, (SamplerStart(0, 0),))
+    sampled = []
+    for plan_no, count in enumerate(CHUNKS):
+        news = tuple(tokens[plan_no - 2 : plan_no - 1]) if plan_no > 1 else ()
+        run = Run(0, count, plan_no > 0, token_ids=news)
+        result = executor.run(WorkerPlan(plan_no, starts=(start,) if plan_no == 0 else (), runs=(run,)))
+        assert result.rank == ranks.rank
+        sampled += [token.token_id for token in result.sampled]
+    ranks.sum(torch.zeros(1))  # nobody goes before all have what was sent to them
+    return sampled, executor._known.sequences[0].tokens[len(PROMPT) :]
+
+
+@pytest.mark.parametrize(("tp", "stages"), [(1, 2), (1, 3), (2, 2)])
+def test_the_last_stage_says_what_one_stage_says_and_all_know_what_plans_told_them(
+    rank_pool: RankPool, tmp_path: Path, tp: int, stages: int
+) -> None:
+    """The windows' layers and the full one's are in different stages."""
+    model_dir = make_tiny("gemma3_text", tmp_path / "gemma3")
+    tokens, _, _ = run(Ranks(), model_dir, tmp_path / "alone")
+    answers = rank_pool.run(tp * stages, staged, model_dir, rank_pool.meeting(), tp, tokens)
+    samples = tp * (stages - 1)
+    assert [sampled for sampled, _ in answers] == [tokens if rank == samples else [] for rank in range(tp * stages)]
+    assert all(known == tokens[:-1] for _, known in answers)
+
+
+def profiled_stage(ranks: Ranks, model_dir: Path) -> int:
+    links = StageLinks(ranks.rank, ranks.size)
+    sampled = largest_step(PagedModel.load(model_dir, "float32", "cpu", links=links), chunk_tokens=16, max_slots=3)
+    return 0 if sampled is None else sampled.token_ids.shape[0]
+
+
+def test_the_largest_step_runs_on_every_stage_by_itself(rank_pool: RankPool, tmp_path: Path) -> None:
+    model_dir = make_tiny("llama", tmp_path, max_position_embeddings=40)
+    assert rank_pool.run(2, profiled_stage, model_dir) == [0, 3]

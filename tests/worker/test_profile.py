@@ -23,7 +23,7 @@ def test_the_largest_step_has_a_chunk_and_every_slot_at_the_models_limit(
     seen: list[tuple[ForwardBatch, Pool]] = []
     forward = PagedModel.forward
 
-    def spy(self: PagedModel, batch: ForwardBatch, pool: Pool) -> torch.Tensor:
+    def spy(self: PagedModel, batch: ForwardBatch, pool: Pool, hidden: None) -> torch.Tensor:
         seen.append((batch, pool))
         return forward(self, batch, pool)
 
