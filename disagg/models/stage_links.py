@@ -43,6 +43,8 @@ class StageLinks:
 
     def send(self, hidden: torch.Tensor) -> None:
         """To the next stage. Waits only while that has not taken what was sent long ago."""
+        while self._unsent and self._unsent[0][0].is_completed():  # gloo says so only of what was waited for
+            self._unsent.popleft()
         while len(self._unsent) >= self.count + MOST_UNSENT:
             self._unsent.popleft()[0].wait()
         hidden = hidden.contiguous()

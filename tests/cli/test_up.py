@@ -103,3 +103,13 @@ def test_data_parallel_ranks_are_those_of_mixed_servers() -> None:
     assert {plan.role: plan.config.server.dp for plan in servers} == {"prefill": 1, "decode": 1, "mixed": 2}
     with pytest.raises(ConfigError, match=r"server\.dp = 2: only a mixed server"):
         plan_cluster(set_for_all, ONE_OF_EACH)
+
+
+def test_pipeline_stages_are_those_of_mixed_servers_alone() -> None:
+    stages = Config(server=ServerConfig(pp=2, tp=2))
+    _, *servers = plan_cluster(stages, UpOptions(num_prefill=1, num_decode=1, num_mixed=1))
+    assert {plan.role: plan.config.server.num_ranks for plan in servers} == {"prefill": 2, "decode": 2, "mixed": 4}
+    _, mixed = plan_cluster(stages, UpOptions(num_prefill=0, num_decode=0, num_mixed=1, mixed_pp=3))
+    assert (mixed.config.server.tp, mixed.config.server.pp) == (2, 3)
+    with pytest.raises(ConfigError, match=r"server\.pp = 2: only a mixed server can have that"):
+        plan_cluster(stages, ONE_OF_EACH)

@@ -24,6 +24,11 @@ PAGE_TOKENS = 4
 # Their layers are given something that follows from the prompt's tokens, beside hidden states.
 REFUSED = frozenset({"gemma3n_text", "gemma4_text"})
 
+# Windows, states of each kind, layers that give tuples, embeddings that are scaled or normed, heads of other shapes.
+QUICK = frozenset(
+    {"gemma3_text", "bamba", "mamba", "mamba2", "gpt_neox", "modernbert-decoder", "qwen3_next", "granite"}
+)
+
 
 def chain(model_dir: Path, count: int) -> list[PagedModel]:
     """All stages of a model, in one process."""
@@ -71,7 +76,13 @@ def same(model_dir: Path, count: int) -> list[PagedModel]:
     return stages
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES - REFUSED))
+@pytest.mark.parametrize(
+    "family",
+    [
+        *sorted(QUICK),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in sorted(FAMILIES - REFUSED - QUICK)),
+    ],
+)
 def test_two_stages_give_what_one_gives(family: str, tmp_path: Path) -> None:
     if family not in CONFIG_MAPPING:
         pytest.skip("this transformers does not know the family")

@@ -73,7 +73,7 @@ def test_the_largest_step_runs_on_every_rank_and_samples_on_one(rank_pool: RankP
 
 def staged(ranks: Ranks, model_dir: Path, meeting: Path, tp: int, tokens: list[int]) -> tuple[list[int], list[int]]:
     """What this rank of several stages reports as sampled, and what tokens it knows. tokens: what plans say was sampled."""
-    executor = Executor(ranks.rank, tp, ranks.size // tp)
+    executor = Executor(ranks.rank, tp, pp=ranks.size // tp)
     executor.load(model_dir, "float32", "cpu", threads=1)
     executor.connect(meeting, 30.0, 30.0)
     layout = plan_layout([spec_of(group, T) for group in executor.groups], T, T)
