@@ -266,10 +266,10 @@ async def staged(tp: int, cuts: tuple[int, ...], device_bytes: tuple[int, ...], 
     """Brought up with layers cut there."""
     server = ServerConfig(tp=tp, pp=len(cuts) - 1)
     sized, device = with_device(Config(model=ModelConfig(device="cpu"), engine=engine, server=server), MIXED)
-    group = FakeGroup(server.ranks, (FULL, WINDOW), cuts)
+    group = FakeGroup(server.num_ranks, (FULL, WINDOW), cuts)
     group.device_bytes = device_bytes
     up = await Bringup(sized, MIXED, device, Path()).run(group, INSPECTED)  # type: ignore[arg-type]
-    assert (up.facts.tp, up.facts.pp, up.facts.sampling_rank) == (tp, len(cuts) - 1, server.ranks - tp)
+    assert (up.facts.tp, up.facts.pp, up.facts.sampling_rank) == (tp, len(cuts) - 1, server.num_ranks - tp)
     return group
 
 
