@@ -75,7 +75,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     preemption: Literal["latest", "fewest_tokens"] = "latest"  # who gives way when pages run out
     policy: MixedPolicy = ""  # what a step of a mixed server computes; empty: sarathi
     prefill_delay_passes: Annotated[int, Meta(ge=0, le=1 << 20)] = (
-        30  # before which prompts of a mixed server run; 0: off
+        30  # before which prompts of ranks in lockstep run; 0: off
     )
     prefill_delay_low_usage: Annotated[float, Meta(ge=0, le=1)] = (
         0  # of a pool, below which none waits for others; 0: off

@@ -45,7 +45,7 @@ class SchedulingFacts(Struct, frozen=True):
     lookahead_tokens: int  # for so many more, all that has begun must be able to go on for something new to begin
     preempt_after_s: float  # a sequence that gave way waits so long before younger ones give way to it
     preemption: str  # a key of scheduler.policies.PREEMPTION
-    prefill_delay_passes: int  # of a role that delays prompts: see scheduler.prefill_delayer.Limits; 0: none waits
+    prefill_delay_passes: int  # of data-parallel ranks in lockstep: see scheduler.prefill_delayer.Limits; 0: none waits
     prefill_delay_low_usage: float
 
 

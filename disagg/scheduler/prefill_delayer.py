@@ -184,10 +184,6 @@ class SinglePass:
         self._before = delayer.delay
         self._said: tuple[Verdict, tuple[Row, ...]] | None = None
 
-    @property
-    def asked(self) -> bool:
-        return self._said is not None
-
     def may_prefill(self) -> bool:
         """Somebody could run a prompt now."""
         return self._negotiated(prefillable=True)[0].allow
