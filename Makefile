@@ -7,6 +7,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 MODELS_STAMP := .venv/.test-models-done
+HELM_STAMP := .venv/.test-helm-done
 PYTEST := $(BIN)/python -m pytest
 # Tests that start no clusters run side by side, so many at once; clusters have all cores to themselves.
 WORKERS ?= 2
@@ -23,11 +24,11 @@ demo: setup ## Start a cluster, ask it over gRPC and HTTP, show where the time w
 serve: setup ## Run a cluster on this machine until Ctrl-C (other flags: .venv/bin/disagg up --help).
 	@$(BIN)/disagg up
 
-test: lint $(MODELS_STAMP) ## What CI runs: lint, types, import contracts, and every test that is not slow.
+test: lint $(MODELS_STAMP) $(HELM_STAMP) ## What CI runs: lint, types, import contracts, and every test that is not slow.
 	$(PYTEST) $(BESIDE) -m "not slow and not short and not cluster"
 	$(PYTEST) -m "cluster and not slow and not short"
 
-check: lint ## The short part of `test`: no real clusters, and fewer examples of what takes long.
+check: lint $(HELM_STAMP) ## The short part of `test`: no real clusters, and fewer examples of what takes long.
 	$(PYTEST) $(BESIDE) -m "not slow and not cluster and not long"
 
 lint: setup ## Ruff, mypy and the import contracts.
@@ -51,4 +52,8 @@ $(STAMP): pyproject.toml constraints.txt $(shell find protos -type f)
 
 $(MODELS_STAMP): $(STAMP)
 	@.ci/test-models
+	@touch $@
+
+$(HELM_STAMP): $(STAMP) .ci/test-helm
+	@$(BIN)/python .ci/test-helm
 	@touch $@

@@ -1,7 +1,7 @@
 """The OpenAI-compatible HTTP face: routes, and the server that runs them in the router's event loop.
 
     POST /v1/completions, /v1/chat/completions      GET /v1/models, /v1/models/{name}
-    GET /health, /metrics, /status, /version, /debug/timeline?request_id=, /debug/dump
+    GET /health, /live, /metrics, /status, /version, /debug/timeline?request_id=, /debug/dump
 
 Knows HTTP and the router's port; how bodies are read and replies written is in `bodies`, `answer` and `replies`.
 """
@@ -137,6 +137,10 @@ def _add_reports(app: FastAPI, router: RouterPort, registry: CollectorRegistry, 
         healthy = router.healthy()
         state = router.status().get("state", "ready" if healthy else "unavailable")
         return _json({"healthy": healthy, "state": state}, 200 if healthy else 503)
+
+    @app.get("/live")
+    async def live() -> Response:
+        return _json({"alive": True})
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

@@ -123,7 +123,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     first_gpu: NonNegativeInt = 0  # of rank 0; rank r has the r-th after it
     host: str = "127.0.0.1"
     port: Port = 0  # gRPC: router streams, Peer.Link, health, reflection
-    metrics_port: Port = 0  # HTTP: /metrics, /health, /debug/dump
+    metrics_port: Port = 0  # HTTP: /metrics, /health, /live, /debug/dump
     advertise_host: str = ""  # what peers dial; empty: host
     drain_s: Seconds = 30.0
     pod: str = ""  # NAMESPACE/NAME/UID of the Kubernetes pod that this is; its end proves that of all its processes

@@ -1,4 +1,4 @@
-"""A small HTTP server for probes and operators: GET /metrics, /health and /debug/dump. Knows nothing of what it serves.
+"""A small HTTP server for probes and operators: GET /metrics, /health, /live and /debug/dump. Knows nothing of what it serves.
 
 One request per connection, small and bounded in time: whoever scrapes cannot hold up the loop that decides. A client that
 stalls is dropped with what it has not read, and so are those that are too many. /debug answers only clients on this host,
@@ -110,6 +110,8 @@ class TelemetryServer:
         if path == "/health":
             status, text = self._health()
             return status, TEXT, text.encode() + b"\n"
+        if path == "/live":  # whoever answers lives, whatever it waits for: to be killed would only begin it again
+            return 200, TEXT, b"alive\n"
         if path.startswith("/debug/") and not (local or self._debug_remote):
             return 403, TEXT, b"/debug answers clients on this host only; debug.remote = true opens it to others\n"
         if path == "/debug/dump":
@@ -118,7 +120,7 @@ class TelemetryServer:
                     return 200, TEXT, (await self._dump()).encode()
             except TimeoutError:
                 return 504, TEXT, f"no dump within {DUMP_TIMEOUT_S:g} s\n".encode()
-        return 404, TEXT, b"served here: /metrics, /health, /debug/dump\n"
+        return 404, TEXT, b"served here: /metrics, /health, /live, /debug/dump\n"
 
 
 def _head(status: int, content_type: str, length: int) -> bytes:

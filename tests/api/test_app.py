@@ -385,6 +385,13 @@ async def test_health_says_which_state(http: httpx.AsyncClient, router: FakeRout
     assert (reply.status_code, reply.json()) == (503, {"healthy": False, "state": "no-peer"})
 
 
+async def test_a_router_that_is_not_ready_lives(http: httpx.AsyncClient, router: FakeRouter) -> None:
+    for state in ("ready", "no-peer", "draining"):
+        router.state = state
+        reply = await http.get("/live")
+        assert (reply.status_code, reply.json()) == (200, {"alive": True})
+
+
 async def test_operators_can_look_inside(http: httpx.AsyncClient) -> None:
     assert (await http.get("/status")).json()["servers"][0]["name"] == "p0"
     assert (await http.get("/version")).json() == {"version": "1.2.3"}

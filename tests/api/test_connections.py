@@ -517,7 +517,7 @@ async def test_debug_answers_this_machine_only(router: FakeRouter, path: str, pe
             if reply.status_code != 200:
                 assert reply.status_code == 403
                 assert "debug.remote" in reply.json()["error"]["message"]
-            for open_path in ("/health", "/status", "/metrics"):
+            for open_path in ("/health", "/live", "/status", "/metrics"):
                 assert (await http.get(open_path)).status_code == 200
 
 

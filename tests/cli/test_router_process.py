@@ -145,6 +145,7 @@ def test_a_router_without_servers_beats_answers_dumps_and_drains(
 ) -> None:
     router.wait_until_it_answers()
     assert httpx.get(f"{router.url}/health", trust_env=False).status_code == 503
+    assert httpx.get(f"{router.url}/live", trust_env=False).status_code == 200
     status = httpx.get(f"{router.url}/status", trust_env=False).json()
     assert {server["name"] for server in status["servers"]} == {"prefill-0", "decode-0"}
     assert "disagg_router_" in httpx.get(f"{router.url}/metrics", trust_env=False).text

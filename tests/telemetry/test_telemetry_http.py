@@ -61,6 +61,13 @@ async def test_health_follows_what_the_process_says(probed: Probed) -> None:
     assert (answer.status_code, answer.text) == (503, "loading\n")
 
 
+async def test_a_process_that_is_not_ready_lives(probed: Probed) -> None:
+    for health in ((200, "ready"), (503, "loading"), (503, "draining")):
+        probed.health = health
+        answer = await probed.get("/live")
+        assert (answer.status_code, answer.text) == (200, "alive\n")
+
+
 async def test_the_dump_is_awaited_and_bounded_in_time(probed: Probed, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await probed.get("/debug/dump")).text == "everything"
     monkeypatch.setattr(telemetry_http, "DUMP_TIMEOUT_S", 0.05)

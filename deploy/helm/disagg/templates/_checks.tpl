@@ -1,0 +1,100 @@
+{{/* What the schema cannot say, because it is about two values. Each message begins with a path. */}}
+
+{{- define "disagg.check" -}}
+{{- $values := .Values -}}
+{{- $named := 0 -}}
+{{- range list .Values.model.name .Values.model.pvc.claimName .Values.model.image.reference .Values.model.hostPath.path -}}
+{{- if . -}}{{- $named = add1 $named -}}{{- end -}}
+{{- end -}}
+{{- if gt (int $named) 1 -}}
+{{- fail "model: at most one of model.name, model.pvc.claimName, model.image.reference and model.hostPath.path says where the model is" -}}
+{{- end -}}
+{{- if and (include "disagg.modelMounted" .) (not .Values.model.servedName) -}}
+{{- fail "model.servedName: clients need a name for a model that comes from a volume" -}}
+{{- end -}}
+{{- if and .Values.model.path (not (include "disagg.modelMounted" .)) -}}
+{{- fail "model.path: it is a directory within a volume, and there is none: name one in model.pvc, model.image or model.hostPath" -}}
+{{- end -}}
+{{- if and (eq (int .Values.prefill.replicas) 0) (ne (int .Values.decode.replicas) 0) -}}
+{{- fail "prefill.replicas is 0 and decode.replicas is not: a pool without the other serves nothing" -}}
+{{- end -}}
+{{- if and (eq (int .Values.decode.replicas) 0) (ne (int .Values.prefill.replicas) 0) -}}
+{{- fail "decode.replicas is 0 and prefill.replicas is not: a pool without the other serves nothing" -}}
+{{- end -}}
+{{- if and (eq (int .Values.prefill.replicas) 0) (or (not .Values.mixed.enabled) (eq (int .Values.mixed.replicas) 0)) -}}
+{{- fail "prefill.replicas, decode.replicas: there are no servers at all; mixed.enabled with mixed.replicas would do without them" -}}
+{{- end -}}
+{{- range $role := list "router" "prefill" "decode" "mixed" -}}
+{{- include "disagg.checkRole" (dict "role" $role "own" (index $values $role) "root" $) -}}
+{{- end -}}
+{{- if and .Values.offload.hostMemory (not .Values.offload.enabled) -}}
+{{- fail "offload.hostMemory: it is used with offload.enabled only" -}}
+{{- end -}}
+{{- if and (or .Values.storage.url .Values.storage.pvc.claimName) (not .Values.offload.enabled) -}}
+{{- fail "storage.url: it is used with offload.enabled only" -}}
+{{- end -}}
+{{- if and .Values.storage.pvc.claimName .Values.storage.url (not (hasPrefix "file:///var/lib/disagg/kv" .Values.storage.url)) -}}
+{{- fail "storage.url: the volume of storage.pvc is at file:///var/lib/disagg/kv" -}}
+{{- end -}}
+{{- if and (hasPrefix "file:" .Values.storage.url) (not .Values.storage.pvc.claimName) -}}
+{{- fail "storage.url: a directory in a pod is lost with it, and no other pod sees it: name a volume in storage.pvc.claimName" -}}
+{{- end -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
+{{- fail "ingress.hosts: an Ingress needs one at least" -}}
+{{- end -}}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.parentRefs: an HTTPRoute needs a Gateway" -}}
+{{- end -}}
+{{- if and (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) -}}
+{{- fail "serviceAccount.name: with serviceAccount.create = false it names an existing one" -}}
+{{- end -}}
+{{- end }}
+
+{{/* (role, own, root) */}}
+{{- define "disagg.checkRole" -}}
+{{- $own := .own -}}
+{{- $needed := add $own.preStopSeconds $own.drainSeconds 5 -}}
+{{- if lt (int64 $own.terminationGracePeriodSeconds) (int64 $needed) -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds is %d: it must be at least preStopSeconds + drainSeconds + 5 = %d, or a drain is cut short" .role (int64 $own.terminationGracePeriodSeconds) (int64 $needed)) -}}
+{{- end -}}
+{{- $ports := values $own.ports -}}
+{{- if ne (len $ports) (len (uniq $ports)) -}}
+{{- fail (printf "%s.ports: they must differ" .role) -}}
+{{- end -}}
+{{- with $own.autoscaling -}}
+{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
+{{- fail (printf "%s.autoscaling.minReplicas is %d: it must be at most maxReplicas = %d" $.role (int .minReplicas) (int .maxReplicas)) -}}
+{{- end -}}
+{{- if .enabled -}}{{- include "disagg.checkScaling" $ -}}{{- end -}}
+{{- end -}}
+{{- if ne .role "router" -}}{{- include "disagg.checkGpus" . -}}{{- end -}}
+{{- end }}
+
+{{- define "disagg.checkScaling" -}}
+{{- $values := .root.Values -}}
+{{- if eq .role "router" -}}
+{{- if not (dig "requests" "cpu" "" .own.resources) -}}
+{{- fail "router.autoscaling: its target is a share of router.resources.requests.cpu, which is not set" -}}
+{{- end -}}
+{{- else if eq $values.autoscaling.engine "keda" -}}
+{{- if not $values.autoscaling.prometheusAddress -}}
+{{- fail "autoscaling.prometheusAddress: KEDA asks a Prometheus, and does not know which" -}}
+{{- end -}}
+{{- else if not (and $values.serviceMonitor.enabled $values.prometheusRule.enabled) -}}
+{{- fail (printf "%s.autoscaling: an HPA reads what serviceMonitor.enabled collects and prometheusRule.enabled records" .role) -}}
+{{- end -}}
+{{- if and (eq (int (get .own "replicas")) 0) -}}
+{{- fail (printf "%s.autoscaling: %s.replicas is 0, which switches the pool off" .role .role) -}}
+{{- end -}}
+{{- end }}
+
+{{- define "disagg.checkGpus" -}}
+{{- $gpu := .root.Values.gpu -}}
+{{- $said := dig "limits" $gpu.resource "" .own.resources | default (dig "requests" $gpu.resource "" .own.resources) -}}
+{{- if and $gpu.enabled (ne (toString $said) "") (lt (int64 $said) (int64 .own.tp)) -}}
+{{- fail (printf "%s.resources.limits: %s is %v and %s.tp is %d: each rank needs a GPU" .role $gpu.resource $said .role (int64 .own.tp)) -}}
+{{- end -}}
+{{- if and (not $gpu.enabled) (ne (toString $said) "") -}}
+{{- fail (printf "%s.resources: %s is asked for and gpu.enabled is false, so nothing would use it" .role $gpu.resource) -}}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,63 @@
+{{/* What is a server's alone. */}}
+
+{{/* Its resources: a GPU for each rank, unless they are named: (root, own). */}}
+{{- define "disagg.poolResources" -}}
+{{- $gpu := .root.Values.gpu -}}
+{{- $resources := deepCopy .own.resources -}}
+{{- $named := dig "limits" $gpu.resource (dig "requests" $gpu.resource "" $resources) $resources -}}
+{{- if and $gpu.enabled (eq (toString $named) "") -}}
+{{- $resources = mergeOverwrite $resources (dict "limits" (dict $gpu.resource .own.tp)) -}}
+{{- else if and $gpu.enabled (eq (toString (dig "limits" $gpu.resource "" $resources)) "") -}}
+{{- $resources = mergeOverwrite $resources (dict "limits" (dict $gpu.resource $named)) -}}
+{{- end -}}
+{{- include "disagg.resources" $resources -}}
+{{- end }}
+
+{{/* Whether it asks for RDMA devices: empty if not. */}}
+{{- define "disagg.rdma" -}}
+{{- range $name, $amount := merge (dict) (.resources.limits | default dict) (.resources.requests | default dict) -}}
+{{- if hasPrefix "rdma/" $name -}}true{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Near the servers of the pairs: (root, role, own). */}}
+{{- define "disagg.poolAffinity" -}}
+{{- $pairs := .root.Values.pairs -}}
+{{- if .own.affinity -}}
+{{ toYaml .own.affinity }}
+{{- else if and (ne $pairs.affinity "none") (ne .role "mixed") -}}
+podAffinity:
+  {{- if eq $pairs.affinity "required" }}
+  requiredDuringSchedulingIgnoredDuringExecution:
+    - {{- include "disagg.pairTerm" . | nindent 6 }}
+  {{- else }}
+  preferredDuringSchedulingIgnoredDuringExecution:
+    - weight: 100
+      podAffinityTerm: {{- include "disagg.pairTerm" . | nindent 8 }}
+  {{- end }}
+{{- end -}}
+{{- end }}
+
+{{/* Both roles: the first pod of all may be anywhere. */}}
+{{- define "disagg.pairTerm" -}}
+topologyKey: {{ .root.Values.pairs.topologyKey }}
+labelSelector:
+  matchLabels:
+    app.kubernetes.io/name: {{ include "disagg.name" .root }}
+    app.kubernetes.io/instance: {{ .root.Release.Name }}
+  matchExpressions:
+    - {key: disagg/role, operator: In, values: [prefill, decode]}
+{{- end }}
+
+{{/* Up at once, and down a pod at a time: each has to drain. */}}
+{{- define "disagg.scalingBehavior" -}}
+scaleUp:
+  stabilizationWindowSeconds: 0
+  policies:
+    - {type: Percent, value: 100, periodSeconds: 60}
+    - {type: Pods, value: 2, periodSeconds: 60}
+scaleDown:
+  stabilizationWindowSeconds: {{ .scaleDownSeconds }}
+  policies:
+    - {type: Pods, value: 1, periodSeconds: 120}
+{{- end }}

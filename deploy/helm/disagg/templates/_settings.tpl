@@ -1,0 +1,82 @@
+{{/* What each process is configured with, and how that is written as TOML. */}}
+
+{{- define "disagg.modelMounted" -}}
+{{- with .Values.model -}}{{- or .pvc.claimName .image.reference .hostPath.path -}}{{- end -}}
+{{- end }}
+
+{{/* The settings of one role as JSON: (root, role). What a person may set is merged first: what the chart decides counts. */}}
+{{- define "disagg.settings" -}}
+{{- $values := .root.Values -}}
+{{- $own := index $values .role -}}
+{{- $model := dict "cache_dir" "/var/cache/disagg/models" -}}
+{{- if $values.model.name -}}{{- $_ := set $model "name" $values.model.name -}}{{- end -}}
+{{- if include "disagg.modelMounted" .root -}}
+{{- $_ := set $model "name" (trimSuffix "/" (printf "/model/%s" (trimPrefix "/" $values.model.path))) -}}
+{{- end -}}
+{{- if $values.model.servedName -}}{{- $_ := set $model "served_name" $values.model.servedName -}}{{- end -}}
+{{- $given := mergeOverwrite (deepCopy $values.config) (deepCopy $own.config) -}}
+{{- $decided := dict -}}
+{{- if eq .role "router" -}}
+{{- $router := dict "host" "0.0.0.0" "http_port" $own.ports.http "grpc_port" $own.ports.grpc "drain_s" $own.drainSeconds -}}
+{{- $router = mergeOverwrite $router (include "disagg.fleet" .root | fromJson) -}}
+{{- $decided = dict "model" $model "router" $router -}}
+{{- else -}}
+{{- $_ := set $model "device" (ternary "cuda" "cpu" $values.gpu.enabled) -}}
+{{- $server := dict "tp" $own.tp "host" "0.0.0.0" "port" $own.ports.grpc "metrics_port" $own.ports.metrics "drain_s" $own.drainSeconds -}}
+{{- $decided = mergeOverwrite (dict "model" $model "server" $server) (include "disagg.tiers" .root | fromJson) -}}
+{{- /* Pods reach each other over their network, not over a loopback that they share: UCX sees all that there is. */ -}}
+{{- $given = mergeOverwrite (dict "transfer" (dict "ucx_tls" "" "ucx_net_devices" "")) $given -}}
+{{- end -}}
+{{- mergeOverwrite $given $decided | toJson -}}
+{{- end }}
+
+{{/* KV beyond the GPU, as JSON. */}}
+{{- define "disagg.tiers" -}}
+{{- $offload := dict "enabled" .Values.offload.enabled -}}
+{{- with .Values.offload.hostMemory -}}{{- $_ := set $offload "host_bytes" (include "disagg.bytes" .) -}}{{- end -}}
+{{- $tiers := dict "offload" $offload -}}
+{{- with .Values.storage -}}
+{{- $url := default (ternary "file:///var/lib/disagg/kv" "" (ne .pvc.claimName "")) .url -}}
+{{- if $url -}}
+{{- $storage := dict "url" $url "compression" .compression "options" .options -}}
+{{- with .budget -}}{{- $_ := set $storage "budget_bytes" (include "disagg.bytes" .) -}}{{- end -}}
+{{- $_ := set $tiers "storage" $storage -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $tiers -}}
+{{- end }}
+
+{{/* A size as settings have it, which Kubernetes writes without the B: 64Gi. */}}
+{{- define "disagg.bytes" -}}
+{{- regexReplaceAll "([KMGTk]i?)$" (include "disagg.quantity" .) "${1}B" -}}
+{{- end }}
+
+{{/* Sections of settings as TOML. */}}
+{{- define "disagg.toml" -}}
+{{- range $section, $settings := . }}
+[{{ $section }}]
+{{- range $name, $value := $settings }}
+{{ $name }} = {{ include "disagg.tomlValue" $value }}
+{{- end }}
+{{ end }}
+{{- end }}
+
+{{/* One value: a JSON string is a TOML string, but for DEL, which TOML wants escaped; Helm's whole numbers are floats, which TOML tells apart. */}}
+{{- define "disagg.tomlValue" -}}
+{{- if kindIs "map" . -}}
+{ {{- range $i, $name := keys . | sortAlpha }}{{ if $i }},{{ end }} {{ toJson $name }} = {{ include "disagg.tomlValue" (index $ $name) }}{{ end }} }
+{{- else if kindIs "slice" . -}}
+[{{ range $i, $each := . }}{{ if $i }}, {{ end }}{{ include "disagg.tomlValue" $each }}{{ end }}]
+{{- else if and (kindIs "float64" .) (eq (floor .) (float64 .)) -}}
+{{ int64 . }}
+{{- else if or (kindIs "string" .) (kindIs "bool" .) -}}
+{{ toJson . | replace "\u007f" "\\u007f" }}
+{{- else -}}
+{{ . }}
+{{- end -}}
+{{- end }}
+
+{{/* The file of one role: (root, role). */}}
+{{- define "disagg.file" -}}
+{{ include "disagg.toml" (include "disagg.settings" . | fromJson) | trim }}
+{{- end }}

@@ -1,0 +1,68 @@
+"""The part of the chart's schema that is about settings: what `config` in its values may hold, made of the configuration tree.
+
+`python -m tests.deploy.settings_schema` writes it; to be run when settings have changed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from disagg.config.check import MIXED_ONLY
+from disagg.config.tree import Config
+
+SCHEMA = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "disagg" / "values.schema.json"
+SIZE = r"^[0-9]+(\.[0-9]+)? *([KMGTkmgt]i?)?[Bb]?$"
+DURATION = r"^[0-9]+(\.[0-9]+)? *(us|ms|s|m|h)?$"
+# Settings that the chart decides, or that have values of their own. What is left of a section without any is left out.
+OF_THE_CHART = {
+    "model": {"name", "served_name", "device", "cache_dir"},
+    "server": {"name", "tp", "first_gpu", "host", "port", "metrics_port", "advertise_host", "drain_s"},
+    "router": {"name", "host", "http_port", "grpc_port", "servers", "drain_s"},
+    "offload": {"enabled", "host_bytes"},
+    "storage": {"url", "options", "budget_bytes", "compression"},
+}
+
+
+def definitions() -> dict[str, Any]:
+    """`settings` of every role, and `mixedSettings`, of mixed servers alone."""
+    return {"settings": _sections(set(MIXED_ONLY)), "mixedSettings": _sections(set())}
+
+
+def _sections(without: set[str]) -> dict[str, Any]:
+    tree = msgspec.json.schema(Config)["$defs"]
+    sections = {}
+    for section in msgspec.structs.fields(Config):
+        mine = OF_THE_CHART.get(section.name, set()) | (without if section.name == "engine" else set())
+        described = tree[section.type.__name__ if isinstance(section.type, type) else str(section.type)]["properties"]
+        kept = {name: _setting(name, kind) for name, kind in described.items() if name not in mine}
+        if kept:
+            sections[section.name] = _object(kept)
+    return _object(sections)
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _setting(name: str, kind: dict[str, Any]) -> dict[str, Any]:
+    """As it may be written in TOML: sizes and durations are numbers, or texts with a unit."""
+    said = {key: value for key, value in kind.items() if key not in ("default", "description", "title")}
+    if name.endswith("_bytes"):
+        return {**said, "type": ["integer", "string"], "pattern": SIZE}
+    if name.endswith("_s"):
+        return {**said, "type": ["number", "string"], "pattern": DURATION}
+    return said
+
+
+def main() -> None:
+    schema = json.loads(SCHEMA.read_text())
+    schema["definitions"].update(definitions())
+    SCHEMA.write_text(json.dumps(schema, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

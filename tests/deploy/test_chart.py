@@ -1,0 +1,282 @@
+"""A matrix of values: what Helm makes of each is what Kubernetes and our own processes take, and what operators were promised."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from kubernetes_validate import utils as kubernetes_utils
+
+from disagg.cli.flags import overrides_of
+from disagg.cli.main import cli
+from disagg.config.check import check_role
+from disagg.config.load import load_config
+from disagg.config.tree import Config, ServerRef
+from tests.deploy.chart import (
+    CHART,
+    HELMS,
+    HERE,
+    NAMESPACE,
+    RELEASE,
+    VALUES,
+    Manifest,
+    helm,
+    of_kind,
+    processes,
+    rendered,
+)
+
+KUBERNETES = kubernetes_validate.utils.all_versions()[-2:]
+CRDS = {file.stem: json.loads(file.read_text()) for file in (HERE / "crds").glob("*.json")}
+POOLS = ("prefill", "decode", "mixed")
+matrix = pytest.mark.parametrize("values", VALUES, ids=lambda file: file.stem)
+
+# Its schemas are some MB, and it would read them anew for each manifest.
+kubernetes_utils.schema_contents = functools.cache(kubernetes_utils.schema_contents)
+
+
+@functools.cache
+def given(values: Path) -> dict[str, Any]:
+    """The values, on top of the chart's own."""
+    own = yaml.safe_load((CHART / "values.yaml").read_text())
+    merged: dict[str, Any] = json.loads(json.dumps(own))  # anchors would make one object of several
+
+    def merge(into: dict[str, Any], more: dict[str, Any]) -> None:
+        for name, value in more.items():
+            if isinstance(value, dict) and isinstance(into.get(name), dict):
+                merge(into[name], value)
+            else:
+                into[name] = value
+
+    merge(merged, yaml.safe_load(values.read_text()))
+    return merged
+
+
+def test_the_matrix_is_as_large_as_was_promised() -> None:
+    assert len(VALUES) >= 20
+    assert len(KUBERNETES) == 2
+
+
+@matrix
+def test_both_helms_find_nothing_to_say_and_render_the_same(values: Path) -> None:
+    for version in HELMS:
+        linted = helm(version, "lint", "--strict", str(CHART), "--values", str(values))
+        assert linted.returncode == 0, linted.stdout + linted.stderr
+        assert "WARNING" not in linted.stdout
+    of_3, of_4 = ({name_of(each): each for each in rendered(version, values)} for version in HELMS)
+    assert of_3 == of_4
+
+
+def name_of(manifest: Manifest) -> tuple[str, str]:
+    return manifest["kind"], manifest["metadata"]["name"]
+
+
+@matrix
+def test_every_manifest_is_valid(values: Path) -> None:
+    manifests = rendered("helm-4", values)
+    names = [name_of(each) for each in manifests]
+    assert len(names) == len(set(names))
+    for manifest in manifests:
+        crd = CRDS.get(manifest["kind"].lower())
+        if crd is not None:
+            jsonschema.validate(manifest, crd, jsonschema.Draft202012Validator)
+            continue
+        for version in KUBERNETES:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_what_is_no_manifest_is_found() -> None:
+    """The two validators that the matrix relies on refuse what Kubernetes would."""
+    [route] = of_kind(rendered("helm-4", HERE / "values" / "gateway.yaml"), "HTTPRoute")
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**route, "spec": {**route["spec"], "rule": []}}, CRDS["httproute"])
+    [router] = of_kind(rendered("helm-4", HERE / "values" / "defaults.yaml"), "Deployment")
+    for version in KUBERNETES:
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate({**router, "spec": {**router["spec"], "replica": 1}}, version, strict=True)
+
+
+@matrix
+def test_every_command_and_setting_is_one_that_the_processes_take(values: Path, tmp_path: Path) -> None:
+    for process in processes(rendered("helm-4", values)):
+        program, role, *args = process.argv
+        file = tmp_path / f"{role}.toml"
+        file.write_text(process.config)
+        args = [str(file) if each == "/etc/disagg/disagg.toml" else each for each in args]
+        assert (program, role) == ("disagg", process.role)
+        context = cli.commands[role].make_context(role, args)
+        environ = process.environ(f"{process.name}-0", "10.0.0.1")
+        config = load_config(context.params["file"], overrides_of(context.params["sets"]), environ)
+        check_role(config, process.role)
+        check_promises(config, process.role, f"{process.name}-0", given(values))
+
+
+def check_promises(config: Config, role: str, pod: str, values: dict[str, Any]) -> None:
+    """What the chart's own values say arrives in the settings."""
+    own = values[role]
+    if role == "router":
+        router = config.router
+        assert (router.name, router.http_port, router.grpc_port) == (pod, own["ports"]["http"], own["ports"]["grpc"])
+        assert router.drain_s == own["drainSeconds"]
+        return
+    server = config.server
+    assert (server.name, server.tp, server.drain_s) == (pod, own["tp"], own["drainSeconds"])
+    assert (server.port, server.metrics_port) == (own["ports"]["grpc"], own["ports"]["metrics"])
+    assert (server.host, server.advertise_host) == ("0.0.0.0", "10.0.0.1")
+    assert config.model.device == ("cuda" if values["gpu"]["enabled"] else "cpu")
+    assert config.offload.enabled == values["offload"]["enabled"]
+    assert config.offload.host_bytes == amount_of(values["offload"]["hostMemory"])
+    storage = values["storage"]
+    assert config.storage.url == (
+        storage["url"] or ("file:///var/lib/disagg/kv" if storage["pvc"]["claimName"] else "")
+    )
+    assert config.storage.budget_bytes == amount_of(storage["budget"])
+    assert config.storage.options == storage["options"]
+    mounted = values["model"]["pvc"]["claimName"] or values["model"]["image"]["reference"]
+    if mounted or values["model"]["hostPath"]["path"]:
+        assert config.model.name == f"/model/{values['model']['path']}".rstrip("/")
+        assert config.model.public_name == values["model"]["servedName"]
+
+
+def amount_of(quantity: str | int) -> int:
+    """Bytes, as Kubernetes (4Ti) or we (4TiB) write them; 0 for none."""
+    if isinstance(quantity, int):
+        return quantity
+    number, unit = re.fullmatch(r"(\d*)([KMGT]i)?B?", quantity).groups()
+    return int(number or 0) << {None: 0, "Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}[unit]
+
+
+@matrix
+def test_routers_know_every_server_that_there_can_be_by_a_name_that_its_pod_gets(values: Path) -> None:
+    manifests = rendered("helm-4", values)
+    services = {each["metadata"]["name"]: each["spec"] for each in of_kind(manifests, "Service")}
+    autoscaled = {each["metadata"]["name"]: each["spec"] for each in of_kind(manifests, "HorizontalPodAutoscaler")}
+    autoscaled |= {each["metadata"]["name"]: each["spec"] for each in of_kind(manifests, "ScaledObject")}
+    expected = set()
+    for pool in of_kind(manifests, "StatefulSet"):
+        name, service = pool["metadata"]["name"], pool["spec"]["serviceName"]
+        scaling = autoscaled.get(name, {})
+        most = scaling.get("maxReplicas", scaling.get("maxReplicaCount", pool["spec"].get("replicas")))
+        [port] = [each["port"] for each in services[service]["ports"] if each["name"] == "grpc"]
+        assert services[service]["clusterIP"] == "None"
+        assert services[service]["publishNotReadyAddresses"] is True
+        assert services[service]["selector"].items() <= pool["spec"]["template"]["metadata"]["labels"].items()
+        domain = f"{service}.{NAMESPACE}.svc.{given(values)['clusterDomain']}"
+        role = pool["metadata"]["labels"]["disagg/role"]
+        expected |= {(f"{name}-{i}", role, f"{name}-{i}.{domain}:{port}") for i in range(most)}
+    [router] = [each for each in processes(manifests) if each.role == "router"]
+    assert {(each.name, each.role, each.address) for each in servers_of(router.config)} == expected
+    assert expected
+
+
+def servers_of(toml: str) -> list[ServerRef]:
+    return [ServerRef(**each) for each in tomllib.loads(toml)["router"]["servers"]]
+
+
+@matrix
+def test_pods_are_confined_probed_and_given_the_time_to_drain(values: Path) -> None:
+    for process in processes(rendered("helm-4", values)):
+        pod, container, own = process.pod, process.container, given(values)[process.role]
+        security = pod["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        confined = container["securityContext"]
+        assert confined["readOnlyRootFilesystem"] is True
+        assert confined["allowPrivilegeEscalation"] is False
+        amounts = container.get("resources", {}).get("limits", {})
+        wants_rdma = any(name.startswith("rdma/") for name in amounts)
+        added = {"add": ["IPC_LOCK"]} if wants_rdma else {}
+        assert confined["capabilities"] == {"drop": ["ALL"], **added}
+        assert all(isinstance(amount, str) for amount in amounts.values())
+        grace = pod["terminationGracePeriodSeconds"]
+        slept = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        assert grace >= 35
+        assert grace >= slept + own["drainSeconds"] + 5
+        port = "http" if process.role == "router" else "metrics"
+        paths = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
+        assert paths == {
+            "startup": {"path": "/live", "port": port},
+            "readiness": {"path": "/health", "port": port},
+            "liveness": {"path": "/live", "port": port},
+        }
+        writable = {each["mountPath"] for each in container["volumeMounts"] if not each.get("readOnly")}
+        assert {"/tmp", "/var/cache/disagg"} <= writable
+        if process.role != "router":
+            assert "/dev/shm" in writable
+            [shm] = [each["emptyDir"] for each in pod["volumes"] if each["name"] == "shm"]
+            assert shm == {"medium": "Memory", "sizeLimit": own["shmSize"]}
+            gpu = given(values)["gpu"]
+            wanted = str(own["tp"]) if gpu["enabled"] else None
+            assert amounts.get(gpu["resource"]) == wanted
+
+
+@matrix
+def test_pools_are_where_the_values_say_and_found_by_their_labels(values: Path) -> None:
+    manifests = rendered("helm-4", values)
+    for workload in of_kind(manifests, "Deployment", "StatefulSet"):
+        role = workload["metadata"]["labels"]["disagg/role"]
+        own, spec = given(values)[role], workload["spec"]
+        labels = spec["template"]["metadata"]["labels"]
+        assert labels["disagg/role"] == role
+        assert labels["app.kubernetes.io/instance"] == RELEASE
+        assert spec["selector"]["matchLabels"].items() <= labels.items()
+        assert spec.get("replicas") == (None if own["autoscaling"]["enabled"] else own["replicas"])
+        pod = spec["template"]["spec"]
+        assert pod.get("nodeSelector", {}) == own["nodeSelector"]
+        assert pod.get("tolerations", []) == own["tolerations"]
+    roles = {each.role for each in processes(manifests)}
+    assert roles == {"router", "prefill", "decode"} | ({"mixed"} if given(values)["mixed"]["enabled"] else set())
+
+
+@matrix
+def test_only_routers_peers_and_scrapers_reach_servers(values: Path) -> None:
+    policies = {
+        each["metadata"]["labels"]["disagg/role"]: each["spec"]
+        for each in of_kind(rendered("helm-4", values), "NetworkPolicy")
+    }
+    network = given(values)["networkPolicy"]
+    if not network["enabled"]:
+        assert policies == {}
+        return
+    for role, spec in policies.items():
+        assert spec["policyTypes"] == ["Ingress"]
+        if role == "router":
+            assert all("from" in rule for rule in spec["ingress"]) == bool(network["clientsFrom"])
+            if network["clientsFrom"]:  # and `helm test` is a client
+                roles = [
+                    each.get("podSelector", {}).get("matchLabels", {}).get("disagg/role")
+                    for each in spec["ingress"][0]["from"]
+                ]
+                assert "test" in roles
+            continue
+        for rule in spec["ingress"]:
+            assert rule["from"], "an empty list lets everybody in"
+            for peer in rule["from"]:
+                if peer not in network["metricsFrom"]:
+                    assert set(peer) == {"podSelector"}
+                    assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == RELEASE
+    assert set(policies) == {each.role for each in processes(rendered("helm-4", values))}
+
+
+def test_pods_begin_again_when_their_settings_change_and_only_then() -> None:
+    def sums(name: str) -> dict[str, str]:
+        found = of_kind(rendered("helm-4", HERE / "values" / name), "Deployment", "StatefulSet")
+        return {
+            each["metadata"]["labels"]["disagg/role"]: each["spec"]["template"]["metadata"]["annotations"][
+                "checksum/config"
+            ]
+            for each in found
+        }
+
+    plain, network, settings = sums("defaults.yaml"), sums("network-closed.yaml"), sums("settings.yaml")
+    assert plain == network
+    assert all(plain[role] != settings[role] for role in plain)

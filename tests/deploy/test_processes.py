@@ -1,0 +1,136 @@
+"""A cluster as Kubernetes would start it: what the chart renders runs here, answers, passes its probes, and drains in time."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from disagg.cli.rundir import pick_ports
+from disagg.convert.model_dir import resolve
+from tests.cluster.cluster import parse_metrics
+from tests.deploy.chart import ROOT, of_kind, processes, rendered
+from tests.deploy.pods import IP, Pod
+
+pytestmark = pytest.mark.cluster
+READY_S = 240.0  # computing on a CPU that others use, too
+SMALL = {"requests": {"cpu": 1, "memory": "1Gi"}}
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return resolve("smollm2-135m", Path("~/.cache/disagg/models").expanduser())
+
+
+@pytest.fixture(scope="module")
+def values(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small cluster on a CPU, whose pods have ports of their own."""
+    http, grpc, *ports = pick_ports(IP, 6)
+    pools = {
+        role: {"ports": {"grpc": ports.pop(), "metrics": ports.pop()}, "resources": SMALL}
+        for role in ("prefill", "decode")
+    }
+    small = {
+        "gpu": {"enabled": False},
+        "model": {"servedName": "smol", "hostPath": {"path": str(model)}},
+        "config": {"engine": {"kv_memory_bytes": "64MiB"}, "model": {"max_model_len": 512}},
+        # Room for a second decode server, which is not there.
+        "serviceMonitor": {"enabled": True},
+        "prometheusRule": {"enabled": True},
+        "router": {"replicas": 1, "ports": {"http": http, "grpc": grpc}},
+        **pools,
+    }
+    pools["decode"]["autoscaling"] = {"enabled": True, "maxReplicas": 2}
+    file = tmp_path_factory.mktemp("values") / "values.yaml"
+    file.write_text(yaml.safe_dump(small))
+    return file
+
+
+@pytest.fixture(scope="module")
+def pods(values: Path, model: Path) -> Iterator[dict[str, Pod]]:
+    """All of them, by their role; ready."""
+    found = {}
+    with ExitStack() as stack:
+        for process in processes(rendered("helm-4", values)):
+            assert process.replicas == 1
+            pod = found[process.role] = Pod(process, f"{process.name}-0", model)
+            stack.callback(pod.close)
+        for pod in found.values():
+            pod.start()
+        for pod in found.values():
+            pod.probe_until("startup", pod.startup_s())
+            assert pod.probe("liveness")
+        # Whoever answers and loads lives and is not ready: a router waits for servers, which wait for their workers.
+        assert not found["router"].probe("readiness")
+        for pod in found.values():
+            pod.probe_until("readiness", READY_S)
+            assert pod.probe("liveness")
+        yield found
+
+
+def url(pod: Pod, name: str = "http") -> str:
+    [port] = [each["containerPort"] for each in pod.process.container["ports"] if each["name"] == name]
+    return f"http://{IP}:{port}"
+
+
+def test_it_answers_through_the_router(pods: dict[str, Pod]) -> None:
+    body = {"model": "smol", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+    reply = httpx.post(f"{url(pods['router'])}/v1/completions", json=body, timeout=120, trust_env=False)
+    assert reply.status_code == 200, reply.text
+    assert "Paris" in reply.json()["choices"][0]["text"]
+
+
+def test_prometheus_finds_metrics_where_the_chart_sends_it_and_kv_has_crossed(
+    pods: dict[str, Pod], values: Path
+) -> None:
+    monitors = of_kind(rendered("helm-4", values), "ServiceMonitor")
+    scraped = {}
+    for monitor in monitors:
+        role = monitor["metadata"]["labels"]["disagg/role"]
+        [endpoint] = monitor["spec"]["endpoints"]
+        reply = httpx.get(f"{url(pods[role], endpoint['port'])}{endpoint['path']}", timeout=30, trust_env=False)
+        scraped[role] = parse_metrics(reply.text)
+    assert set(scraped) == set(pods)
+    assert scraped["router"]["disagg_router_completion_tokens_total"] > 0
+    sent = scraped["prefill"]['disagg_transfer_payload_bytes_total{direction="sent"}']
+    assert sent == scraped["decode"]['disagg_transfer_payload_bytes_total{direction="received"}'] > 0
+
+
+def test_servers_have_the_names_of_their_pods(pods: dict[str, Pod]) -> None:
+    status = httpx.get(f"{url(pods['router'])}/status", timeout=30, trust_env=False).json()
+    servers = {each["name"]: each["state"] for each in status["servers"]}
+    absent = pods["decode"].name.replace("-0", "-1")
+    assert servers == {pods["prefill"].name: "ready", pods["decode"].name: "ready", absent: "loading"}
+
+
+def test_the_pod_of_helm_test_gets_its_answer(pods: dict[str, Pod], values: Path) -> None:
+    [test] = of_kind(rendered("helm-4", values), "Pod")
+    assert test["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    [container] = test["spec"]["containers"]
+    environ = {each["name"]: pods["router"].here(each["value"]) for each in container["env"]}
+    asked = pods["router"].run([*container["command"], *container["args"]], environ)
+    assert asked.wait(120) == 0, pods["router"].tail()
+    assert "Paris" in pods["router"].tail()
+
+
+def test_pods_write_nowhere_but_into_their_volumes(pods: dict[str, Pod]) -> None:
+    """That they have run so says that the chart's volumes are enough."""
+    confined = {role for role, pod in pods.items() if pod.confined}
+    if not confined:
+        pytest.skip("no mount namespace with a read-only root can be made here")
+    assert confined == set(pods)
+    for pod in pods.values():  # and that they could not have
+        tried = subprocess.run([*pod.confined, "touch", str(ROOT / "tests" / "deploy" / "written")], check=False)
+        assert tried.returncode != 0
+    assert not any("Read-only file system" in pod.log.read_text(errors="replace") for pod in pods.values())
+
+
+def test_all_of_them_drain_within_their_grace_period(pods: dict[str, Pod]) -> None:
+    """The last test: they are gone after it."""
+    for role in ("router", "decode", "prefill"):
+        assert pods[role].end() == 0, pods[role].tail()

@@ -1,0 +1,41 @@
+"""The chart's schema knows the settings that there are."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+from disagg.config.load import dump_config
+from disagg.config.tree import Config
+from tests.deploy.settings_schema import OF_THE_CHART, SCHEMA, definitions
+
+
+def test_the_schema_has_the_settings_of_the_configuration_tree() -> None:
+    written = json.loads(SCHEMA.read_text())["definitions"]
+    for name, made in definitions().items():
+        assert written[name] == made, "settings have changed: run `python -m tests.deploy.settings_schema`"
+
+
+def test_what_the_chart_keeps_for_itself_are_settings() -> None:
+    tree = tomllib.loads(dump_config(Config()))
+    for section, names in OF_THE_CHART.items():
+        assert names <= set(tree[section]), section
+
+
+def test_every_object_of_the_schema_refuses_what_it_does_not_know() -> None:
+    free = []
+
+    def walk(path: str, schema: object) -> None:
+        if isinstance(schema, dict):
+            if schema.get("type") == "object" and "additionalProperties" not in schema:
+                free.append(path)
+            for name, each in schema.items():
+                walk(f"{path}/{name}", each)
+        elif isinstance(schema, list):
+            for each in schema:
+                walk(path, each)
+
+    walk("", json.loads(SCHEMA.read_text()))
+    # Kubernetes' own objects, which it judges, and what Helm gives every chart.
+    own = ("/global", "/affinity", "/valueFrom", "/namespaceSelector", "/podSelector")
+    assert [path for path in free if not path.endswith(own)] == []
