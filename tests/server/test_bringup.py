@@ -85,7 +85,7 @@ class FakeGroup:
     def _reply(self, rank: int, request: ControlRequest) -> ControlReply:
         match request:
             case Load():
-                return Loaded(rank, self._groups, 10, 64, (2,), 0.1, "w" * 64, {}, self._cuts)
+                return Loaded(rank, self._groups, 10, 64, (2,), 0.1, "w" * 64, {}, cuts=self._cuts)
             case Profile():
                 return Profiled(rank, self.device_bytes[rank] if self.device_bytes else 0, 0)
             case MakePool():
