@@ -154,6 +154,7 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     namespace: str = ""  # of Kubernetes; empty: the router's own
     kubeconfig: str = ""  # a file that says where the Kubernetes API is; empty: as pods are told
     servers: tuple[ServerRef, ...] = ()
+    policy: Literal["kv_aware", "least_loaded", "round_robin"] = "kv_aware"  # which servers a request is sent to
     max_inflight: PositiveInt = 1024  # requests dispatched and not finished
     max_queued: NonNegativeInt = 1024  # requests waiting for a place or a server
     tenant_share: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of max_inflight, for one tenant that is alone

@@ -22,6 +22,7 @@ from random import Random
 from msgspec import Struct
 
 from disagg.memory.layout import PoolLayout
+from disagg.memory.prefixes import longest_checkpointed, longest_windowed
 from disagg.messages.layout import GroupKind
 from disagg.messages.legs import KvEvents
 
@@ -101,9 +102,10 @@ class PrefixCache:
         """Pages of the longest prefix of at most so many that is valid in a group whose shorter ones need not be."""
         group = self.layout.groups[g]
         if group.kind is GroupKind.WINDOW:
-            return self._windowed(g, hashes, most, self.layout.pages_for(g, group.window_tokens))
+            return longest_windowed(self._pages[g], hashes, most, self.layout.pages_for(g, group.window_tokens))
         if group.kind is GroupKind.STATE:
-            return self._checkpointed(g, hashes, most, self.layout.checkpoint_tokens // self.layout.page_tokens)
+            every = self.layout.checkpoint_tokens // self.layout.page_tokens
+            return longest_checkpointed(self._pages[g], hashes, most, every)
         return self._budgeted(g, hashes, most, group.budget_tokens)
 
     def _first_missing(self, g: int, hashes: Sequence[bytes], first: int, stop: int) -> int:
@@ -118,20 +120,6 @@ class PrefixCache:
             if begins_within and not all(image_key(image.hash, index) in pages for index in range(image.num_pages)):
                 most = image.start_token // page_tokens
         return most
-
-    def _windowed(self, g: int, hashes: Sequence[bytes], most: int, window: int) -> int:
-        """The longest prefix whose last `window` pages are cached, or all if it has fewer."""
-        pages = self._pages[g]
-        length = position = most
-        while position > max(0, length - window):
-            position -= 1
-            if hashes[position] not in pages:
-                length = position
-        return length
-
-    def _checkpointed(self, g: int, hashes: Sequence[bytes], most: int, every: int) -> int:
-        pages = self._pages[g]
-        return next((end for end in range(most // every * every, 0, -every) if hashes[end - 1] in pages), 0)
 
     def _budgeted(self, g: int, hashes: Sequence[bytes], most: int, budget_tokens: int) -> int:
         pages = self._pages[g]

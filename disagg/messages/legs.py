@@ -196,12 +196,35 @@ class LoadReport(Struct, frozen=True):
     lost_pods: tuple[str, ...] = ()
 
 
+class PrefixGroup(Struct, frozen=True):
+    """One layer group, for whoever looks prefixes up. kind: of messages/layout.GroupKind, or one that only newer servers know.
+
+    window_tokens: how many tokens before a new one a window attends to.
+    """
+
+    kind: str
+    window_tokens: int = 0
+
+
+class PrefixRules(Struct, frozen=True):
+    """How a server names the pages of its prefix cache, and what of them a prompt needs.
+
+    root_parts: what its hash chains begin with, before the cache salt (memory/hashing.chain_root). groups: by number.
+    """
+
+    root_parts: tuple[str, ...]
+    page_tokens: int
+    checkpoint_tokens: int
+    groups: tuple[PrefixGroup, ...]
+
+
 class ServerHello(Struct, frozen=True):
     """Who a server is; sent first on every stream, and again when a new incarnation of its workers is up.
 
     fingerprint: digest of the KV layout and the weights; only equals are paired. model: the served model's name.
     weights_hash: of what the workers loaded, and files: digests of the small files that were beside it, by name; both empty
-    while it loads, and of a server that does not say them. note: what the operator should know, if anything.
+    while it loads, and of a server that does not say them. note: what the operator should know, if anything. prefix: None
+    while it loads, and of a server that has no prefix cache or does not say it.
     """
 
     name: str
@@ -219,6 +242,7 @@ class ServerHello(Struct, frozen=True):
     weights_hash: str = ""
     files: dict[str, str] = {}
     note: str = ""
+    prefix: PrefixRules | None = None
 
 
 RouterMessage = StartLeg | AbortLeg | PodGone

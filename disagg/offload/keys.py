@@ -44,7 +44,12 @@ class Scope(Struct, frozen=True):
     @property
     def root(self) -> bytes:
         """What the hash chain of a sequence of tokens begins with."""
-        return chain_root(LAYOUT, *self._model(), self.salt)
+        return chain_root(*self.root_parts, self.salt)
+
+    @property
+    def root_parts(self) -> tuple[str, ...]:
+        """What a chain begins with, but the salt."""
+        return (LAYOUT, *self._model())
 
     def group_root(self, g: int) -> bytes:
         """What the keys of a group's pages begin with."""

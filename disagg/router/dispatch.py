@@ -16,7 +16,7 @@ from typing import Protocol
 
 from disagg.config.tree import RouterConfig
 from disagg.discovery.choice import discovery_of
-from disagg.messages.legs import LegTokens, ServerMessage, TimelineEvent
+from disagg.messages.legs import LegEnd, LegTokens, Outcome, PrefixRules, ServerMessage, TimelineEvent
 from disagg.router.acceptance import Accepted
 from disagg.router.choice_text import ChoiceText
 from disagg.router.dial import dial_server
@@ -78,6 +78,9 @@ _OUTCOMES: tuple[tuple[type[DisaggError], str], ...] = (
 )
 
 
+CHUNK = "chunk"  # of a prompt, in what servers say of a leg's time
+
+
 class DispatchOwner(Protocol):
     """Is told what happens, on the event loop; must not block."""
 
@@ -111,6 +114,11 @@ class Dispatch:
         self._tokenizer = tokenizer
         self._owner = owner
         self._pump_handle: asyncio.Handle | None = None
+
+    @property
+    def ways(self) -> tuple[PrefixRules, ...]:
+        """In which servers name pages, if the policy asks what they have of a prompt."""
+        return self.fleet.ways() if self._policy.uses_caches else ()
 
     def begin(self, live: Live) -> None:
         """It waits for a place."""
@@ -221,12 +229,22 @@ class Dispatch:
     def server_said(self, name: str, message: ServerMessage) -> None:
         self._metrics.messages.labels(server=name).inc()
         live = self.live.get(message.key.request_id)
+        if live is not None and isinstance(message, LegEnd):
+            self._note_speed(live, name, message)
         if live is not None:
             self.drive(live, TokensCame(name, message) if isinstance(message, LegTokens) else LegEnded(name, message))
         elif isinstance(message, LegTokens):
             self._metrics.stale.inc(len(message.token_ids))
         else:
             self.timelines.add(message.key.request_id, name, message.timeline)
+
+    def _note_speed(self, live: Live, name: str, end: LegEnd) -> None:
+        """What a server says of a prompt that it computed, by its own clock."""
+        chunks = [event for event in end.timeline if event.name == CHUNK]
+        if end.outcome is Outcome.DONE and chunks and end.key.attempt == live.machine.attempt:
+            tokens = len(live.machine.prompt_token_ids) - end.cached_tokens
+            began_s = min(chunk.start_unix_s for chunk in chunks)
+            self.fleet.speeds.ended(name, tokens, began_s, max(chunk.end_unix_s for chunk in chunks))
 
     def server_lost(self, name: str, incarnation: str, crashed: bool, reason: str) -> None:
         self._metrics.servers_lost.labels(server=name).inc()
@@ -290,9 +308,11 @@ class Dispatch:
     def _attempted(self, live: Live, attempted: Attempted) -> None:
         pair = attempted.pair
         live.attempt_unix_s = time.time()
+        to_compute = max(1, attempted.prefill_tokens - pair.hit_tokens)
+        self._metrics.expected_hits.inc(pair.hit_tokens)
         self._metrics.attempts.labels(cause=attempted.cause).inc()
         live.account.begin(
-            Stage(pair.prefill.name, Work.PREFILL, attempted.prefill_tokens, attempted.choices),
+            Stage(pair.prefill.name, Work.PREFILL, to_compute, attempted.choices, pair.pages),
             Stage(pair.decode.name, Work.DECODE, attempted.choices, attempted.choices),
         )
         logger.log(

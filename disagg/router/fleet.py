@@ -12,8 +12,10 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol
 
 from disagg.discovery.found import Discovery, Found
-from disagg.messages.legs import PodGone, RouterMessage, ServerMessage
+from disagg.messages.legs import PodGone, PrefixRules, RouterMessage, ServerMessage
 from disagg.router.outstanding import Outstanding
+from disagg.router.prefixes import ways_of
+from disagg.router.speeds import Speeds
 from disagg.router.streams import Caller, Dialer, ServerStream
 from disagg.router.view import ClusterView, Work
 from disagg.types.bounded import forget_oldest
@@ -41,7 +43,7 @@ class FleetOwner(Protocol):
 
 
 class Fleet:
-    """The servers of one router, as discovery finds them."""
+    """The servers of one router, as discovery finds them. speeds: at which they compute prompts, for whoever times them."""
 
     def __init__(
         self, discovery: Discovery, caller: Caller, outstanding: Outstanding, owner: FleetOwner, dial: Dialer
@@ -51,6 +53,7 @@ class Fleet:
         self._outstanding = outstanding
         self._owner = owner
         self._dial = dial
+        self.speeds = Speeds()
         self._streams: dict[str, ServerStream] = {}  # by key of what was found
         self._named: dict[str, ServerStream] = {}  # by name, of those whose name is known
         self._finding: asyncio.Task[None] | None = None
@@ -111,6 +114,7 @@ class Fleet:
         if self._named.get(stream.name) is stream:
             del self._named[stream.name]
         logger.info("server %s at %s is left: %s", stream.name, stream.address, reason)
+        self.speeds.forget(stream.name)
         self._owner.server_left(stream.name)
         self._spawn(stream.close(), f"leave {stream.name}")
 
@@ -127,12 +131,10 @@ class Fleet:
             stream.send(message)
 
     def view(self) -> ClusterView:
-        amount = self._outstanding.amount
+        speeds = self.speeds
+        usual = speeds.usual
         return ClusterView(
-            tuple(
-                stream.view(amount(stream.name, Work.PREFILL), amount(stream.name, Work.DECODE))
-                for stream in self._streams.values()
-            )
+            tuple(stream.view(self._outstanding, speeds.of(stream.name), usual) for stream in self._streams.values())
         )
 
     @property
@@ -155,7 +157,14 @@ class Fleet:
         served = [hello.max_model_len for hello in hellos if hello.model == self._caller.model]
         return min(at_most, max(served, default=at_most))
 
+    def ways(self) -> tuple[PrefixRules, ...]:
+        """In which its servers name pages now."""
+        return ways_of(s.hello.prefix for s in self._streams.values() if s.hello is not None and not s.lost)
+
     # ---- streams call these
+
+    def prompts_sent(self, name: str) -> int:
+        return self._outstanding.choices(name, Work.PREFILL)
 
     def server_changed(self, name: str) -> None:
         weights = frozenset(s.hello.weights_hash for s in self._streams.values() if s.hello is not None) - {""}
@@ -194,6 +203,7 @@ class Fleet:
         self._owner.server_said(name, message)
 
     def server_lost(self, name: str, incarnation: str, crashed: bool, reason: str) -> None:
+        self.speeds.forget(name)
         self._owner.server_lost(name, incarnation, crashed, reason)
         stream = self._named.get(name)
         if stream is not None and stream.lost and stream.held == UNLISTED:

@@ -19,6 +19,7 @@ An *attempt* sends its legs to one pair, one leg per trunk (see `LegKey`). Rules
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 
 from msgspec import Struct
@@ -136,6 +137,8 @@ class RequestMachine:
             choices=max(1, len(unfinished)),
             serial=self.asked.serial,
             weights=self.pair.weights if begun and self.pair is not None else "",
+            draw=zlib.crc32(self.request_id.encode()),
+            pages=self.asked.pages,
         )
 
     def busy(self, work: Work) -> bool:

@@ -57,6 +57,11 @@ class RouterMetrics:
         )
 
     def _count(self, registry: CollectorRegistry) -> None:
+        self.expected_hits = Counter(
+            "disagg_router_expected_cached_tokens_total",
+            "Prompt tokens that prefill servers were expected to have cached when requests were sent there",
+            registry=registry,
+        )
         self.prompt_tokens = Counter(
             "disagg_router_prompt_tokens", "Prompt tokens of accepted requests", registry=registry
         )

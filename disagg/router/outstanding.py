@@ -8,11 +8,13 @@ prompt that it computes, and whoever comes then waits for one. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from msgspec import Struct
 
 from disagg.router.view import Work
+
+_NO_PAGES: Container[bytes] = frozenset()
 
 CALL_CHOICES = 32  # of one call, on each prefill server at once: half of what engine.max_running is on a CPU by default
 TENANT_CHOICES = 64  # of one tenant, while there are others; before they are reached, it may send another prompt
@@ -33,12 +35,14 @@ def tenant_may_go(computing: int, others: bool, prefill_servers: int) -> bool:
 
 
 class Stage(Struct, frozen=True):
-    """What one server has to do for an attempt. amount: in what its work is counted in."""
+    """What one server has to do for an attempt. amount: in what its work is counted in. pages: names of those that it computes
+    or has, from the first one on."""
 
     server: str
     work: Work
     amount: int
     choices: int
+    pages: tuple[bytes, ...] = ()
 
 
 class Outstanding:
@@ -46,11 +50,20 @@ class Outstanding:
 
     def __init__(self) -> None:
         self._amounts: Counter[tuple[str, Work]] = Counter()
+        self._choices: Counter[tuple[str, Work]] = Counter()
+        self._pages: dict[str, Counter[bytes]] = {}  # by server; some are in more than one prompt
         self._calls: Counter[tuple[str, Work]] = Counter()
         self._tenants: Counter[tuple[str, Work]] = Counter()
 
     def amount(self, server: str, work: Work) -> int:
         return self._amounts[server, work]
+
+    def choices(self, server: str, work: Work) -> int:
+        return self._choices[server, work]
+
+    def pages(self, server: str) -> Container[bytes]:
+        """Names of pages of the prompts that it computes."""
+        return self._pages.get(server, _NO_PAGES)
 
     def of_call(self, call: str, work: Work) -> int:
         """Choices of all its prompts."""
@@ -66,9 +79,24 @@ class Outstanding:
 
     def add(self, stage: Stage, tenant: str, call: str, sign: int) -> None:
         _grow(self._amounts, (stage.server, stage.work), sign * stage.amount)
+        _grow(self._choices, (stage.server, stage.work), sign * stage.choices)
+        if stage.pages:
+            self._add_pages(stage, sign)
         _grow(self._tenants, (tenant, stage.work), sign * stage.choices)
         if call:
             _grow(self._calls, (call, stage.work), sign * stage.choices)
+
+    def _add_pages(self, stage: Stage, sign: int) -> None:
+        pages = self._pages.setdefault(stage.server, Counter())
+        if sign > 0:
+            pages.update(stage.pages)
+            return
+        pages.subtract(stage.pages)
+        for page in stage.pages:
+            if pages[page] <= 0:
+                del pages[page]
+        if not pages:
+            del self._pages[stage.server]
 
 
 class Account:
@@ -91,12 +119,12 @@ class Account:
             self._stages[stage.work] = stage
             self._outstanding.add(stage, *self._whose, 1)
 
-    def end(self, works: Iterable[Work]) -> bool:
-        """Those are done, or given up. Whether one was under way."""
+    def end(self, works: Iterable[Work]) -> list[Stage]:
+        """Those are done, or given up; what of them was under way."""
         ended = [self._stages.pop(work) for work in works if work in self._stages]
         for stage in ended:
             self._outstanding.add(stage, *self._whose, -1)
-        return bool(ended)
+        return ended
 
 
 def _grow(counts: Counter[tuple[str, Work]], key: tuple[str, Work], by: int) -> None:

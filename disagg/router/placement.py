@@ -13,9 +13,11 @@ from typing import Any
 from msgspec import Struct
 
 from disagg.messages.legs import PeerRef, ServerState
-from disagg.router.policies import Policy, RequestFacts
+from disagg.router.policies import Policy, RequestFacts, cached_tokens
 from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView
 from disagg.types.ids import Role
+
+DRAWN = 2  # servers, of those that nothing was heard of lately
 
 
 def pick_pair(
@@ -46,6 +48,8 @@ def pick_pair(
         decode=best.decode.peer_ref,
         max_total_tokens=min(_length(best.prefill), _limit(best.decode)),
         weights=best.prefill.weights,
+        hit_tokens=cached_tokens(best.prefill, facts, facts.prefill_tokens - 1) if policy.uses_caches else 0,
+        pages=facts.pages.of(best.prefill.hello.prefix) if best.prefill.hello is not None else (),
     )
 
 
@@ -67,11 +71,27 @@ class _Wanted(Struct, frozen=True):
 
     def mixed_rank(self, server: ServerView, index: int, servers: list[ServerView]) -> tuple[Any, ...]:
         wishes, rank, turn = self.decode_rank(server, index, servers)
-        return wishes, self.policy.prefill_rank(server, index, len(servers), self.facts), rank, turn
+        prefill_rank = self.policy.prefill_rank(server, index, len(servers), self.facts)
+        return wishes, self.policy.route_rank(prefill_rank, rank), turn
+
+    def asked(self, servers: list[ServerView], prefer: PeerRef | None) -> list[ServerView]:
+        """Those that the policy is asked about: all, or two of those that break the fewest wishes, if these are stale.
+
+        What is known of them is known to other routers as well, who would all take the same one.
+        """
+        if not self.policy.two_when_stale or any(server.fresh for server in servers):
+            return servers
+        fewest = min(_wishes(server, self.avoid, prefer) for server in servers)
+        servers = [server for server in servers if _wishes(server, self.avoid, prefer) == fewest]
+        count = len(servers)
+        if count <= DRAWN:
+            return servers
+        first, step = self.facts.draw % count, 1 + self.facts.draw // count % (count - 1)
+        return [servers[first], servers[(first + step) % count]]
 
 
 class _Route(Struct, frozen=True):
-    """rank: broken wishes, then how busy the one that computes prompts is, the one that decodes, and whose turn it is."""
+    """rank: broken wishes, then what the policy says of both servers, and whose turn it is."""
 
     rank: tuple[Any, ...]
     prefill: ServerView
@@ -87,13 +107,13 @@ def _best(layout: _Layout, wanted: _Wanted) -> Iterator[_Route]:
     # Where both are equally busy they take turns, too.
     mixed_turn = facts.serial % (min(len(prefills), len(decodes)) + len(mixed) or 1) < len(mixed)
     if prefills and decodes:
-        (p_wishes, p_rank, _), prefill = _least(prefills, wanted.prefill_rank)
-        (d_wishes, d_rank, _), decode = _least(decodes, wanted.decode_rank)
+        (p_wishes, p_rank, _), prefill = _least(wanted.asked(prefills, None), wanted.prefill_rank)
+        (d_wishes, d_rank, _), decode = _least(wanted.asked(decodes, wanted.prefer_decode), wanted.decode_rank)
         wishes = tuple(a + b for a, b in zip(p_wishes, d_wishes, strict=True))
-        yield _Route((wishes, p_rank, d_rank, mixed_turn), prefill, decode)
+        yield _Route((wishes, wanted.policy.route_rank(p_rank, d_rank), mixed_turn), prefill, decode)
     if mixed:
-        rank, server = _least(mixed, wanted.mixed_rank)
-        yield _Route((*rank[:3], not mixed_turn), server, server)
+        (wishes, rank, _), server = _least(wanted.asked(mixed, wanted.prefer_decode), wanted.mixed_rank)
+        yield _Route((wishes, rank, not mixed_turn), server, server)
 
 
 def _least(

@@ -6,20 +6,26 @@ A policy only ranks; which servers can be taken at all is decided in `placement`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from msgspec import Struct
 
+from disagg.router.prefixes import NO_PAGES, PromptPages, hit_tokens
 from disagg.router.view import ServerView
+from disagg.types.ids import Role
 
 Rank = tuple[float, ...]
+
+GRAIN_SHARE = 0.05  # of what a prompt costs if nothing of it is cached: smaller differences are none
+SEQUENCE_S = 0.002  # that one more sequence in a decode batch costs all of them
+TRANSFER_TOKEN_S = 5e-6  # of a token's KV, from prefill to decode: most of it beside computing
 
 
 class RequestFacts(Struct, frozen=True):
     """What a policy may know of a request. Tokens: to be computed by prefill; the most that decode has to hold.
 
     serial: which request of this router it is, from 0. weights: of which tokens were accepted, so that only they may give
-    the rest; empty while there are none.
+    the rest; empty while there are none. draw: 32 random bits of its own. pages: names of the prompt's pages.
     """
 
     prefill_tokens: int
@@ -27,14 +33,26 @@ class RequestFacts(Struct, frozen=True):
     choices: int = 1
     serial: int = 0
     weights: str = ""
+    draw: int = 0
+    pages: PromptPages = NO_PAGES
 
 
 class Policy(Protocol):
-    """Orders servers of one role for a request; the least is taken."""
+    """Orders servers of one role for a request; the least is taken.
+
+    uses_caches: asks what servers have of a prompt. two_when_stale: is to be asked about two of them only, drawn, while none of
+    those that can be taken has been heard lately.
+    """
+
+    uses_caches: ClassVar[bool]
+    two_when_stale: ClassVar[bool]
 
     def prefill_rank(self, server: ServerView, index: int, count: int, facts: RequestFacts) -> Rank: ...
 
     def decode_rank(self, server: ServerView, index: int, count: int, facts: RequestFacts) -> Rank: ...
+
+    def route_rank(self, prefill: Rank, decode: Rank) -> Rank:
+        """Of both together, to compare a pair with a mixed server."""
 
 
 class LeastLoaded:
@@ -44,21 +62,27 @@ class LeastLoaded:
     The larger of the two is nearer to the truth.
     """
 
+    uses_caches: ClassVar[bool] = False
+    two_when_stale: ClassVar[bool] = False
+
     def prefill_rank(self, server: ServerView, index: int, count: int, facts: RequestFacts) -> Rank:
         assert server.load is not None
         others = max(0, server.load.waiting + server.load.running - server.outstanding_choices)
         return (float(server.outstanding_prompt_tokens + others * facts.prefill_tokens),)
 
     def decode_rank(self, server: ServerView, index: int, count: int, facts: RequestFacts) -> Rank:
-        load = server.load
-        assert load is not None
-        sequences = max(load.running + load.waiting, server.outstanding_choices)
-        free_share = (load.pages_free + load.pages_evictable + 1) / (load.pages_total + 1)
-        return ((sequences + facts.choices) / free_share, float(-load.pages_total))
+        assert server.load is not None
+        return (_sequences_per_free(server, facts), float(-server.load.pages_total))
+
+    def route_rank(self, prefill: Rank, decode: Rank) -> Rank:
+        return (*prefill, *decode)
 
 
 class RoundRobin:
     """Each in turn, by the request's serial number."""
+
+    uses_caches: ClassVar[bool] = False
+    two_when_stale: ClassVar[bool] = False
 
     def prefill_rank(self, server: ServerView, index: int, count: int, facts: RequestFacts) -> Rank:
         return (float((index - facts.serial) % count),)
@@ -66,5 +90,65 @@ class RoundRobin:
     def decode_rank(self, server: ServerView, index: int, count: int, facts: RequestFacts) -> Rank:
         return (float((index - facts.serial) % count),)
 
+    def route_rank(self, prefill: Rank, decode: Rank) -> Rank:
+        return (*prefill, *decode)
 
-POLICIES: Mapping[str, Callable[[], Policy]] = {"least_loaded": LeastLoaded, "round_robin": RoundRobin}
+
+class KvAware:
+    """By the seconds that a request is expected to take, in steps that no server is preferred within.
+
+        prefill   (tokens that it computes for us + those of others' prompts + this prompt - what it has cached) at its speed
+        decode    sequences per free page, and the transfer of what it has not cached
+
+    So a prompt goes where its prefix is until waiting there costs more than computing it elsewhere; which then has it, too.
+    """
+
+    uses_caches: ClassVar[bool] = True
+    two_when_stale: ClassVar[bool] = True
+
+    def prefill_rank(self, server: ServerView, index: int, count: int, facts: RequestFacts) -> Rank:
+        grain_s = GRAIN_SHARE * server.usual_speed.seconds(1, facts.prefill_tokens)
+        return (grain_s * int(prefill_s(server, facts) / grain_s),)
+
+    def decode_rank(self, server: ServerView, index: int, count: int, facts: RequestFacts) -> Rank:
+        assert server.load is not None
+        moved = 0
+        if server.role is Role.DECODE:
+            moved = facts.prefill_tokens - cached_tokens(server, facts, facts.prefill_tokens)
+        seconds = SEQUENCE_S * _sequences_per_free(server, facts) + TRANSFER_TOKEN_S * moved
+        return (seconds, float(-server.load.pages_total))
+
+    def route_rank(self, prefill: Rank, decode: Rank) -> Rank:
+        return (prefill[0] + decode[0], decode[1])
+
+
+def prefill_s(server: ServerView, facts: RequestFacts) -> float:
+    """Until a prompt that is sent now is computed."""
+    speed = server.speed
+    ours_s = speed.seconds(server.outstanding_prompts, server.outstanding_prompt_tokens)
+    tokens = facts.prefill_tokens - cached_tokens(server, facts, facts.prefill_tokens - 1)
+    return ours_s + server.others_prompts * speed.usual_s + speed.seconds(1, tokens)
+
+
+def cached_tokens(server: ServerView, facts: RequestFacts, at_most: int) -> int:
+    """What a server has of the prompt, or is computing now; at most so much is of use to it."""
+    rules = server.hello.prefix if server.hello is not None else None
+    pages = facts.pages.of(rules)
+    if rules is None or not pages:
+        return 0
+    return hit_tokens(rules, server.cached.groups, pages, max(0, at_most), server.coming)
+
+
+def _sequences_per_free(server: ServerView, facts: RequestFacts) -> float:
+    load = server.load
+    assert load is not None
+    sequences = max(load.running + load.waiting, server.outstanding_choices)
+    free_share = (load.pages_free + load.pages_evictable + 1) / (load.pages_total + 1)
+    return (sequences + facts.choices) / free_share
+
+
+POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "kv_aware": KvAware,
+    "least_loaded": LeastLoaded,
+    "round_robin": RoundRobin,
+}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from disagg.messages.legs import TimelineEvent
+from disagg.router.prefixes import NO_PAGES, PromptPages
 from disagg.types.ids import FinishReason
 from disagg.types.sampling import SamplingParams
 
@@ -53,7 +54,8 @@ class Asked(Struct, frozen=True, kw_only=True):
     """A request that was accepted. params.max_tokens 0: as many as the first pair can hold, and the model allows.
 
     deadline_s: on the clock of the events' now_s; limit_s: how long after its arrival that is. prompt_name, call,
-    priority: as in GenerateRequest. serial: which request of this router it is, from 0.
+    priority: as in GenerateRequest. serial: which request of this router it is, from 0. pages: names of the prompt's pages, if
+    they are of use.
     """
 
     request_id: str
@@ -67,6 +69,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     call: str = ""
     serial: int = 0
     priority: int = 0
+    pages: PromptPages = NO_PAGES
 
 
 class Started(Struct, frozen=True):

@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 from prometheus_client import CollectorRegistry
 
 from disagg.config.tree import Config
-from disagg.messages.legs import TimelineEvent
+from disagg.messages.legs import PrefixRules, TimelineEvent
 from disagg.router.budget import Budget, Held
 from disagg.router.dispatch import Dispatch, outcome_of
 from disagg.router.events import ClientGone, Phase
@@ -33,6 +33,7 @@ from disagg.router.mailbox import Mailbox
 from disagg.router.metrics import RouterMetrics
 from disagg.router.names import drawn_name
 from disagg.router.policies import POLICIES
+from disagg.router.prefixes import PAGE_BYTES, PromptHashing, PromptPages, num_pages
 from disagg.router.requests import Asked, GenerateRequest, Started, Update
 from disagg.router.status import server_status
 from disagg.router.streams import NO_FILES, Caller
@@ -65,7 +66,6 @@ class Router:
         model_name: str,
         max_model_len: int,
         registry: CollectorRegistry,
-        policy: str = "least_loaded",
         linger_s: float = LINGER_S,
         files: Mapping[str, str] = NO_FILES,
     ) -> None:
@@ -84,7 +84,7 @@ class Router:
             lease_s=self._config.lease_s,
             files=files,
         )
-        self._dispatch = Dispatch(self._config, caller, POLICIES[policy](), self._metrics, tokenizer, self)
+        self._dispatch = Dispatch(self._config, caller, POLICIES[self._config.policy](), self._metrics, tokenizer, self)
         self._bounds = Bounds(
             max_total_tokens=max_model_len,
             max_attempts=self._config.max_attempts,
@@ -245,12 +245,19 @@ class Router:
             await asyncio.sleep(0)
         prompt = await self._read(request)
         params = self._intake.params(request, prompt)
+        ways = self._dispatch.ways
         limit_s = self._config.request_deadline_s if request.deadline_s is None else request.deadline_s
         checked_deadline_s(limit_s)
-        self._dispatch.check_room(request.tenant)
         held = self._budget.hold()
-        held.add(PROMPT_TOKEN_BYTES * len(prompt) + STOP_CHAR_BYTES * sum(map(len, params.stop)), new=True)
-        self._dispatch.make_room(request.tenant)
+        stop_bytes = STOP_CHAR_BYTES * sum(map(len, params.stop))
+        held.add(PROMPT_TOKEN_BYTES * len(prompt) + PAGE_BYTES * num_pages(ways, len(prompt)) + stop_bytes, new=True)
+        try:
+            pages = await self._hashed(ways, request.cache_salt, prompt)
+            self._dispatch.check_room(request.tenant)
+            self._dispatch.make_room(request.tenant)
+        except BaseException:
+            held.release()
+            raise
         asked = Asked(
             request_id=secrets.token_hex(12),
             prompt_token_ids=prompt,
@@ -263,6 +270,7 @@ class Router:
             call=request.call,
             serial=self._serial,
             priority=request.priority,
+            pages=pages,
         )
         self._serial += 1
         live = Live(
@@ -292,6 +300,21 @@ class Router:
         if self._closing:
             raise Unavailable(CLOSING)
         return prompt
+
+    async def _hashed(self, ways: tuple[PrefixRules, ...], salt: str, prompt: tuple[int, ...]) -> PromptPages:
+        """Names of its pages, in turns with the rest of the loop. Meanwhile it has a place in the queue, as when it is read."""
+        self._dispatch.places.arriving += 1
+        try:
+            hashing = PromptHashing(ways, salt, prompt)
+            while not hashing.done:
+                hashing.step()
+                if not hashing.done:
+                    await asyncio.sleep(0)
+        finally:
+            self._dispatch.places.arriving -= 1
+        if self._closing:
+            raise Unavailable(CLOSING)
+        return hashing.pages
 
     def _begin(self, live: Live, client_request_id: str) -> None:
         """It waits for a place, and its client for its answer."""

@@ -23,7 +23,9 @@ from msgspec import Struct
 from disagg.discovery.found import Found
 from disagg.messages.channel import Frame
 from disagg.messages.legs import LoadReport, RouterMessage, ServerHello, ServerMessage, StartLeg
-from disagg.router.view import CachedPages, ServerView
+from disagg.router.outstanding import Outstanding
+from disagg.router.speeds import Speed
+from disagg.router.view import CachedPages, ServerView, Work, others_prompts
 from disagg.streams.state import Queue, Verdict
 from disagg.streams.stream import ResumableStream
 from disagg.text.model_files import differing
@@ -81,6 +83,9 @@ class StreamOwner(Protocol):
 
     def server_said(self, name: str, message: ServerMessage) -> None: ...
 
+    def prompts_sent(self, name: str) -> int:
+        """Choices of prompts that it was sent and is not known to be done with."""
+
     def pods_lost(self, name: str, pods: tuple[str, ...]) -> None:
         """A server has lost peers in these pods, which may still write to it. Said again as long as it is so."""
 
@@ -110,6 +115,7 @@ class ServerStream:
         self.held = found.held
         self.hello: ServerHello | None = None
         self.load: LoadReport | None = None
+        self.others_prompts = 0
         self.cached = CachedPages()
         self.connected = False
         self.lost = False
@@ -165,7 +171,8 @@ class ServerStream:
         self._stream.put(message)
         self._stream.flush()
 
-    def view(self, outstanding_prompt_tokens: int, outstanding_choices: int) -> ServerView:
+    def view(self, outstanding: Outstanding, speed: Speed, usual_speed: Speed) -> ServerView:
+        name = self.name
         return ServerView(
             name=self.name,
             role=self.role,
@@ -175,8 +182,13 @@ class ServerStream:
             connected=self.connected,
             lost=self.lost,
             fresh=self._clock() - self._stream.state.heard_s < FRESH_HEARTBEATS * self._heartbeat_s,
-            outstanding_prompt_tokens=outstanding_prompt_tokens,
-            outstanding_choices=outstanding_choices,
+            outstanding_prompt_tokens=outstanding.amount(name, Work.PREFILL),
+            outstanding_choices=outstanding.amount(name, Work.DECODE),
+            outstanding_prompts=outstanding.choices(name, Work.PREFILL),
+            others_prompts=self.others_prompts,
+            coming=outstanding.pages(name),
+            speed=speed,
+            usual_speed=usual_speed,
             cached=self.cached,
             error=self.error,
             differing=self.differing,
@@ -301,13 +313,18 @@ class ServerStream:
                 self._check(heard.hello)
                 self._greeted(heard.hello)
                 self._owner.server_changed(self.name)
-            elif heard.load is not None and heard.load != self.load:
-                self.load = heard.load
-                self._owner.server_changed(self.name)
+            elif heard.load is not None:
+                self._loaded_so(heard.load)
             if heard.load is not None and heard.load.lost_pods:
                 self._owner.pods_lost(self.name, heard.load.lost_pods)
             if heard.kv is not None:
                 self.cached.apply(heard.kv.events, reset=heard.kv.reset)
+
+    def _loaded_so(self, load: LoadReport) -> None:
+        self.others_prompts = others_prompts(self.role, load, self._owner.prompts_sent(self.name))
+        if load != self.load:
+            self.load = load
+            self._owner.server_changed(self.name)
 
     def _take(self, stream: _Stream, heard: ServerSays) -> None:
         for message in stream.hear(heard.frame):

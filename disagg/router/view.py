@@ -13,15 +13,17 @@ A server's state is the router's judgement over what the server said and whether
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection, Container
 
 from msgspec import Struct, field
 
 from disagg.messages.legs import KvEvents, LoadReport, PeerRef, ServerHello, ServerState
+from disagg.router.speeds import GUESS, Speed
 from disagg.types.ids import Role, ServerName
 
 # Whether there is a peer is for the router to say: the server knows only those that it has met.
 _READY = frozenset({ServerState.READY, ServerState.NO_PEER})
-
+_NO_PAGES: frozenset[bytes] = frozenset()
 
 MAX_CACHED_PAGES = 1 << 20  # of one server; they take 100 bytes each
 
@@ -51,16 +53,34 @@ class CachedPages:
     def holds(self, group: int, key: bytes) -> bool:
         return key in self._groups.get(group, ())
 
+    @property
+    def groups(self) -> tuple[Collection[bytes], ...]:
+        """Pages by layer group, up to the last group that has any."""
+        return tuple(self._groups.get(group, _NO_PAGES) for group in range(max(self._groups, default=-1) + 1))
+
     def counts(self) -> tuple[int, ...]:
         """Pages per layer group, up to the last group that has any."""
-        return tuple(len(self._groups.get(group, ())) for group in range(max(self._groups, default=-1) + 1))
+        return tuple(map(len, self.groups))
+
+
+def others_prompts(role: Role, load: LoadReport, ours: int) -> int:
+    """Prompts, in choices, that a server has by its load and not from this router, which has sent it `ours`.
+
+    Of a mixed server, whose load counts what it decodes too, only those that wait.
+    """
+    if role is Role.DECODE:
+        return 0
+    return max(0, load.waiting + (load.running if role is Role.PREFILL else 0) - ours)
 
 
 class ServerView(Struct, frozen=True, kw_only=True):
     """One server that was found. hello, load: its latest, None when it was never heard.
 
     connected: its stream is up. lost: given up by the router. fresh: heard within the last few heartbeats.
-    outstanding_prompt_tokens, outstanding_choices: what this router sent it and does not know to be done. differing: which
+    outstanding_prompt_tokens, outstanding_choices: what this router sent it and does not know to be done, in tokens that it has
+    to compute and in choices that it decodes; outstanding_prompts: choices of these prompts, and coming: names of their pages.
+    others_prompts: what prompts others had it compute when its load came (`others_prompts`). speed: at which it computes prompts,
+    and usual_speed: at which all do. differing: which
     of its model's files are not those that this router makes tokens and text with. changed: how its model differs from the one
     that it had before, if it does. cached: the one part that is not frozen, because it is too large to be copied for each
     decision.
@@ -76,6 +96,11 @@ class ServerView(Struct, frozen=True, kw_only=True):
     fresh: bool = True
     outstanding_prompt_tokens: int = 0
     outstanding_choices: int = 0
+    outstanding_prompts: int = 0
+    others_prompts: int = 0
+    coming: Container[bytes] = _NO_PAGES
+    speed: Speed = GUESS
+    usual_speed: Speed = GUESS
     cached: CachedPages = field(default_factory=CachedPages)
     error: str = ""
     differing: tuple[str, ...] = ()
@@ -170,12 +195,15 @@ class Work(enum.Enum):
 
 class Pair(Struct, frozen=True):
     """Where one attempt runs. max_total_tokens: the longest prompt plus output that the decode server can hold. weights:
-    of both servers, as ServerView.weights."""
+    of both servers, as ServerView.weights. hit_tokens: of the prompt, what prefill is expected to have cached. pages: their
+    names, of all that prefill will then have, as far as they are known."""
 
     prefill: PeerRef
     decode: PeerRef
     max_total_tokens: int
     weights: str = ""
+    hit_tokens: int = 0
+    pages: tuple[bytes, ...] = ()
 
     @property
     def whole(self) -> bool:

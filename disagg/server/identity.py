@@ -9,7 +9,8 @@ import os
 import secrets
 from collections.abc import Callable
 
-from disagg.messages.legs import LoadReport, ServerHello, ServerState, StartLeg
+from disagg.engine.facts import MemoryFacts
+from disagg.messages.legs import LoadReport, PrefixGroup, PrefixRules, ServerHello, ServerState, StartLeg
 from disagg.messages.link import LinkHello
 from disagg.server.bringup import Incarnation
 from disagg.server.model_identity import ModelIdentity
@@ -86,6 +87,7 @@ class Identity:
             weights_hash=model.weights_hash if model is not None else "",
             files=dict(model.files) if model is not None else {},
             note=self.note,
+            prefix=prefix_rules(up.facts.memory) if up is not None else None,
         )
 
     def greeting(self, generation: str) -> LinkHello | None:
@@ -104,3 +106,16 @@ class Identity:
             server_id=self._server_id,
             pod=self._pod,
         )
+
+
+def prefix_rules(memory: MemoryFacts) -> PrefixRules | None:
+    """What routers look prefixes up with; None without a prefix cache."""
+    if not memory.prefix_cache:
+        return None
+    layout = memory.layout
+    return PrefixRules(
+        root_parts=memory.scope.root_parts,
+        page_tokens=layout.page_tokens,
+        checkpoint_tokens=layout.checkpoint_tokens,
+        groups=tuple(PrefixGroup(group.kind.value, group.window_tokens) for group in layout.groups),
+    )

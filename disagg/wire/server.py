@@ -17,6 +17,8 @@ from disagg.messages.legs import (
     Outcome,
     PeerRef,
     PodGone,
+    PrefixGroup,
+    PrefixRules,
     RouterMessage,
     ServerHello,
     ServerMessage,
@@ -122,6 +124,8 @@ class ServerSays(Struct, frozen=True):
 # ---- router -> server
 
 MAX_GROUPS = 4096  # layer groups of a model; some have three
+MAX_ROOT_PARTS = MAX_GROUPS + 16  # of a hash chain's beginning: a few, and one for each layer group
+MAX_ROOT_CHARS = 1 << 20  # of all of them together
 MAX_PAGE_HASH_BYTES = 64  # of a page's name in a cache; ours have 32
 MAX_TENANT_CHARS = 256  # of a leg; engines keep one per tenant that waits
 
@@ -319,6 +323,33 @@ def _fill_server_hello(out: pb.server.ServerHello, hello: ServerHello) -> None:
     for name, sha256 in hello.files.items():
         out.files.add(name=name, sha256=sha256)
     out.note = hello.note
+    if hello.prefix is not None:
+        _fill_prefix(out.prefix, hello.prefix)
+
+
+def _fill_prefix(out: pb.server.PrefixRules, rules: PrefixRules) -> None:
+    out.root_parts.extend(rules.root_parts)
+    out.page_tokens = rules.page_tokens
+    out.checkpoint_tokens = rules.checkpoint_tokens
+    for group in rules.groups:
+        out.groups.add(kind=group.kind, window_tokens=group.window_tokens)
+
+
+def _read_prefix(message: pb.server.PrefixRules) -> PrefixRules:
+    if not message.page_tokens:
+        refuse(message, "page_tokens", "is 0; a page has at least one token")
+    if not message.groups or len(message.groups) > MAX_GROUPS:
+        refuse(message, "groups", f"has {len(message.groups)} entries; it must have 1 to {MAX_GROUPS}")
+    chars = sum(map(len, message.root_parts))
+    if len(message.root_parts) > MAX_ROOT_PARTS or chars > MAX_ROOT_CHARS:
+        said = f"has {len(message.root_parts)} entries of {chars} characters"
+        refuse(message, "root_parts", f"{said}; at most {MAX_ROOT_PARTS} of {MAX_ROOT_CHARS} are read")
+    return PrefixRules(
+        root_parts=tuple(message.root_parts),
+        page_tokens=message.page_tokens,
+        checkpoint_tokens=message.checkpoint_tokens,
+        groups=tuple(PrefixGroup(group.kind, group.window_tokens) for group in message.groups),
+    )
 
 
 def _read_server_hello(message: pb.server.ServerHello) -> ServerHello:
@@ -346,6 +377,7 @@ def _read_server_hello(message: pb.server.ServerHello) -> ServerHello:
         weights_hash=message.weights_hash,
         files={file.name: file.sha256 for file in message.files},
         note=message.note,
+        prefix=_read_prefix(message.prefix) if message.HasField("prefix") else None,
     )
 
 

@@ -577,6 +577,7 @@ async def test_an_answer_goes_on_with_the_weights_it_began_with_or_says_that_it_
     with pytest.raises(RequestFailed, match="other weights"):
         async for _ in updates:
             pass
+    await cluster.until(lambda: {server["weights"] for server in router.status()["servers"]} == {"new"})
     assert (await cluster.ask()).text[0] == answer(0, 8)  # what begins now is the new model's
 
 

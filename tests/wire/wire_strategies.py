@@ -120,6 +120,13 @@ loads = st.builds(
 )
 cached_pages = tuples(st.tuples(st.integers(0, MAX_GROUPS - 1), st.binary(max_size=36)))
 kv_updates = st.builds(KvUpdate, st.builds(legs.KvEvents, cached_pages, cached_pages), st.booleans())
+prefix_rules = st.builds(
+    legs.PrefixRules,
+    tuples(text),
+    st.integers(1, 2**32 - 1),
+    u32,
+    st.lists(st.builds(legs.PrefixGroup, text, u32), min_size=1, max_size=3).map(tuple),
+)
 server_hellos = st.builds(
     legs.ServerHello,
     name,
@@ -130,6 +137,7 @@ server_hellos = st.builds(
     *(text, text, text, u32, u64, text, loads, text),
     st.dictionaries(name, text, max_size=3),
     text,
+    st.none() | prefix_rules,
 )
 router_hellos = st.builds(RouterHello, name, name, name, u64, text, text)
 attach_replies = st.builds(AttachReply, u64, st.booleans())

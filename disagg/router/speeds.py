@@ -1,0 +1,119 @@
+"""How fast servers compute prompts, by what they say of those of this router: a line through their times. Pure.
+
+    seconds of a prompt = prompt_s + token_s * tokens that were not cached
+
+A server computes several prompts at once, so what counts is its work and not a prompt's stay: from the end of the prompt before
+it, or from its own first chunk if that came later, to the end of its last one. Older prompts count less and less. Of a server
+that has computed little, what all others do counts as much as two prompts, and of the first one a guess.
+"""
+
+from __future__ import annotations
+
+import math
+
+from msgspec import Struct
+
+KEPT = 0.95  # of a prompt's weight, with each that follows
+GUESS_PROMPT_S, GUESS_TOKEN_S, GUESS_TOKENS = 0.005, 1e-4, 1000
+LEAST_SHARE = 0.1  # of a prompt's seconds that its tokens take, at least, whatever the line says
+LEAST_S = 1e-6  # of a prompt
+MAX_S = 3600.0
+
+
+class Speed(Struct, frozen=True):
+    """prompt_tokens: of a usual prompt, without what was cached."""
+
+    prompt_s: float
+    token_s: float
+    prompt_tokens: float
+
+    def seconds(self, prompts: float, tokens: float) -> float:
+        return prompts * self.prompt_s + tokens * self.token_s
+
+    @property
+    def usual_s(self) -> float:
+        """What a usual prompt takes."""
+        return self.seconds(1, self.prompt_tokens)
+
+
+class _Sums(Struct, frozen=True):
+    """Of prompts: how many, their tokens and seconds, squares and products."""
+
+    n: float
+    x: float
+    y: float
+    xx: float
+    xy: float
+
+    def plus(self, other: _Sums, kept: float = 1.0) -> _Sums:
+        return _Sums(
+            self.n * kept + other.n,
+            self.x * kept + other.x,
+            self.y * kept + other.y,
+            self.xx * kept + other.xx,
+            self.xy * kept + other.xy,
+        )
+
+    def times(self, factor: float) -> _Sums:
+        return _Sums(self.n * factor, self.x * factor, self.y * factor, self.xx * factor, self.xy * factor)
+
+    def line(self) -> Speed:
+        """Least squares. Both parts of it are positive."""
+        spread = self.n * self.xx - self.x * self.x
+        mean_token_s = max(self.y, LEAST_S * self.n) / self.x
+        token_s = (self.n * self.xy - self.x * self.y) / spread if spread > 0 else mean_token_s
+        token_s = min(max(token_s, LEAST_SHARE * mean_token_s), mean_token_s)
+        return Speed(max(0.0, (self.y - token_s * self.x) / self.n), token_s, self.x / self.n)
+
+
+def _one(tokens: float, seconds: float) -> _Sums:
+    return _Sums(1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+
+
+_GUESS = _one(1, GUESS_PROMPT_S + GUESS_TOKEN_S).plus(_one(GUESS_TOKENS, GUESS_PROMPT_S + GUESS_TOKENS * GUESS_TOKEN_S))
+GUESS = _GUESS.line()
+
+
+class Speeds:
+    """Of all servers of one router."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, _Sums] = {}
+        self._ended_s: dict[str, float] = {}
+        self._all = _GUESS
+        self._lines: dict[str, Speed] = {}  # asked for with every view
+
+    def ended(self, server: str, tokens: int, began_s: float, ended_s: float) -> None:
+        """A prompt was computed there, of which so many tokens were not cached. Times are of the server's clock, whichever.
+
+        Of prompts that are told out of order, only the latest count.
+        """
+        last_s = self._ended_s.get(server, -math.inf)
+        seconds = min(MAX_S, ended_s - max(began_s, last_s))
+        if not seconds >= 0:  # nor if it is not a number
+            return
+        self._ended_s[server] = ended_s
+        one = _one(max(1, tokens), seconds)
+        known = self._sums.get(server)
+        self._sums[server] = one if known is None else known.plus(one, KEPT)
+        self._all = self._all.plus(one, KEPT)
+        self._lines.clear()
+
+    def forget(self, server: str) -> None:
+        """It has left."""
+        self._sums.pop(server, None)
+        self._ended_s.pop(server, None)
+        self._lines.pop(server, None)
+
+    def of(self, server: str) -> Speed:
+        line = self._lines.get(server)
+        if line is None:
+            others = self._all.times(2 / self._all.n)
+            known = self._sums.get(server)
+            line = self._lines[server] = (others if known is None else others.plus(known)).line()
+        return line
+
+    @property
+    def usual(self) -> Speed:
+        """Of all of them."""
+        return self._all.line()

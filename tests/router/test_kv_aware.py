@@ -1,0 +1,372 @@
+"""The policy that knows caches: what it expects to be cached, what it prefers, and that it does not herd. On values."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from disagg.memory.cache import PrefixCache
+from disagg.memory.groups import GroupSpec
+from disagg.memory.hashing import chain_root, extend_hashes
+from disagg.memory.layout import plan_layout
+from disagg.messages.layout import GroupKind
+from disagg.messages.legs import KvEvents, PrefixGroup, PrefixRules, ServerState
+from disagg.router.placement import pick_pair
+from disagg.router.policies import KvAware, LeastLoaded, Policy, RequestFacts, prefill_s
+from disagg.router.prefixes import MAX_PAGES, TURN_PAGES, PromptHashing, PromptPages, hit_tokens, num_pages
+from disagg.router.speeds import GUESS, Speed, Speeds
+from disagg.router.view import CachedPages, ClusterView, NoPair, Pair, ServerView, others_prompts
+from disagg.types.ids import Role
+from tests.router.test_policies import d, m, p
+
+PAGE = 4
+FULL = PrefixRules(("v1", "w"), PAGE, 16, (PrefixGroup("full"),))
+SPEED = Speed(0.001, 0.001, 100)
+
+
+def hashes_of(tokens: Sequence[int], rules: PrefixRules = FULL, salt: str = "") -> tuple[bytes, ...]:
+    hashes: list[bytes] = []
+    extend_hashes(hashes, chain_root(*rules.root_parts, salt), tokens, rules.page_tokens)
+    return tuple(hashes)
+
+
+def asked(tokens: Sequence[int], rules: PrefixRules = FULL, **changes: Any) -> RequestFacts:
+    pages = PromptPages(((rules, hashes_of(tokens, rules)),))
+    facts = RequestFacts(prefill_tokens=len(tokens), total_tokens=len(tokens) + 8, pages=pages)
+    return replace(facts, **changes)
+
+
+def having(server: ServerView, *prompts: Sequence[int], rules: PrefixRules = FULL, **changes: Any) -> ServerView:
+    """The server says how it names pages, and has cached these prompts, in every group."""
+    assert server.hello is not None
+    cached = CachedPages()
+    for tokens in prompts:
+        pages = hashes_of(tokens, rules)
+        cached.apply(KvEvents(tuple((g, page) for g in range(len(rules.groups)) for page in pages)))
+    hello = replace(server.hello, prefix=rules, max_model_len=1 << 20, max_tokens_in_pool=1 << 20)
+    return replace(server, **{"hello": hello, "cached": cached, "speed": SPEED, "usual_speed": SPEED, **changes})
+
+
+def pick(servers: Sequence[ServerView], facts: RequestFacts, policy: Policy | None = None, **wishes: Any) -> Pair:
+    found = pick_pair(ClusterView(tuple(servers)), facts, policy or KvAware(), **wishes)
+    assert isinstance(found, Pair), found
+    return found
+
+
+PROMPT = tuple(range(100, 180))
+
+
+# ---- what is expected to be cached
+
+
+GROUPS = st.lists(
+    st.one_of(
+        st.just(PrefixGroup("full")),
+        st.builds(PrefixGroup, st.just("window"), st.integers(1, 40)),
+        st.just(PrefixGroup("state")),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(GROUPS, st.integers(0, 24), st.data())
+def test_the_hit_is_what_the_servers_own_cache_finds(
+    groups: list[PrefixGroup], pages: int, data: st.DataObject
+) -> None:
+    """Where the beginning of full attention outlives its end, as eviction has it. Other groups have whatever they have."""
+    rules = PrefixRules(("v1",), PAGE, 3 * PAGE, tuple(groups))
+    specs = [
+        GroupSpec(f"g{index}", GroupKind(group.kind), 64, window_tokens=group.window_tokens)
+        for index, group in enumerate(groups)
+    ]
+    cache = PrefixCache(plan_layout(specs, PAGE, 3 * PAGE), random.Random(1))
+    hashes = hashes_of(range(pages * PAGE + 3), rules)
+    for g, group in enumerate(groups):
+        if group.kind == "full":
+            held = set(range(data.draw(st.integers(0, pages))))
+        else:
+            held = data.draw(st.sets(st.integers(0, max(0, pages - 1)), max_size=pages))
+        for page in held:
+            cache.insert(g, hashes[page], page)
+    cap = data.draw(st.integers(0, pages * PAGE + 3))
+    told = CachedPages()
+    told.apply(cache.snapshot())
+    assert hit_tokens(rules, told.groups, hashes, cap) == cache.lookup(hashes, cap)
+
+
+def test_a_group_of_a_kind_that_is_not_known_has_no_hits() -> None:
+    rules = replace(FULL, groups=(PrefixGroup("full"), PrefixGroup("spiral")))
+    pages = hashes_of(PROMPT, rules)
+    cached = CachedPages()
+    cached.apply(KvEvents(tuple((g, page) for g in (0, 1) for page in pages)))
+    assert hit_tokens(rules, cached.groups, pages, 80) == 0
+    assert hit_tokens(FULL, cached.groups, pages, 80) == 80
+
+
+def test_what_is_being_computed_counts_as_cached_only_where_all_attention_is_full() -> None:
+    pages = hashes_of(PROMPT)
+    assert hit_tokens(FULL, (), pages, 79, frozenset(pages[:10])) == 10 * PAGE
+    assert hit_tokens(FULL, (set(pages[:4]),), pages, 79, frozenset(pages[4:10])) == 10 * PAGE
+    windowed = replace(FULL, groups=(PrefixGroup("full"), PrefixGroup("window", 8)))
+    assert hit_tokens(windowed, (set(pages), set()), pages, 79, frozenset(pages)) == 0
+
+
+def test_a_prompt_is_hashed_in_turns_as_servers_do_with_its_salt_and_not_without_end() -> None:
+    tokens = tuple(range(10_000))
+    other = replace(FULL, page_tokens=1, root_parts=("v1", "other"))
+
+    hashing = PromptHashing((FULL, other), "salt", tokens)
+    turns = 0
+    while not hashing.done:
+        hashing.step()
+        turns += 1
+    found = hashing.pages
+    assert found.of(replace(FULL)) == hashes_of(tokens, salt="salt") != hashes_of(tokens)
+    assert found.of(other) == hashes_of(tokens, other, "salt")
+    assert turns == -(-2_500 // TURN_PAGES) + -(-10_000 // TURN_PAGES), "a step is as much as a loop can bear"
+    assert found.of(None) == found.of(replace(FULL, page_tokens=8)) == ()
+    assert num_pages((other,), 1 << 30) == MAX_PAGES
+
+
+# ---- what is preferred
+
+
+def test_a_prompt_goes_where_its_prefix_is_and_says_what_is_expected_there() -> None:
+    servers = (having(p("p0")), having(p("p1"), PROMPT[:60]), having(p("p2"), PROMPT[:40]), having(d("d0")))
+    for serial in range(4):
+        found = pick(servers, asked(PROMPT, serial=serial))
+        assert (found.prefill.name, found.hit_tokens) == ("p1", 60)
+        assert found.pages == hashes_of(PROMPT)
+
+
+def test_another_salt_shares_nothing() -> None:
+    servers = (having(p("p0")), having(p("p1"), PROMPT), having(d("d0")))
+    facts = replace(asked(PROMPT), pages=PromptPages(((FULL, hashes_of(PROMPT, salt="tenant")),)))
+    assert {pick(servers, replace(facts, serial=serial)).prefill.name for serial in range(2)} == {"p0", "p1"}
+
+
+def test_a_server_that_does_not_say_how_it_names_pages_has_nothing() -> None:
+    old = having(p("p1"), PROMPT)
+    assert old.hello is not None
+    servers = (having(p("p0")), replace(old, hello=replace(old.hello, prefix=None)), having(d("d0")))
+    picked = [pick(servers, asked(PROMPT, serial=serial)) for serial in range(2)]
+    assert [each.prefill.name for each in picked] == ["p0", "p1"]
+    assert [each.hit_tokens for each in picked] == [0, 0]
+
+
+@given(queued=st.integers(0, 400), hit_pages=st.integers(1, 19))
+def test_a_prefix_is_worth_waiting_for_until_that_costs_more_than_computing_it(queued: int, hit_pages: int) -> None:
+    hit = hit_pages * PAGE
+    busy = having(p("p0"), PROMPT[:hit], outstanding_prompt_tokens=queued, outstanding_prompts=1)
+    facts = asked(PROMPT)
+    difference_s = prefill_s(busy, facts) - prefill_s(having(p("p1")), facts)
+    assert difference_s == pytest.approx((queued - hit) * SPEED.token_s + SPEED.prompt_s)
+    found = pick((busy, having(p("p1")), having(d("d0"))), facts).prefill.name
+    if abs(difference_s) > 0.1 * SPEED.seconds(1, len(PROMPT)):
+        assert found == ("p0" if difference_s < 0 else "p1")
+
+
+def test_prompts_that_begin_alike_follow_the_first_of_them() -> None:
+    servers = [having(p("p0")), having(p("p1"), coming=frozenset(hashes_of(PROMPT[:60]))), having(d("d0"))]
+    servers[1] = replace(servers[1], outstanding_prompt_tokens=20, outstanding_prompts=1)
+    assert pick(servers, asked(PROMPT)).prefill.name == "p1"
+
+
+def test_of_decode_servers_that_are_alike_the_one_with_the_kv_is_taken_and_a_full_one_is_not() -> None:
+    prompt = tuple(range(4000))
+    facts = asked(prompt)
+    d0, d1 = having(d("d0")), having(d("d1"), prompt)
+    assert [pick((having(p("p")), d0, d1), replace(facts, serial=n)).decode.name for n in range(2)] == ["d1", "d1"]
+    assert pick((having(p("p")), d0, replace(d1, outstanding_choices=50)), facts).decode.name == "d0"
+
+
+def test_faster_servers_get_more() -> None:
+    slow, fast = having(p("p0")), having(p("p1"), speed=Speed(0.001, 0.0002, 100))
+    assert pick((slow, fast, having(d("d"))), asked(PROMPT)).prefill.name == "p1"
+    waiting = replace(fast, outstanding_prompt_tokens=1000, outstanding_prompts=9)
+    assert pick((slow, waiting, having(d("d"))), asked(PROMPT)).prefill.name == "p0"
+
+
+def test_a_mixed_server_is_compared_with_a_pair_by_the_seconds_of_both_halves() -> None:
+    pair = (having(p("p")), having(d("d")))
+    assert pick((*pair, having(m("m"), PROMPT)), asked(PROMPT)).whole
+    assert not pick((having(p("p"), PROMPT), pair[1], having(m("m"))), asked(PROMPT)).whole
+    busy = having(m("m"), PROMPT, outstanding_choices=200)
+    assert not pick((*pair, busy), asked(PROMPT)).whole, "its batch costs more than its prefix spares"
+
+
+def test_wishes_go_before_caches() -> None:
+    servers = (having(p("p0")), having(p("p1"), PROMPT), having(d("d0"), PROMPT), having(d("d1")))
+    assert pick(servers, asked(PROMPT), avoid={"p1"}).prefill.name == "p0"
+    assert pick(servers, asked(PROMPT), prefer_decode=servers[3].peer_ref).decode.name == "d1"
+    silent = replace(servers[1], fresh=False)
+    assert pick((servers[0], silent, *servers[2:]), asked(PROMPT)).prefill.name == "p0"
+
+
+STATES = st.sampled_from([ServerState.READY, ServerState.LOADING, ServerState.DRAINING])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("pdm"), STATES, st.booleans(), st.booleans(), st.integers(0, 80)), max_size=8)
+)
+def test_only_servers_that_can_be_used_are_taken_whatever_they_have_cached(
+    made: list[tuple[str, ServerState, bool, bool, int]],
+) -> None:
+    kinds = {"p": p, "d": d, "m": m}
+    servers = [
+        having(kinds[kind](f"{kind}{index}", state), PROMPT[:hit], connected=connected, fresh=fresh)
+        for index, (kind, state, connected, fresh, hit) in enumerate(made)
+    ]
+    view = ClusterView(tuple(servers))
+    found = pick_pair(view, asked(PROMPT), KvAware())
+    assert isinstance(found, Pair) == view.has_pair
+    if isinstance(found, NoPair):
+        return
+    by_name = {server.name: server for server in servers}
+    assert all(by_name[name].usable for name in found.servers)  # type: ignore[index]
+
+
+# ---- speeds
+
+
+def test_a_speed_is_a_line_through_what_was_timed() -> None:
+    rng, speeds, now_s = random.Random(1), Speeds(), 0.0
+    assert speeds.of("p0") == speeds.usual
+    assert speeds.usual.seconds(1, 700) == pytest.approx(GUESS.seconds(1, 700))
+    for _ in range(200):
+        tokens = rng.randrange(10, 2000)
+        speeds.ended("p0", tokens, now_s, now_s + 0.02 + tokens * 0.0005)
+        now_s += 100
+    line = speeds.of("p0")
+    assert line.prompt_s == pytest.approx(0.02, rel=0.3)
+    assert line.token_s == pytest.approx(0.0005, rel=0.1)
+    assert speeds.of("p1").token_s == pytest.approx(0.0005, rel=0.2), "one that is not known is as the others are"
+    speeds.forget("p0")
+    assert speeds.of("p0") == speeds.of("p1")
+
+
+def test_prompts_computed_at_once_are_timed_as_one_after_the_other() -> None:
+    speeds = Speeds()
+    for turn in range(100):
+        for _ in range(4):
+            speeds.ended("p0", 100, turn * 10.0, turn * 10.0 + 0.4)
+    assert speeds.of("p0").usual_s == pytest.approx(0.1, rel=0.3)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 20), st.floats(0, 60), st.floats(0, 60)), max_size=30))
+def test_a_speed_is_positive_and_finite_whatever_is_timed(seen: list[tuple[int, float, float]]) -> None:
+    speeds = Speeds()
+    for tokens, sent_s, now_s in seen:
+        speeds.ended("p0", tokens, sent_s, now_s)
+        for line in (speeds.of("p0"), speeds.usual):
+            assert line.prompt_s >= 0 and 0 < line.token_s < 1e9 and line.prompt_tokens > 0
+
+
+def test_what_a_server_has_of_others_is_what_it_said_less_what_it_was_sent() -> None:
+    load = p("p", running=3, waiting=2).load
+    assert load is not None
+    assert [others_prompts(role, load, 1) for role in (Role.PREFILL, Role.MIXED, Role.DECODE)] == [4, 1, 0]
+    assert others_prompts(Role.PREFILL, load, 9) == 0
+
+
+# ---- balance
+
+
+class World:
+    """Prefill servers in ticks, and routers that hear of each other's work only in reports, every `stale` ticks."""
+
+    def __init__(self, servers: int, routers: int, stale: int, policy: Policy, fresh: bool = True) -> None:
+        self.queues = [[0.0] * servers for _ in range(routers)]  # tokens of each router at each server
+        self.prompts = [[0] * servers for _ in range(routers)]
+        self.given = [0] * servers
+        self.computed = 0
+        self.caches = [CachedPages() for _ in range(servers)]
+        self.told = [CachedPages() for _ in range(servers)]
+        self.others = [[0] * servers for _ in range(routers)]
+        self.policy, self.stale, self.fresh = policy, stale, fresh
+        self.ticks, self.serials = 0, [0] * routers
+        self.longest = 0.0
+
+    def tick(self, rate: float) -> None:
+        """Each server computes that many tokens, of all routers alike."""
+        self.ticks += 1
+        for s in range(len(self.given)):
+            left = sum(queue[s] for queue in self.queues)
+            share = max(0.0, left - rate) / left if left else 0.0
+            for queue, prompts in zip(self.queues, self.prompts, strict=True):
+                queue[s] *= share
+                prompts[s] = 0 if queue[s] < 1 else prompts[s]
+        self.longest = max(self.longest, *(sum(queue[s] for queue in self.queues) for s in range(len(self.given))))
+        if self.ticks % self.stale == 0:
+            for s, (told, cached) in enumerate(zip(self.told, self.caches, strict=True)):
+                told.apply(KvEvents(tuple((0, page) for page in cached.groups[0])) if cached.groups else KvEvents())
+                for r in range(len(self.queues)):
+                    self.others[r][s] = sum(prompts[s] for i, prompts in enumerate(self.prompts) if i != r)
+
+    def ask(self, router: int, tokens: Sequence[int], rng: random.Random) -> None:
+        servers = [
+            replace(
+                having(p(f"p{s}")),
+                cached=self.told[s],
+                fresh=self.fresh,
+                outstanding_prompt_tokens=round(self.queues[router][s]),
+                outstanding_prompts=self.prompts[router][s],
+                others_prompts=self.others[router][s],
+                speed=replace(SPEED, prompt_tokens=len(tokens)),
+            )
+            for s in range(len(self.given))
+        ]
+        facts = asked(tokens, serial=self.serials[router], draw=rng.getrandbits(32))
+        self.serials[router] += 1
+        s = int(pick((*servers, having(d("d"))), facts, self.policy).prefill.name[1:])
+        pages = hashes_of(tokens)
+        new = len(tokens) - hit_tokens(FULL, self.caches[s].groups, pages, len(tokens) - 1)
+        self.caches[s].apply(KvEvents(tuple((0, page) for page in pages)))
+        self.queues[router][s] += new
+        self.prompts[router][s] += 1
+        self.given[s] += new
+        self.computed += new
+
+
+def run(world: World, routers: int, shared: int, seed: int = 1) -> World:
+    """600 prompts that nobody has, each behind a beginning of so many tokens that all have; two thirds of what can be done."""
+    rng = random.Random(seed)
+    for turn in range(300):
+        for router in range(routers):
+            for _ in range(2 // routers):
+                own = [rng.randrange(1 << 30) for _ in range(rng.randrange(40, 160))]
+                world.ask(router, (*range(shared), *own), rng)
+        world.tick(75.0)
+        del turn
+    return world
+
+
+def spread(world: World) -> float:
+    return max(world.given) / (sum(world.given) / len(world.given))
+
+
+def test_without_caches_it_balances_as_least_loaded_does() -> None:
+    ours = run(World(4, 1, 1, KvAware()), 1, 0)
+    theirs = run(World(4, 1, 1, LeastLoaded()), 1, 0)
+    assert spread(ours) < 1.1 and spread(theirs) < 1.1
+    assert ours.longest <= 1.2 * theirs.longest
+
+
+@pytest.mark.parametrize("stale", [1, 10, 50])
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "not heard"])
+@pytest.mark.parametrize("shared", [0, 400])
+def test_two_routers_with_stale_views_do_not_herd(stale: int, fresh: bool, shared: int) -> None:
+    """Neither for want of news of the other's work, nor because one server has what all prompts begin with."""
+    world = run(World(4, 2, stale, KvAware(), fresh), 2, shared)
+    assert spread(world) < 1.35, world.given
+    if shared:
+        assert world.computed < 600 * (100 + shared) / 2, "the beginning was computed for most prompts"
