@@ -15,6 +15,7 @@ import ipaddress
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -29,8 +30,11 @@ from disagg.api.answer import Answer, until_gone
 from disagg.api.bodies import parse_chat, parse_completion
 from disagg.api.connections import UNSENT_BYTES, Connection
 from disagg.api.crowd import Bounds, Crowd, HttpMetrics
+from disagg.api.entry import owner_of
 from disagg.api.errors import INTERNAL, BadField, BodyTooLarge, Fault, UnreadableBody, fault_of, fault_of_http
 from disagg.api.ports import ChatTemplatePort, RouterPort, ServedModel
+from disagg.auth.reloaded import Reloaded
+from disagg.auth.tls import Certificates, serving_context
 from disagg.router.budget import Held
 from disagg.router.tenants import TENANT_HEADER, tenant_of
 from disagg.telemetry.listening import cannot_listen, no_such_host
@@ -99,7 +103,7 @@ def _add_generation(
                 call = await router.beside(
                     len(body), parse_completion, body, router.limits, limits.max_prompts, client_id, tenant
                 )
-            return Answer(router, call, fingerprint, held, limits.max_answer_bytes)
+            return Answer(router, call.owned_by(owner_of(request)), fingerprint, held, limits.max_answer_bytes)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -115,7 +119,8 @@ def _add_generation(
             prompt = await until_gone(request.receive, rendering)
             if prompt is None:
                 raise ClientDisconnect
-            return Answer(router, chat.rendered(prompt), fingerprint, held, limits.max_answer_bytes)
+            call = chat.rendered(prompt).owned_by(owner_of(request))
+            return Answer(router, call, fingerprint, held, limits.max_answer_bytes)
 
 
 def _add_models(app: FastAPI, router: RouterPort, created: int) -> None:
@@ -251,6 +256,8 @@ def _client_request_id(request: Request) -> str:
 
 
 def _tenant(request: Request) -> str:
+    if owner := owner_of(request):
+        return tenant_of("", name=owner)
     address = request.client.host if request.client is not None else ""
     credentials = next((request.headers[name] for name in CREDENTIALS if name in request.headers), "")
     return tenant_of(address, credentials, name=request.headers.get(TENANT_HEADER, ""))
@@ -290,11 +297,17 @@ class HttpServer:
     """A running HTTP server. Made by `serve`."""
 
     def __init__(
-        self, server: uvicorn.Server, listener: socket.socket, running: asyncio.Task[None], crowd: Crowd
+        self,
+        server: uvicorn.Server,
+        listener: socket.socket,
+        running: asyncio.Task[None],
+        crowd: Crowd,
+        scheme: str = "http",
     ) -> None:
         self._server = server
         self._running = running
         self._crowd = crowd
+        self._scheme = scheme
         self._sweeping = asyncio.create_task(crowd.sweep_always(), name="http-sweep")
         self.host: str = listener.getsockname()[0]
         self.port: int = listener.getsockname()[1]
@@ -302,7 +315,7 @@ class HttpServer:
     @property
     def base_url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"{self._scheme}://{host}:{self.port}"
 
     async def wait(self) -> None:
         """Until the server ends. Raises what ended it, if that was a failure."""
@@ -332,8 +345,9 @@ class HttpServer:
 class _Server(uvicorn.Server):
     """uvicorn in a loop that is not its own: it leaves signals to the process, and says when it is up."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, handshake_s: float) -> None:
         super().__init__(config)
+        self._handshake_s = handshake_s  # of TLS
         self.up = asyncio.Event()
 
     @contextlib.contextmanager
@@ -341,7 +355,23 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """uvicorn's own gives a TLS handshake a minute, which nothing of ours could bound: connections begin after it."""
+        loop = asyncio.get_running_loop()
+        config = self.config
+
+        def connection() -> asyncio.Protocol:
+            kind: Any = config.http_protocol_class
+            made: asyncio.Protocol = kind(config, self.server_state, self.lifespan.state, _loop=loop)
+            return made
+
+        handshake_s = self._handshake_s if config.ssl is not None else None
+        self.servers = [
+            await loop.create_server(
+                connection, sock=sock, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=handshake_s
+            )
+            for sock in sockets or ()
+        ]
+        self.started = True
         self.up.set()
 
 
@@ -352,10 +382,11 @@ async def serve(
     bounds: Bounds = NO_BOUNDS,
     metrics: HttpMetrics | None = None,
     note_refused: Callable[[DisaggError], None] = lambda error: None,
+    certificates: Reloaded[Certificates] | None = None,
 ) -> HttpServer:
     """Starts to serve in this event loop; returns once connections are taken. port 0: any free one.
 
-    note_refused: told of requests to the API that are refused before any route sees them.
+    note_refused: told of requests to the API that are refused before any route sees them. certificates: it speaks TLS with these.
 
     Raises ConfigError if the address cannot be had, DisaggError if it may be had later.
     """
@@ -370,12 +401,13 @@ async def serve(
         access_log=False,
         server_header=False,
         backlog=BACKLOG,
+        ssl_context_factory=None if certificates is None else lambda config, default: serving_context(certificates),
         proxy_headers=False,  # a client's word for its address, which decides who may debug, is not taken
     )
-    server = _Server(config)
+    server = _Server(config, bounds.head_s)
     running = asyncio.create_task(server.serve([listener]), name="http-server")
     up = asyncio.create_task(server.up.wait())
-    handle = HttpServer(server, listener, running, crowd)
+    handle = HttpServer(server, listener, running, crowd, "http" if certificates is None else "https")
     await asyncio.wait((running, up), return_when=asyncio.FIRST_COMPLETED)
     if running.done():
         up.cancel()

@@ -151,6 +151,11 @@ class Call(Struct, frozen=True, kw_only=True):
     usage_last: bool = False
     usage_each: bool = False
 
+    def owned_by(self, owner: str) -> Call:
+        """The same, of whoever showed a key; empty: of nobody."""
+        requests = tuple(msgspec.structs.replace(request, owner=owner) for request in self.requests)
+        return msgspec.structs.replace(self, requests=requests) if owner else self
+
 
 class Chat(Struct, frozen=True):
     """A chat before its messages are rendered. messages: packed, so that it takes little while it waits for that."""

@@ -18,6 +18,7 @@ from disagg.types.errors import (
     NoCompatiblePeer,
     Overloaded,
     RequestError,
+    Unauthenticated,
     Unavailable,
     UnknownModel,
 )
@@ -66,6 +67,7 @@ class Fault(Struct, frozen=True):
 _ROWS: tuple[tuple[type[DisaggError], int, str, str | None], ...] = (
     (BodyTooLarge, 413, "invalid_request_error", "request_too_large"),
     (UnreadableBody, 415, "invalid_request_error", "unsupported_encoding"),
+    (Unauthenticated, 401, "invalid_request_error", "invalid_api_key"),
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
     (RequestError, 400, "invalid_request_error", None),
     (Overloaded, 429, "rate_limit_error", "rate_limit_exceeded"),

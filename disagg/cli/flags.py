@@ -42,9 +42,77 @@ def setting(flag: str, path: str, **attributes: Any) -> Callable[[Command], Comm
     return click.option(flag, expose_value=False, callback=keep, **attributes)
 
 
+def insecure_option(command: Command) -> Command:
+    """--insecure."""
+
+    def keep(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value:
+            ctx.meta.setdefault(SETTINGS, {})["auth.insecure"] = True
+
+    return click.option(
+        "--insecure",
+        is_flag=True,
+        expose_value=False,
+        callback=keep,
+        help="Listen beyond this machine without asking who is there.",
+    )(command)
+
+
 def given_settings() -> dict[str, object]:
     """What flags made by `setting` say, by the settings' paths."""
     return dict(click.get_current_context().meta.get(SETTINGS, {}))
+
+
+KEY_FILE, CA = "disagg.key_file", "disagg.ca"  # of a command's context
+
+
+def client_options(command: Command) -> Command:
+    """Options of commands that ask a router. What they say is in `given_key` and `given_ca`, and no parameter of the command."""
+
+    def keep(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
+        if value is not None:
+            ctx.meta[CA if param.name == "ca" else KEY_FILE] = value
+
+    command = click.option(
+        "--ca",
+        expose_value=False,
+        callback=keep,
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        help="Certificates (PEM) that are trusted for the router's; gRPC speaks TLS if it is given.",
+    )(command)
+    return click.option(
+        "--api-key-file",
+        expose_value=False,
+        callback=keep,
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        help="Shows the router the first key in FILE: its first word, or that of the first line of KEY TENANT.",
+    )(command)
+
+
+def given_ca() -> Path | None:
+    """The file that `--ca` names, if it does."""
+    context = click.get_current_context(silent=True)
+    return None if context is None else context.meta.get(CA)
+
+
+def given_key() -> str:
+    """The key that `--api-key-file` names; empty without. Raises ConfigError, without the key."""
+    context = click.get_current_context(silent=True)
+    path = context.meta.get(KEY_FILE) if context is not None else None
+    if path is None:
+        return ""
+    from disagg.types.small_files import read_small
+
+    try:
+        content = read_small(path, 16 << 20)
+    except FileNotFoundError as error:
+        raise ConfigError(f"--api-key-file {path}: there is no such file") from error
+    words = [line.split()[0] for line in content.splitlines() if line.split() and not line.lstrip().startswith(b"#")]
+    if not words or not all(0x21 <= each <= 0x7E for each in words[0]):
+        raise ConfigError(f"--api-key-file {path}: it does not begin with a key, which is printable ASCII")
+    return words[0].decode("ascii")
 
 
 def overrides_of(sets: tuple[str, ...]) -> dict[str, object]:

@@ -11,13 +11,15 @@ from pathlib import Path
 import grpc
 from msgspec import Struct
 
+from disagg.auth.tls import PEM_BYTES
+from disagg.cli.flags import given_ca, given_key
 from disagg.cli.terminal import for_terminal, note
 from disagg.cli.timeline import print_timeline
 from disagg.config.load import load_config
 from disagg.messages.legs import TimelineEvent
 from disagg.types.errors import ConfigError, DisaggError, Interrupted, UnknownModel
 from disagg.types.sampling import SamplingParams
-from disagg.types.small_files import home_expanded
+from disagg.types.small_files import home_expanded, read_small
 from disagg.wire.inference import (
     ChoiceDeltaView,
     FinishedView,
@@ -85,7 +87,7 @@ def run_generate(prompt: str, options: GenerateOptions) -> int:
 
 async def ask(prompt: str, options: GenerateOptions, *, echo: bool) -> Answer:
     """One request and its answer; echo prints text as it comes. Raises DisaggError."""
-    channel = open_channel(options.address)
+    channel = _channel(options.address)
     try:
         stub = InferenceStub(channel)
         model = options.model or await _only_model(stub)
@@ -114,6 +116,22 @@ async def ask(prompt: str, options: GenerateOptions, *, echo: bool) -> Answer:
         await channel.close()
 
 
+def _channel(address: str) -> grpc.aio.Channel:
+    ca = given_ca()
+    if ca is None:
+        return open_channel(address)
+    try:
+        roots = read_small(ca, PEM_BYTES)
+    except FileNotFoundError as error:
+        raise ConfigError(f"--ca {ca}: there is no such file") from error
+    return open_channel(address, grpc.ssl_channel_credentials(roots))
+
+
+def _metadata() -> tuple[tuple[str, str], ...]:
+    key = given_key()
+    return (("authorization", f"Bearer {key}"),) if key else ()
+
+
 async def _stream(stub: InferenceStub, request: messages.GenerateRequest, echo: bool) -> Answer:
     loop = asyncio.get_running_loop()
     begin_s = loop.time()
@@ -122,7 +140,7 @@ async def _stream(stub: InferenceStub, request: messages.GenerateRequest, echo: 
     parts: list[str] = []
     token_ids: list[int] = []
     finished: FinishedView | None = None
-    async for message in stub.generate(request):
+    async for message in stub.generate(request, metadata=_metadata()):
         match update_from_proto(message):
             case StartedView(started_id):
                 request_id = started_id
@@ -157,7 +175,7 @@ async def _stream(stub: InferenceStub, request: messages.GenerateRequest, echo: 
 
 
 async def _only_model(stub: InferenceStub) -> str:
-    reply = await stub.list_models(messages.ListModelsRequest(), timeout=ANSWER_TIMEOUT_S)
+    reply = await stub.list_models(messages.ListModelsRequest(), timeout=ANSWER_TIMEOUT_S, metadata=_metadata())
     models = list_models_response_from_proto(reply)
     if len(models) != 1:
         names = ", ".join(model.name for model in models) or "none"

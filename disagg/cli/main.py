@@ -13,7 +13,15 @@ from typing import Any, TypeVar
 import click
 
 from disagg.cli.cache_commands import cache
-from disagg.cli.flags import Command, config_options, given_settings, overrides_of, size_of
+from disagg.cli.flags import (
+    Command,
+    client_options,
+    config_options,
+    given_settings,
+    insecure_option,
+    overrides_of,
+    size_of,
+)
 from disagg.cli.group import CommandGroup
 from disagg.cli.interrupts import end_at_ctrl_c, raise_at_ctrl_c
 from disagg.cli.load_commands import bench_serve, report
@@ -63,7 +71,7 @@ def _supervised_options(command: Command) -> Command:
 def _http_option(command: Command) -> Command:
     return click.option(
         "--http", "base_url", default=DEFAULT_HTTP, show_default=True, metavar="URL", callback=_text, help="The router."
-    )(command)
+    )(client_options(command))
 
 
 def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -118,6 +126,7 @@ def _host_port(ctx: click.Context, param: click.Parameter, value: str) -> str:
     help="Where this run gets a directory for its logs.",
 )
 @click.option("--parent-pid", type=int, hidden=True)
+@insecure_option
 @config_options
 def up(file: Path | None, sets: tuple[str, ...], run_dir: Path, parent_pid: int | None, **sizes: Any) -> None:
     """Run a whole cluster on this machine, until Ctrl-C.
@@ -157,6 +166,7 @@ def up(file: Path | None, sets: tuple[str, ...], run_dir: Path, parent_pid: int 
     callback=_host_port,
     help="The router.",
 )
+@client_options
 @click.option("--model", default="", callback=_text, help="Served name.  [default: the router's only model]")
 @click.option("--max-tokens", type=click.IntRange(1, MAX_COUNT), metavar="N", help="[default: as many as fit]")
 @click.option("--min-tokens", type=click.IntRange(0, MAX_COUNT), default=0, metavar="N")
@@ -411,10 +421,11 @@ def _role_command(role: str, what: str) -> None:
     def run(file: Path, sets: tuple[str, ...], heartbeat_fd: int | None, parent_pid: int | None) -> None:
         from disagg.cli.roles import run_role
 
-        sys.exit(run_role(role, file, overrides_of(sets), heartbeat_fd, parent_pid))  # type: ignore[arg-type]
+        overrides = {**overrides_of(sets), **given_settings()}
+        sys.exit(run_role(role, file, overrides, heartbeat_fd, parent_pid))  # type: ignore[arg-type]
 
     cli.command(role, help=f"Run one {what} (what `disagg up` and Kubernetes start).")(
-        _supervised_options(config_options(run))
+        _supervised_options(insecure_option(config_options(run)))
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from disagg.config.check import check_descriptors, check_role, connections_allowed, warnings_of
+from disagg.config.check import check_descriptors, check_exposure, check_role, connections_allowed, warnings_of
 from disagg.config.load import load_config
 from disagg.config.tree import Config, ProcessRole
 from disagg.router.names import drawn_name
@@ -44,6 +44,7 @@ def run_role(
     never_wait_for_readers()
     config = load_config(file, overrides)
     check_role(config, role)
+    check_exposure(config, role)
     if role == "router" and not config.router.name:
         config = replace(config, router=replace(config.router, name=drawn_name()))
     name = config.router.name if role == "router" else config.server.name or role

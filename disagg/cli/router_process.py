@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from disagg.api.app import HttpServer, create_app, serve
 from disagg.api.crowd import Bounds, HttpMetrics
+from disagg.api.entry import require_credentials
 from disagg.cli.version import version
 from disagg.config.tree import Config, RouterConfig
 from disagg.convert.model_dir import resolve
@@ -35,7 +36,8 @@ from disagg.types.errors import DisaggError
 from disagg.types.small_files import home_expanded
 from disagg.wire import pb
 from disagg.wire.inference import ModelInfo
-from disagg.wire.services import ServerStub, open_channel
+from disagg.wire.services import ServerStub
+from disagg.wire.tls import CLEAR, WireTls
 
 HEARTBEAT_S = 1.0
 SERVER_DUMP_S = 15.0  # a server that hangs must not hide what the others say
@@ -88,7 +90,7 @@ class RouterFace:
     async def dump(self) -> object:
         """The router's own state and stacks, and what each server answers to Dump."""
         servers = self._router.addresses()
-        answers = await asyncio.gather(*(dump_server(address) for _, address in servers))
+        answers = await asyncio.gather(*(dump_server(address, self._router.tls) for _, address in servers))
         return {
             "router": await self._router.dump(),
             "router_stacks": format_stacks(),
@@ -96,9 +98,9 @@ class RouterFace:
         }
 
 
-async def dump_server(address: str, timeout_s: float = SERVER_DUMP_S) -> str:
+async def dump_server(address: str, tls: WireTls = CLEAR, timeout_s: float = SERVER_DUMP_S) -> str:
     """What a server says of itself; if it does not, why."""
-    channel = open_channel(address)
+    channel = tls.dial(address)
     try:
         reply = await ServerStub(channel).dump(pb.server.DumpRequest(), timeout=timeout_s)
         return str(reply.text)
@@ -151,6 +153,8 @@ async def _serve_faces(
             max_answer_bytes=config.router.answer_bytes,
             debug_remote=config.debug.remote,
         )
+        if running.gate is not None:
+            require_credentials(app, running.gate)
         http = await serve(
             app,
             config.router.host,
@@ -158,6 +162,7 @@ async def _serve_faces(
             _bounds(config.router),
             HttpMetrics(registry),
             running.router.note_refused,
+            running.router.tls.certificates,
         )
         watch.start()
         stack.callback(watch.stop)

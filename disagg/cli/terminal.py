@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
+from disagg.auth.tls import trusting
+from disagg.cli.flags import given_ca, given_key
 from disagg.telemetry.line_writer import DescriptorWriter, LineWriter, Target
 from disagg.types.errors import DisaggError, Unavailable
 from disagg.types.plain import one_line, printable, printable_text
@@ -141,8 +143,12 @@ def get_http(base_url: str, path: str, params: dict[str, str] | None = None) -> 
     import httpx
 
     url = base_url.rstrip("/") + path
+    key = given_key()
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    ca = given_ca()
+    verify = True if ca is None else trusting(ca)
     try:
-        answer = httpx.get(url, params=params, timeout=HTTP_TIMEOUT_S, trust_env=False)
+        answer = httpx.get(url, params=params, headers=headers, timeout=HTTP_TIMEOUT_S, trust_env=False, verify=verify)
     except httpx.InvalidURL as error:
         raise DisaggError(f"{url} is not a URL: {error}") from error
     except httpx.HTTPError as error:

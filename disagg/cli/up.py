@@ -16,6 +16,8 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
+from disagg.auth.keys import KEYS_BYTES, parse_keys
+from disagg.auth.tls import trusting
 from disagg.cli.children import Children, ChildSpec, describe_status
 from disagg.cli.logecho import shown
 from disagg.cli.logfiles import RotatedFile
@@ -24,9 +26,9 @@ from disagg.cli.placement import Placement, describe, place
 from disagg.cli.rundir import cannot_write, make_run_dir, pick_ports, prune_run_dirs, require_free
 from disagg.cli.supervise import Limits
 from disagg.cli.terminal import StageProgress, UnblockedStream, note, problem, result, unblock_streams
-from disagg.config.check import check_role, without_mixed_only
+from disagg.config.check import check_exposure, check_role, without_mixed_only
 from disagg.config.load import child_environ, dump_config, load_config
-from disagg.config.tree import Config, LogConfig, ServerRef, ServerRole
+from disagg.config.tree import AuthConfig, Config, LogConfig, ServerRef, ServerRole
 from disagg.messages.heads import SliceError, check_heads
 from disagg.offload.options import storage_target
 from disagg.router.names import drawn_name
@@ -38,7 +40,7 @@ from disagg.telemetry.process import raise_descriptor_limit
 from disagg.telemetry.record_files import require_pyarrow
 from disagg.types.errors import ConfigError
 from disagg.types.plain import one_line
-from disagg.types.small_files import home_expanded
+from disagg.types.small_files import home_expanded, read_small
 
 DRAIN_MARGIN_S = 5.0  # a child bounds its own drain; this is for what comes after
 ALL_READY_S = 15.0  # once requests succeed, how long the last servers are waited for before `ready` is said
@@ -88,6 +90,7 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
     streams = unblock_streams()
     raise_descriptor_limit()  # children inherit it
     base = load_config(file, overrides)
+    check_exposure(base, "router")
     if base.offload.enabled and base.storage.url:
         storage_target(base.storage.url, base.storage.options)  # refused here rather than by every child
     if base.record.dir:
@@ -303,19 +306,25 @@ async def _say_states(config: Config, children: Children) -> None:
 
     router = config.router
     host = reachable(router.host)
-    base_url = f"http://{host}:{router.http_port}"
+    base_url = f"{'https' if config.tls.cert else 'http'}://{host}:{router.http_port}"
+    certificate = home_expanded(config.tls.cert, "tls.cert") if config.tls.cert else None
+    verify = True if certificate is None else trusting(None, own=certificate)
     begin_s = time.monotonic()
     said: dict[str, str] = {}
     healthy_since_s: float | None = None
     said_waiting_s = begin_s
-    async with httpx.AsyncClient(base_url=base_url, timeout=5.0, trust_env=False) as client:
+    names = [server.name for server in router.servers]
+    async with httpx.AsyncClient(base_url=base_url, timeout=5.0, trust_env=False, verify=verify) as client:
         while not children.draining:
             await asyncio.sleep(POLL_S)
             now_s = time.monotonic()
             states = None
             with contextlib.suppress(httpx.HTTPError, ValueError):
                 healthy = (await client.get("/health")).status_code == 200
-                states = server_states((await client.get("/status")).json())
+                answer = await client.get("/status", headers=credentials_for(config.auth))
+                # A router that takes tokens only tells us no more than its health.
+                hidden = answer.status_code == 401 and healthy
+                states = dict.fromkeys(names, "ready") if hidden else server_states(answer.json())
                 healthy_since_s = (healthy_since_s or now_s) if healthy else None
             for name, state in (states or {}).items():
                 if state == "ready":
@@ -334,6 +343,18 @@ async def _say_states(config: Config, children: Children) -> None:
                 note(f"still waiting for {', '.join(waiting)} ({now_s - begin_s:.0f} s)")
     if not children.draining:
         result(f"ready http={base_url} grpc={host}:{router.grpc_port}")
+
+
+def credentials_for(auth: AuthConfig) -> dict[str, str]:
+    """The headers with which this process asks its own router: any of the keys that it takes."""
+    if not auth.api_keys_file:
+        return {}
+    path = home_expanded(auth.api_keys_file, "auth.api_keys_file")
+    try:
+        key = next(iter(parse_keys(read_small(path, KEYS_BYTES), path)))
+    except (ConfigError, OSError):  # it has changed since the router has read it, which the router's log says
+        return {}
+    return {"authorization": f"Bearer {key.decode()}"}
 
 
 def server_states(status: object) -> dict[str, str]:

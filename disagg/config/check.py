@@ -44,6 +44,7 @@ def check_config(config: Config) -> None:
     _check_transfer(config)
     _check_server(config)
     _check_router(config)
+    _check_tls(config)
     _check_times(config)
 
 
@@ -108,6 +109,40 @@ def check_role(config: Config, role: ProcessRole) -> None:
             raise ConfigError(f"engine.{name} = {said}: only a mixed server can have that: {why}")
 
 
+def _asks(config: Config) -> bool:
+    """Whether a router asks for credentials."""
+    return bool(config.auth.api_keys_file or config.auth.jwks_file)
+
+
+def check_exposure(config: Config, role: ProcessRole) -> None:
+    """Raises ConfigError for a process that would listen beyond this machine without asking who is there, unless told to."""
+    if config.auth.insecure:
+        return
+    anyway = "or allow it with --insecure (auth.insecure = true) inside a trusted network"
+    if role == "router" and not (_is_loopback(config.router.host) or _asks(config)):
+        raise ConfigError(
+            f"router.host = {quoted(config.router.host)}: whoever reaches it could use the cluster; ask for keys "
+            f"(auth.api_keys_file or auth.jwks_file), listen on 127.0.0.1, {anyway}"
+        )
+    if role != "router" and not (_is_loopback(config.server.host) or config.tls.ca):
+        raise ConfigError(
+            f"server.host = {quoted(config.server.host)}: whoever reaches it could read and write the memory that holds KV; "
+            f"let processes show certificates (tls.cert, tls.key and tls.ca), listen on 127.0.0.1, {anyway}"
+        )
+
+
+def _check_tls(config: Config) -> None:
+    tls = config.tls
+    if bool(tls.cert) != bool(tls.key):
+        given, lacking = ("tls.cert", "tls.key") if tls.cert else ("tls.key", "tls.cert")
+        raise ConfigError(f"{given} is set and {lacking} is not; a certificate and its key go together")
+    for path, value in (("tls.ca", tls.ca), ("tls.server_name", tls.server_name)):
+        if value and not tls.cert:
+            raise ConfigError(
+                f"{path} = {quoted(value)}: it needs tls.cert and tls.key, which this process shows to others"
+            )
+
+
 def without_mixed_only(engine: EngineConfig) -> EngineConfig:
     """The same for servers of other roles."""
     return replace(engine, **{name: getattr(EngineConfig(), name) for name in MIXED_ONLY})
@@ -130,14 +165,18 @@ def warnings_of(config: Config) -> tuple[str, ...]:
         if not host or _is_loopback(host):
             continue
         if path == "router.host":
-            found.append(
-                f"{path} = {host}: the router accepts requests from other machines, and there is neither TLS nor "
-                "authentication yet; keep it inside a trusted network"
-            )
-        else:
+            lacking = [
+                what for what, there in (("TLS", config.tls.cert), ("authentication", _asks(config))) if not there
+            ]
+            if lacking:
+                found.append(
+                    f"{path} = {host}: the router accepts requests from other machines without {' and without '.join(lacking)}; "
+                    "keep it inside a trusted network"
+                )
+        elif not config.tls.ca:
             found.append(
                 f"{path} = {host}: servers exchange transfer agent metadata with whoever reaches this address, and "
-                "that metadata grants raw read and write access to the memory that holds KV; there is no TLS yet; "
+                "that metadata grants raw read and write access to the memory that holds KV; there is no TLS (tls.ca); "
                 "keep it inside a trusted network"
             )
     return tuple(found)

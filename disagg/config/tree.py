@@ -209,6 +209,23 @@ class RecordConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     dir: str = ""  # a directory for Parquet files; empty: nothing is recorded
 
 
+class AuthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who may call a router."""
+
+    api_keys_file: str = ""  # lines of KEY TENANT; empty: no keys are asked for
+    jwks_file: str = ""  # public keys whose JWTs count; empty: none do
+    insecure: bool = False  # whether processes listen beyond this machine without credentials that they ask for
+
+
+class TlsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Certificates, as PEM files that are read again when they change."""
+
+    cert: str = ""  # of this process; a router's faces speak TLS if it is given
+    key: str = ""
+    ca: str = ""  # routers, servers and peers speak TLS to each other if it is given, and show certificates that it has signed
+    server_name: str = ""  # in the certificates of servers that are dialled; empty: the host that is dialled
+
+
 class DebugConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What people ask of a process that misbehaves."""
 
@@ -229,3 +246,5 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     log: LogConfig = field(default_factory=LogConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -57,12 +57,15 @@ class GrpcConnection:
         await self._channel.close()
 
 
-async def dial_server(address: str, hello: RouterHello, timeout_s: float) -> tuple[Connection, ServerSays]:
-    """Opens the stream and exchanges hellos. Raises Refused, NameTaken, Unavailable or ProtocolError."""
+async def dial_server(
+    address: str, hello: RouterHello, timeout_s: float, channel_to: Callable[[str], grpc.aio.Channel] = open_channel
+) -> tuple[Connection, ServerSays]:
+    """Opens the stream, on a channel of its own, and exchanges hellos. Raises Refused, NameTaken, Unavailable or
+    ProtocolError."""
     try:
         async with asyncio.timeout(timeout_s):
             await _probe(address)
-            channel = open_channel(address)
+            channel = channel_to(address)
             connection = GrpcConnection(channel, ServerStub(channel).attach())
             try:
                 await connection.write_message(router_hello_to_proto(hello))

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from functools import partial
 from typing import Protocol
 
 from disagg.config.tree import RouterConfig
@@ -65,6 +66,7 @@ from disagg.types.errors import (
     Unavailable,
 )
 from disagg.types.ids import Role
+from disagg.wire.tls import CLEAR, WireTls
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +102,11 @@ class Dispatch:
         metrics: RouterMetrics,
         tokenizer: Tokenizer,
         owner: DispatchOwner,
+        tls: WireTls = CLEAR,
     ) -> None:
         self.outstanding = Outstanding()
-        self.fleet = Fleet(discovery_of(config), caller, self.outstanding, owner=self, dial=dial_server)
+        dial = partial(dial_server, channel_to=tls.dial)
+        self.fleet = Fleet(discovery_of(config), caller, self.outstanding, owner=self, dial=dial)
         self.live: dict[str, Live] = {}
         self.places: Places[Live] = Places(config.max_inflight, config.max_queued, config.tenant_share)
         self.replays: deque[Live] = deque()  # for a server; they have a place

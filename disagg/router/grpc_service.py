@@ -15,6 +15,7 @@ from disagg.router.service import Router
 from disagg.router.tenants import TENANT_HEADER, tenant_of
 from disagg.types.errors import DisaggError
 from disagg.wire import pb
+from disagg.wire.entry import owner_of_call
 from disagg.wire.inference import (
     abort_request_from_proto,
     choice_delta_to_proto,
@@ -60,7 +61,7 @@ class InferenceService(InferenceServicer):
         except DisaggError as error:
             self._router.note_refused(error, request.request_id)
             raise
-        asked = GenerateRequest(**fields, tenant=tenant)
+        asked = GenerateRequest(**fields, tenant=tenant, owner=owner_of_call())
         if left_s is None or not math.isfinite(left_s):
             return asked
         deadline_s = max(0.001, left_s)
@@ -106,6 +107,8 @@ class InferenceService(InferenceServicer):
 
 
 def _tenant(context: Context) -> str:
+    if owner := owner_of_call():
+        return tenant_of("", name=owner)
     peer = context.peer()
     kind, _, rest = peer.partition(":")
     address = rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else rest

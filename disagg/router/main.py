@@ -12,6 +12,8 @@ from pathlib import Path
 import grpc
 from prometheus_client import CollectorRegistry
 
+from disagg.auth.audit import Audit
+from disagg.auth.gate import Gate, open_gate
 from disagg.config.tree import Config, ModelConfig
 from disagg.convert.inspect import ModelFacts, inspect_model
 from disagg.router.grpc_service import InferenceService
@@ -22,6 +24,8 @@ from disagg.text.model_files import ModelFiles
 from disagg.text.tokenizer import Tokenizer
 from disagg.text.tokenizer_trial import try_out
 from disagg.types.errors import DisaggError, InvalidRequest
+from disagg.types.plain import one_line
+from disagg.wire.entry import Entry
 from disagg.wire.guard import Guard
 from disagg.wire.services import INFERENCE, Health, client_options, enable_reflection, inference_handler, make_server
 
@@ -33,17 +37,25 @@ _COUNTED_METHOD = f"/{INFERENCE}/Generate"  # whose refusals count as requests t
 
 
 class RunningRouter:
-    """A router that serves. `router` is what further faces are built on; `grpc_port` is where it listens."""
+    """A router that serves. `router` is what further faces are built on; `grpc_port` is where it listens. gate: where
+    credentials are asked for; further faces must ask for them, too."""
 
-    def __init__(self, router: Router, server: grpc.aio.Server, grpc_port: int, health: Health) -> None:
+    def __init__(
+        self, router: Router, server: grpc.aio.Server, grpc_port: int, health: Health, gate: Gate | None
+    ) -> None:
         self.router = router
         self.grpc_port = grpc_port
+        self.gate = gate
         self._server = server
         self._health = health
         self._changed = asyncio.Event()
         self._changed.set()
         router.on_change(self._changed.set)
-        self._health_task = asyncio.create_task(self._tell_health(), name="router health")
+        self._tasks = [asyncio.create_task(self._tell_health(), name="router health")]
+        if router.tls.certificates is not None:
+            self._tasks.append(asyncio.create_task(router.tls.look_always(), name="router certificates"))
+        if gate is not None:
+            self._tasks.append(asyncio.create_task(gate.look_always(), name="router keys"))
 
     async def _tell_health(self) -> None:
         told: bool | None = None
@@ -63,8 +75,9 @@ class RunningRouter:
         """Drains, then ends everything. Calls that a client still reads have `drain_s` and a little more."""
         until_s = asyncio.get_running_loop().time() + drain_s
         await self.router.close(drain_s)
-        self._health_task.cancel()
-        await asyncio.gather(self._health_task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.stop(max(0.0, until_s - asyncio.get_running_loop().time()) + _GOODBYE_S)
 
 
@@ -77,6 +90,7 @@ async def run_router(
     """
     if files is None:
         files = await asyncio.to_thread(ModelFiles.read, model_dir)
+    gate = open_gate(config.auth, Audit(registry))
     facts = inspect_model(model_dir)
     await try_out(files, facts.vocab_size)
     tokenizer = await asyncio.to_thread(Tokenizer.of, files, facts.vocab_size)
@@ -90,23 +104,23 @@ async def run_router(
         registry=registry,
         files=files.digests(),
     )
-    server = _grpc_server(config, router, registry)
+    server = _grpc_server(config, router, registry, gate)
     health = Health(server, (INFERENCE,))
     enable_reflection(server, (INFERENCE,))
     host = f"[{config.router.host}]" if ":" in config.router.host else config.router.host
     address = f"{host}:{config.router.grpc_port}"
     try:
-        port = server.add_insecure_port(address)
+        port = router.tls.listen_to_clients(server, address)
     except RuntimeError as error:  # gRPC does not say why
         at, free = config.router, "0 takes a free one"
         why = why_not_listen(at.host, at.grpc_port, "router.grpc_port", free)
         raise why or DisaggError(f"router.grpc_port = {at.grpc_port}: cannot listen on {address}; {free}") from error
     await router.start()
     await server.start()
-    return RunningRouter(router, server, port, health)
+    return RunningRouter(router, server, port, health, gate)
 
 
-def _grpc_server(config: Config, router: Router, registry: CollectorRegistry) -> grpc.aio.Server:
+def _grpc_server(config: Config, router: Router, registry: CollectorRegistry, gate: Gate | None) -> grpc.aio.Server:
     metrics = GrpcMetrics(registry)
     bounds = config.router
 
@@ -119,10 +133,20 @@ def _grpc_server(config: Config, router: Router, registry: CollectorRegistry) ->
     metrics.calls.set_function(lambda: guard.open_calls)
     return make_server(
         inference_handler(InferenceService(router)),
-        interceptors=(guard,),
+        interceptors=(guard,) if gate is None else (_entry(gate), guard),
         max_request_bytes=router.limits.message_bytes,
         options=client_options(bounds.max_connections, bounds.max_calls_per_connection, bounds.head_s, bounds.idle_s),
     )
+
+
+def _entry(gate: Gate) -> Entry:
+    def admitted(tenant: str, method: str) -> None:
+        gate.audit.admitted(tenant, "grpc", one_line(method, 200), "")
+
+    def refused(reason: str, method: str, client: str) -> None:
+        gate.audit.refused(reason, "grpc", one_line(method, 200), client)
+
+    return Entry(gate.tenant_of, admitted, refused)
 
 
 def beyond_vocab(tokenizer: Tokenizer) -> str:

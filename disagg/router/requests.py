@@ -19,6 +19,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     params.max_tokens 0 means "as many as fit". seed None: the router draws one. deadline_s None: the configured one.
     tenant: who asks, as far as a face can tell (router/tenants): those that wait take turns. priority: lower is more urgent,
     among the tenant's own.
+    owner: the tenant whose key was shown, where keys are asked for: what is cached for it is found by nobody else.
     client_request_id: what the client calls it (logs only); the router's own id is `Started.request_id`.
     prompt_name: what the client calls the prompt, for errors: `prompt[3]` of a call with several.
     call: which call it is part of, of those with several prompts; empty: it is a call by itself.
@@ -33,6 +34,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     cache_salt: str = ""
     tenant: str = ""
+    owner: str = ""
     client_request_id: str = ""
     add_special_tokens: bool = True
     prompt_name: str = "prompt"

@@ -37,12 +37,14 @@ from disagg.router.prefixes import PAGE_BYTES, PromptHashing, PromptPages, num_p
 from disagg.router.requests import Asked, GenerateRequest, Started, Update
 from disagg.router.status import server_status
 from disagg.router.streams import NO_FILES, Caller
+from disagg.router.tenants import salt_of
 from disagg.router.timelines import in_order
 from disagg.router.view import Work
 from disagg.text.limits import TextLimits
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import DisaggError, Unavailable
 from disagg.wire.inference import ModelInfo
+from disagg.wire.tls import open_wire_tls
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +86,9 @@ class Router:
             lease_s=self._config.lease_s,
             files=files,
         )
-        self._dispatch = Dispatch(self._config, caller, POLICIES[self._config.policy](), self._metrics, tokenizer, self)
+        self.tls = open_wire_tls(config.tls)  # Raises ConfigError
+        policy = POLICIES[self._config.policy]()
+        self._dispatch = Dispatch(self._config, caller, policy, self._metrics, tokenizer, self, self.tls)
         self._bounds = Bounds(
             max_total_tokens=max_model_len,
             max_attempts=self._config.max_attempts,
@@ -265,7 +269,7 @@ class Router:
             deadline_s=arrived_s + limit_s,
             limit_s=limit_s,
             prompt_name=request.prompt_name,
-            cache_salt=request.cache_salt,
+            cache_salt=salt_of(request.owner, request.cache_salt),
             tenant=request.tenant,
             call=request.call,
             serial=self._serial,

@@ -62,6 +62,7 @@ from disagg.wire.services import (
     peer_handler,
     server_handler,
 )
+from disagg.wire.tls import open_wire_tls
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class Server:
         self._device: Device = "cpu"
         self._group: WorkerGroup | None = None
         self._stop = asyncio.Event()
+        self._tls = open_wire_tls(config.tls)
         name, tp = config.server.name or f"{role.role.value}-0", config.server.tp
         self._identity = identity = Identity(
             name, role.role, tp, config.model.public_name, self._load, config.server.pod
@@ -111,6 +113,7 @@ class Server:
             on_down=dispatch.link_down,
             on_gone=dispatch.link_gone,
             on_dial_failed=dispatch.dial_failed,
+            channel_to=self._tls.dial,
         )
         self._registry = new_registry()
         self._exporter = Exporter(EngineMetrics(self._registry), self._registry)
@@ -138,6 +141,7 @@ class Server:
         ticker = asyncio.create_task(self._tick(), name="tick")
         supervisor = asyncio.create_task(self._supervise(health), name="supervise")
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
+        certificates = asyncio.create_task(self._tls.look_always(), name="certificates")
         try:
             await asyncio.wait({supervisor, stopped, ticker}, return_when=asyncio.FIRST_COMPLETED)
             if ticker.done():
@@ -150,9 +154,9 @@ class Server:
             logger.error("%s", error)
             return REFUSED
         finally:
-            for task in (supervisor, stopped):
+            for task in (supervisor, stopped, certificates):
                 task.cancel()
-            await asyncio.gather(supervisor, stopped, return_exceptions=True)
+            await asyncio.gather(supervisor, stopped, certificates, return_exceptions=True)
             await self._links.close()
             self._routers.close()
             await self._offloading.close()
@@ -169,7 +173,7 @@ class Server:
         at = self._config.server
         free = "0 takes a free one"
         try:
-            port = server.add_insecure_port(f"{at.host}:{at.port}")
+            port = self._tls.listen_to_peers(server, f"{at.host}:{at.port}")
         except RuntimeError as error:  # gRPC does not say why
             why = why_not_listen(at.host, at.port, "server.port", free)
             raise why or DisaggError(

@@ -100,6 +100,7 @@ class Links(PeerServicer):
         on_down: Callable[[int, bool, str], None],
         on_gone: Callable[[int], None],
         on_dial_failed: Callable[[PeerRef, str], None],
+        channel_to: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
         """greeting(generation): our own hello. on_down(number, gone, reason). on_gone: a lost link's peer has exited."""
         self._lease_s = lease_s
@@ -109,6 +110,7 @@ class Links(PeerServicer):
         self._on_down = on_down
         self._on_gone = on_gone
         self._on_dial_failed = on_dial_failed
+        self._channel_to = channel_to
         self._links: dict[str, Link] = {}  # by generation
         self._by_number: dict[int, tuple[str, Link]] = {}
         self._lost: dict[int, Link] = {}  # down, peer not known to be gone
@@ -373,7 +375,7 @@ class Links(PeerServicer):
         if ours is None:
             return _Failure("our own workers are not up", final=True)
         link = self._links.get(generation)
-        channel = open_channel(peer.address)
+        channel = self._channel_to(peer.address)
         try:
             call = PeerStub(channel).link()
             received = link.stream.state.received if link is not None else 0

@@ -5,6 +5,7 @@
     ├── FilesChanged           the operator's, and it passes: a model's files changed while they were read; try again
     ├── RequestError           the client's: fix the request; never retried
     │   ├── InvalidRequest         a field is wrong (INVALID_ARGUMENT / 400)
+    │   ├── Unauthenticated        it shows no credentials that are good here (UNAUTHENTICATED / 401)
     │   └── UnknownModel           no such model here (NOT_FOUND / 404)
     ├── Overloaded             nobody's: try again after `retry_after_s` (RESOURCE_EXHAUSTED / 429)
     ├── Unavailable            the cluster's: no server can take it now (UNAVAILABLE / 503)
@@ -43,6 +44,14 @@ class RequestError(DisaggError):
 
 class InvalidRequest(RequestError):
     """A field of the request is missing, malformed, out of range, or not served."""
+
+
+class Unauthenticated(RequestError):
+    """The request shows no credentials that are good here. reason: one of a few words, for logs and counters."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class UnknownModel(RequestError):

@@ -58,9 +58,15 @@ SERVER_OPTIONS = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """address: host:port. Connects lazily."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def open_channel(
+    address: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
+) -> grpc.aio.Channel:
+    """address: host:port. Connects lazily; in the clear without credentials. server_name: that the server's certificate must
+    have in the place of the host; empty: the host."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    name = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
+    return grpc.aio.secure_channel(address, credentials, options=(*CHANNEL_OPTIONS, *name))
 
 
 def client_options(max_connections: int, max_calls: int, head_s: float, idle_s: float) -> tuple[tuple[str, int], ...]:

@@ -15,6 +15,7 @@ from disagg.types.errors import (
     Overloaded,
     RequestError,
     RequestFailed,
+    Unauthenticated,
     Unavailable,
     UnknownModel,
 )
@@ -28,6 +29,7 @@ MAX_DETAILS_BYTES = 3000  # percent-encoded; beyond 8 KiB of headers a client se
 # First match by class wins. What has no row (ConfigError, ProtocolError) is no fault of a client's: INTERNAL.
 _CODES: tuple[tuple[type[DisaggError], grpc.StatusCode], ...] = (
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
     (UnknownModel, grpc.StatusCode.NOT_FOUND),
     (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -80,6 +82,8 @@ def error_of(call_error: grpc.aio.AioRpcError) -> DisaggError:
             return InvalidRequest(text, trailers.get(PARAM_KEY))
         case grpc.StatusCode.NOT_FOUND:
             return UnknownModel(text, trailers.get(PARAM_KEY))
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return Unauthenticated(text, "refused")
         case grpc.StatusCode.RESOURCE_EXHAUSTED if trailers.get(RETRY_AFTER_KEY, "").isdecimal():
             return Overloaded(text, int(trailers[RETRY_AFTER_KEY]) / 1000)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own: the message is larger than is allowed

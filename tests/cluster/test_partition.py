@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from disagg.cli.rundir import pick_ports
 from disagg.config.load import dump_config, load_config
-from disagg.config.tree import ServerRef
+from disagg.config.tree import AuthConfig, ServerRef
 from tests.cluster.cluster import START_S
 from tests.cluster.separate import SeparateProcesses
 from tests.cluster.wire_faults.questions import Questions, ask, two_layers
@@ -113,7 +113,7 @@ class PartedCluster(SeparateProcesses):
     def __enter__(self) -> PartedCluster:
         super().__enter__()
         http_port, grpc_port, *ports = pick_ports("127.0.0.1", 8)
-        base, net, refs = self._base, self._net, []
+        base, net, refs = replace(self._base, auth=AuthConfig(insecure=True)), self._net, []
         for name, namespace, advertised, devices in (
             ("prefill-0", net.a, CUT_A, "pair"),
             ("decode-0", net.b, CUT_B, "pair,ours"),

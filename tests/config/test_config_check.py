@@ -14,6 +14,7 @@ from disagg.config.check import (
     Least,
     check_config,
     check_descriptors,
+    check_exposure,
     check_memory,
     check_role,
     connections_allowed,
@@ -23,6 +24,7 @@ from disagg.config.check import (
 )
 from disagg.config.staging import size_staging
 from disagg.config.tree import (
+    AuthConfig,
     Config,
     EngineConfig,
     ModelConfig,
@@ -30,6 +32,8 @@ from disagg.config.tree import (
     RouterConfig,
     ServerConfig,
     ServerRef,
+    ServerRole,
+    TlsConfig,
     TransferConfig,
 )
 from disagg.types.errors import ConfigError
@@ -283,3 +287,49 @@ def test_pipeline_stages_are_for_mixed_servers_without_offload(role: Literal["pr
     check_config(staged)
     with pytest.raises(ConfigError, match=r"offload\.enabled = true and server\.pp = 2: .*\(server\.pp = 1\)"):
         check_config(Config(server=ServerConfig(pp=2), offload=OffloadConfig(enabled=True)))
+
+
+BEYOND = "10.0.0.4"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", BEYOND, "decode-0.decode"])
+def test_a_server_listens_beyond_its_machine_with_certificates_or_if_it_is_told_to(role: ServerRole, host: str) -> None:
+    config = Config(server=ServerConfig(host=host))
+    with pytest.raises(ConfigError, match=r"server\.host.*tls\.ca.*--insecure"):
+        check_exposure(config, role)
+    check_exposure(config, "router")
+    check_exposure(replace(config, auth=AuthConfig(insecure=True)), role)
+    check_exposure(replace(config, tls=TlsConfig(cert="c", key="k", ca="a")), role)
+    with pytest.raises(ConfigError):
+        check_exposure(replace(config, tls=TlsConfig(cert="c", key="k"), auth=AuthConfig(api_keys_file="f")), role)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", BEYOND, "router.example"])
+def test_a_router_listens_beyond_its_machine_if_it_asks_for_keys_or_is_told_to(host: str) -> None:
+    config = Config(router=RouterConfig(host=host))
+    with pytest.raises(ConfigError, match=r"router\.host.*auth\.api_keys_file.*--insecure"):
+        check_exposure(replace(config, tls=TlsConfig(cert="c", key="k", ca="a")), "router")
+    check_exposure(config, "prefill")
+    for auth in (AuthConfig(insecure=True), AuthConfig(api_keys_file="f"), AuthConfig(jwks_file="f")):
+        check_exposure(replace(config, auth=auth), "router")
+
+
+def test_what_is_secured_needs_no_warning() -> None:
+    secured = Config(
+        router=RouterConfig(host=BEYOND),
+        server=ServerConfig(host=BEYOND),
+        auth=AuthConfig(api_keys_file="f"),
+        tls=TlsConfig(cert="c", key="k", ca="a"),
+    )
+    assert warnings_of(secured) == ()
+    (warning,) = warnings_of(replace(secured, auth=AuthConfig()))
+    assert "authentication" in warning and "TLS" not in warning
+
+
+@pytest.mark.parametrize(
+    "tls", [TlsConfig(cert="c"), TlsConfig(key="k"), TlsConfig(ca="a"), TlsConfig(server_name="n")], ids=str
+)
+def test_certificates_keys_and_authorities_go_together(tls: TlsConfig) -> None:
+    with pytest.raises(ConfigError, match=r"tls\."):
+        check_config(Config(tls=tls))

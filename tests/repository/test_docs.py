@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from disagg.api.crowd import HttpMetrics
+from disagg.auth.audit import Audit
 from disagg.config.load import dump_config
 from disagg.config.tree import Config
 from disagg.messages.legs import Outcome
@@ -43,6 +44,7 @@ def metrics() -> set[tuple[str, str]]:
     RouterMetrics(registry)
     GrpcMetrics(registry)
     HttpMetrics(registry)
+    Audit(registry)
     LoopWatch(registry)
     return {(f"{m.name}_total" if m.type == "counter" else m.name, m.type) for m in registry.collect()}
 

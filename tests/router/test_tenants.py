@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from disagg.router.tenants import MAX_CREDENTIAL_CHARS, tenant_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.router.tenants import MAX_CREDENTIAL_CHARS, salt_of, tenant_of
+from disagg.types.sampling import MAX_CACHE_SALT_CHARS
 
 
 def test_clients_are_told_apart_by_address_and_credentials() -> None:
@@ -33,3 +37,17 @@ def test_whoever_names_itself_is_one_tenant_wherever_it_comes_from() -> None:
     assert tenant_of("10.0.0.1", "Bearer a", name="team") == tenant_of("10.0.0.2", connection="x", name="team")
     assert tenant_of("10.0.0.1", name="team") != tenant_of("10.0.0.1", name="other")
     assert len({tenant_of("team"), tenant_of("team", "team"), tenant_of("team", name="team")}) == 3
+
+
+OWNERS = st.text(min_size=1)
+
+
+@given(st.lists(st.tuples(OWNERS, st.text()), unique=True, min_size=2, max_size=8))
+def test_no_two_owners_share_a_salt_whatever_they_ask_for(asked: list[tuple[str, str]]) -> None:
+    assert len({salt_of(owner, salt) for owner, salt in asked}) == len(asked)
+    assert all(len(salt_of(owner, salt)) <= MAX_CACHE_SALT_CHARS for owner, salt in asked)
+
+
+@given(st.text())
+def test_where_no_keys_are_asked_for_a_salt_stays_what_it_was(salt: str) -> None:
+    assert salt_of("", salt) == salt

@@ -1,0 +1,235 @@
+"""TLS of the HTTP face, and between routers, servers and peers: who is let in, and what a changed file changes."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import uvloop
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
+
+from disagg.api.app import HttpServer, create_app, serve
+from disagg.api.crowd import Bounds
+from disagg.auth.reloaded import Reloaded
+from disagg.auth.tls import Certificates, open_certificates, trusting
+from disagg.router.dial import dial_server
+from disagg.types.errors import ConfigError, Unavailable
+from disagg.types.ids import Role
+from disagg.wire.server import RouterHello
+from disagg.wire.services import (
+    INFERENCE,
+    PEER,
+    SERVER,
+    Health,
+    is_serving,
+    make_server,
+    open_channel,
+    server_handler,
+)
+from disagg.wire.tls import CLEAR, WireTls, open_wire_tls
+from tests.api.fakes import FakeChatTemplate, FakeRouter
+from tests.auth.certs import Authority
+from tests.router.fake_server import FakeServer, prefill
+
+DEADLINE_S = 10.0
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], object]]:
+    return {"uvloop": uvloop.new_event_loop}
+
+
+def opened(authority: Authority, directory: Path) -> Reloaded[Certificates]:
+    made = open_certificates(authority.write(directory))
+    assert made is not None
+    return made
+
+
+# ---- HTTP
+
+
+@pytest.fixture
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture
+def certificates(authority: Authority, tmp_path: Path) -> Reloaded[Certificates]:
+    return opened(authority, tmp_path / "router")
+
+
+@pytest.fixture
+async def https(certificates: Reloaded[Certificates]) -> AsyncIterator[HttpServer]:
+    app = create_app(FakeRouter(), FakeChatTemplate(), CollectorRegistry(), version="1")
+    running = await serve(app, "127.0.0.1", 0, Bounds(head_s=1.0), certificates=certificates)
+    assert running.base_url.startswith("https://")
+    yield running
+    await running.shutdown(grace_s=1.0)
+
+
+async def status_of(server: HttpServer, verify: ssl.SSLContext, **body: object) -> int:
+    async with httpx.AsyncClient(verify=verify, trust_env=False, timeout=DEADLINE_S) as client:
+        if body:
+            return (await client.post(f"{server.base_url}/v1/completions", json=body)).status_code
+        return (await client.get(f"{server.base_url}/status")).status_code
+
+
+def trust(authority: Authority, directory: Path) -> ssl.SSLContext:
+    directory.mkdir(exist_ok=True)
+    (directory / "trusted").write_bytes(authority.pem)
+    return trusting(directory / "trusted")
+
+
+async def test_the_http_face_speaks_tls_and_nothing_else(
+    https: HttpServer, authority: Authority, tmp_path: Path
+) -> None:
+    assert await status_of(https, trust(authority, tmp_path)) == 200
+    assert await status_of(https, trust(authority, tmp_path), model="fake/words", prompt="hi", max_tokens=2) == 200
+    assert await status_of(https, trust(authority, tmp_path), model="fake/words", prompt="hi", n=-1) == 400
+    assert await status_of(https, trusting(None, own=tmp_path / "router" / "cert")) == 200
+    with pytest.raises(httpx.ConnectError):
+        await status_of(https, trust(Authority("other"), tmp_path))
+    async with httpx.AsyncClient(trust_env=False) as client:
+        with pytest.raises(httpx.TransportError):
+            await client.get(https.base_url.replace("https", "http") + "/health")
+
+
+async def test_a_new_certificate_is_shown_to_whoever_comes_then_and_a_bad_one_is_not(
+    https: HttpServer, authority: Authority, certificates: Reloaded[Certificates], tmp_path: Path
+) -> None:
+    async with httpx.AsyncClient(verify=trust(authority, tmp_path), trust_env=False) as old:
+        assert (await old.get(f"{https.base_url}/status")).status_code == 200
+        (tmp_path / "router" / "key").write_text("no key")
+        assert not certificates.look()
+        assert await status_of(https, trust(authority, tmp_path)) == 200
+        other = Authority("other")
+        other.write(tmp_path / "router")
+        assert certificates.look()
+        assert await status_of(https, trust(other, tmp_path)) == 200
+        with pytest.raises(httpx.ConnectError):
+            await status_of(https, trust(authority, tmp_path))
+        assert (await old.get(f"{https.base_url}/status")).status_code == 200  # on the connection that it has
+
+
+async def test_whoever_never_ends_the_handshake_is_cut_off(https: HttpServer) -> None:
+    reader, writer = await asyncio.open_connection(https.host, https.port)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await reader.read() == b""
+    writer.close()
+
+
+def test_files_that_do_not_go_together_are_refused(authority: Authority, tmp_path: Path) -> None:
+    good, other = authority.write(tmp_path / "one"), authority.write(tmp_path / "two")
+    hidden = authority.write(tmp_path / "three", password=b"secret")
+    for bad, said in (
+        (replace(good, key=other.key), "not a certificate and its key"),
+        (replace(good, key=good.cert), "not a certificate and its key"),
+        (replace(good, cert=str(tmp_path / "none")), "no such file"),
+        (replace(good, ca=good.key), "has no certificates"),
+        (hidden, "without a password"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            open_certificates(bad)
+
+
+# ---- gRPC
+
+
+class Listening:
+    """A gRPC server with health, for peers or for clients."""
+
+    def __init__(self, tls: WireTls, service: str) -> None:
+        self._server = make_server()
+        self._health = Health(self._server, (service,))
+        listen = tls.listen_to_clients if service == INFERENCE else tls.listen_to_peers
+        self.address = f"127.0.0.1:{listen(self._server, '127.0.0.1:0')}"
+
+    async def __aenter__(self) -> Listening:
+        await self._server.start()
+        await self._health.set_serving(True)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.stop(None)
+
+
+async def answers(channel: grpc.aio.Channel) -> bool:
+    try:
+        return await is_serving(channel, timeout_s=DEADLINE_S)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+        return False
+    finally:
+        await channel.close()
+
+
+@pytest.mark.parametrize("service", [SERVER, PEER])
+async def test_a_server_takes_whoever_has_a_certificate_of_its_authority_and_nobody_else(
+    authority: Authority, tmp_path: Path, service: str
+) -> None:
+    other = Authority("other")
+    async with Listening(open_wire_tls(authority.write(tmp_path / "server")), service) as server:
+        ours = open_wire_tls(authority.write(tmp_path / "ours", host="elsewhere"))
+        theirs = open_wire_tls(other.write(tmp_path / "theirs"))
+        assert await answers(ours.dial(server.address))
+        assert not await answers(theirs.dial(server.address))
+        assert not await answers(CLEAR.dial(server.address))
+        assert not await answers(open_channel(server.address, grpc.ssl_channel_credentials(authority.pem)))
+        theirs_that_trusts_us = replace(other.write(tmp_path / "mixed"), ca=str(tmp_path / "server" / "ca"))
+        assert not await answers(open_wire_tls(theirs_that_trusts_us).dial(server.address))
+
+
+async def test_a_server_of_another_authority_or_name_is_not_talked_to(authority: Authority, tmp_path: Path) -> None:
+    ours = authority.write(tmp_path / "ours")
+    async with Listening(open_wire_tls(Authority("other").write(tmp_path / "other")), SERVER) as server:
+        assert not await answers(open_wire_tls(ours).dial(server.address))
+    async with Listening(open_wire_tls(authority.write(tmp_path / "named", host="pool.example")), SERVER) as server:
+        assert not await answers(open_wire_tls(ours).dial(server.address))
+        assert await answers(open_wire_tls(replace(ours, server_name="pool.example")).dial(server.address))
+
+
+async def test_certificates_change_under_a_server_and_open_streams_stay(authority: Authority, tmp_path: Path) -> None:
+    other, tls = Authority("other"), open_wire_tls(authority.write(tmp_path / "server"))
+    assert tls.certificates is not None
+    async with Listening(tls, SERVER) as server:
+        ours = open_wire_tls(authority.write(tmp_path / "ours"))
+        assert ours.certificates is not None
+        stays = ours.dial(server.address)
+        assert await is_serving(stays)
+        other.write(tmp_path / "server")
+        assert tls.certificates.look()
+        assert not await answers(ours.dial(server.address))
+        other.write(tmp_path / "ours")
+        assert ours.certificates.look()
+        assert await answers(ours.dial(server.address))
+        assert await answers(stays)
+
+
+async def test_clients_of_the_grpc_face_need_no_certificate(authority: Authority, tmp_path: Path) -> None:
+    async with Listening(open_wire_tls(authority.write(tmp_path / "router")), INFERENCE) as router:
+        assert await answers(open_channel(router.address, grpc.ssl_channel_credentials(authority.pem)))
+        assert not await answers(open_channel(router.address))
+        assert not await answers(open_channel(router.address, grpc.ssl_channel_credentials(Authority("other").pem)))
+
+
+async def test_a_router_attaches_with_a_certificate_and_not_without(authority: Authority, tmp_path: Path) -> None:
+    server = make_server(server_handler(FakeServer("p0", Role.PREFILL, prefill)))
+    address = f"127.0.0.1:{open_wire_tls(authority.write(tmp_path / 'server')).listen_to_peers(server, '127.0.0.1:0')}"
+    await server.start()
+    try:
+        hello = RouterHello("router-0", "i", "s", 0)
+        for tls in (CLEAR, open_wire_tls(Authority("other").write(tmp_path / "other"))):
+            with pytest.raises(Unavailable):
+                await dial_server(address, hello, 3.0, tls.dial)
+        ours = open_wire_tls(authority.write(tmp_path / "ours"))
+        connection, says = await dial_server(address, hello, DEADLINE_S, ours.dial)
+        assert says.hello is not None and says.hello.name == "p0"
+        await connection.close()
+    finally:
+        await server.stop(None)
