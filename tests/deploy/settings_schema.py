@@ -12,16 +12,29 @@ from typing import Any
 import msgspec
 
 from disagg.config.check import MIXED_ONLY
-from disagg.config.tree import Config
+from disagg.config.tree import AuthConfig, Config, TlsConfig
 
 SCHEMA = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "disagg" / "values.schema.json"
 SIZE = r"^[0-9]+(\.[0-9]+)? *([KMGTkmgt]i?)?[Bb]?$"
 DURATION = r"^[0-9]+(\.[0-9]+)? *(us|ms|s|m|h)?$"
 # Settings that the chart decides, or that have values of their own. What is left of a section without any is left out.
 OF_THE_CHART = {
+    "auth": {field.name for field in msgspec.structs.fields(AuthConfig)},
+    "tls": {field.name for field in msgspec.structs.fields(TlsConfig)},
     "model": {"name", "served_name", "device", "cache_dir"},
-    "server": {"name", "tp", "first_gpu", "host", "port", "metrics_port", "advertise_host", "drain_s"},
-    "router": {"name", "host", "http_port", "grpc_port", "servers", "drain_s"},
+    "server": {"name", "pod", "tp", "first_gpu", "host", "port", "metrics_port", "advertise_host", "drain_s"},
+    "router": {
+        "name",
+        "host",
+        "http_port",
+        "grpc_port",
+        "discovery",
+        "selector",
+        "namespace",
+        "kubeconfig",
+        "servers",
+        "drain_s",
+    },
     "offload": {"enabled", "host_bytes"},
     "storage": {"url", "options", "budget_bytes", "compression"},
 }

@@ -16,14 +16,16 @@
 {{- if $values.model.servedName -}}{{- $_ := set $model "served_name" $values.model.servedName -}}{{- end -}}
 {{- $given := mergeOverwrite (deepCopy $values.config) (deepCopy $own.config) -}}
 {{- $decided := dict -}}
+{{- /* Keys and certificates are not mounted yet: NetworkPolicies stand before the pods, and NOTES say what is open. */ -}}
+{{- $auth := dict "insecure" true -}}
 {{- if eq .role "router" -}}
 {{- $router := dict "host" "0.0.0.0" "http_port" $own.ports.http "grpc_port" $own.ports.grpc "drain_s" $own.drainSeconds -}}
 {{- $router = mergeOverwrite $router (include "disagg.fleet" .root | fromJson) -}}
-{{- $decided = dict "model" $model "router" $router -}}
+{{- $decided = dict "auth" $auth "model" $model "router" $router -}}
 {{- else -}}
 {{- $_ := set $model "device" (ternary "cuda" "cpu" $values.gpu.enabled) -}}
 {{- $server := dict "tp" $own.tp "host" "0.0.0.0" "port" $own.ports.grpc "metrics_port" $own.ports.metrics "drain_s" $own.drainSeconds -}}
-{{- $decided = mergeOverwrite (dict "model" $model "server" $server) (include "disagg.tiers" .root | fromJson) -}}
+{{- $decided = mergeOverwrite (dict "auth" $auth "model" $model "server" $server) (include "disagg.tiers" .root | fromJson) -}}
 {{- /* Pods reach each other over their network, not over a loopback that they share: UCX sees all that there is. */ -}}
 {{- $given = mergeOverwrite (dict "transfer" (dict "ucx_tls" "" "ucx_net_devices" "")) $given -}}
 {{- end -}}
