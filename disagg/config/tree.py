@@ -152,7 +152,7 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     discovery: Literal["static", "dns", "kubernetes"] = "static"  # how servers are found; static: `servers`
     selector: str = ""  # dns: ROLE=HOST:PORT,...; kubernetes: of labels, empty: app.kubernetes.io/name=disagg
     namespace: str = ""  # of Kubernetes; empty: the router's own
-    kubeconfig: str = ""  # a file that says where the Kubernetes API is; empty: as pods are told
+    kubeconfig: str = ""  # a file that says where the Kubernetes API is; empty: as kubectl finds it
     servers: tuple[ServerRef, ...] = ()
     policy: Literal["kv_aware", "least_loaded", "round_robin"] = "kv_aware"  # which servers a request is sent to
     max_inflight: PositiveInt = 1024  # requests dispatched and not finished

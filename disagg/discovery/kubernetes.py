@@ -30,10 +30,13 @@ GET_S = 10.0
 _GONE, _NOT_FOUND = 410, 404
 _load_kube_config: Any = kube_config.load_kube_config  # which has no types
 _load_incluster_config: Any = kube_config.load_incluster_config
+_contexts_of: Any = kube_config.list_kube_config_contexts
 
 
 class KubernetesDiscovery:
-    """Servers that run in pods of one namespace. selector: of labels, as kubectl takes it. kubeconfig: empty within a pod."""
+    """Servers that run in pods of one namespace. selector: of labels, as kubectl takes it. kubeconfig: empty for what kubectl
+    would find: within a pod what every pod is told, else the file that KUBECONFIG names, or the user's own.
+    """
 
     def __init__(self, namespace: str, selector: str, kubeconfig: str = "", timing: Timing | None = None) -> None:
         self._namespace = namespace
@@ -43,8 +46,7 @@ class KubernetesDiscovery:
         self._api: client.CoreV1Api | None = None
 
     async def run(self, publish: Publish) -> None:
-        configuration = await self._configuration()
-        namespace = self._namespace or _own_namespace()
+        configuration, namespace = await self._configuration()
         async with client.ApiClient(configuration) as api:
             self._api, self._namespace = client.CoreV1Api(api), namespace
             try:
@@ -66,30 +68,31 @@ class KubernetesDiscovery:
             return False
         return has_ended(found, uid)
 
-    async def _configuration(self) -> client.Configuration:
+    async def _configuration(self) -> tuple[client.Configuration, str]:
+        """How to reach the API, and the namespace. Raises ConfigError."""
         configuration = client.Configuration()
-        try:
-            if self._kubeconfig:
-                await _load_kube_config(self._kubeconfig, client_configuration=configuration)
-            else:
-                _load_incluster_config(configuration)
-        except Exception as error:  # of a file that makes no sense the loader raises anything
-            where = (
-                self._kubeconfig
-                or "this process's own service account (it must run in a pod, or have router.kubeconfig)"
-            )
-            raise ConfigError(f"router.discovery = kubernetes: {where}: {str(error)[:400]}") from error
         configuration.retries = None  # the reflector's to decide
-        return configuration
+        in_pod = False
+        if not self._kubeconfig:
+            with contextlib.suppress(kube_config.ConfigException):
+                _load_incluster_config(configuration)
+                in_pod = True
+        try:
+            if in_pod:
+                return configuration, self._namespace or await asyncio.to_thread(_own_namespace)
+            file = self._kubeconfig or None  # None: what KUBECONFIG names, or ~/.kube/config
+            await _load_kube_config(file, client_configuration=configuration)
+            if self._namespace:
+                return configuration, self._namespace
+            _, active = _contexts_of(file)
+            return configuration, str(active["context"].get("namespace") or "default")
+        except Exception as error:  # of a file that makes no sense the loader raises anything
+            where = self._kubeconfig or "this process is in no pod with a service account, and has no kubeconfig"
+            raise ConfigError(f"router.discovery = kubernetes: {where}: {str(error)[:400]}") from error
 
 
 def _own_namespace() -> str:
-    try:
-        return NAMESPACE_FILE.read_text().strip()
-    except OSError as error:
-        raise ConfigError(
-            "router.namespace is empty, and this process is in no pod whose namespace could be meant"
-        ) from error
+    return NAMESPACE_FILE.read_text().strip()
 
 
 class NotFound(SourceError):

@@ -2,7 +2,7 @@
 
 label disagg/role     prefill, decode or mixed; other pods are no servers
 metadata.name         the server's name
-port named grpc       of any container: where the server listens
+port named grpc       of any container, or the only port that they have: where the server listens
 status.podIP          its host; without one there is nothing to dial yet
 """
 
@@ -69,12 +69,10 @@ def _held(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> str:
 
 
 def _port(spec: Mapping[str, Any]) -> int | None:
-    for container in _mappings(spec, "containers"):
-        for port in _mappings(container, "ports"):
-            number = port.get("containerPort")
-            if port.get("name") == PORT_NAME and isinstance(number, int) and 0 < number < 1 << 16:
-                return number
-    return None
+    ports = [port for container in _mappings(spec, "containers") for port in _mappings(container, "ports")]
+    named = [port for port in ports if port.get("name") == PORT_NAME] or ports
+    number = named[0].get("containerPort") if len(named) == 1 else None
+    return number if isinstance(number, int) and 0 < number < 1 << 16 else None
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

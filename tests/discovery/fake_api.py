@@ -61,10 +61,11 @@ class FakeApi:
         assert self._runner is not None
         await self._runner.cleanup()
 
-    def kubeconfig(self, directory: Path) -> str:
+    def kubeconfig(self, directory: Path, **context: str) -> str:
+        """context: more of it, such as a namespace."""
         file = directory / "kubeconfig"
         cluster = {"name": "c", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}
-        context = {"name": "x", "context": {"cluster": "c", "user": "u"}}
+        context = {"name": "x", "context": {"cluster": "c", "user": "u", **context}}
         user = {"name": "u", "user": {"token": "t"}}
         file.write_text(
             json.dumps(

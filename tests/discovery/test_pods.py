@@ -21,6 +21,19 @@ def test_a_ready_pod_is_a_server_under_its_own_name() -> None:
     assert found is not None and found.address == "[fd00::1]:7000"
 
 
+def test_a_port_has_the_name_grpc_or_is_the_only_one() -> None:
+    made = pod("d", port=7001)
+    ports = made["spec"]["containers"][0]["ports"]
+    ports.append({"name": "metrics", "containerPort": 9000})
+    found = found_in(made)
+    assert found is not None and found.address.endswith(":7001")
+    del ports[0]["name"]
+    assert found_in(made) is None, "one of two"
+    del ports[1]
+    found = found_in(made)
+    assert found is not None and found.address.endswith(":7001")
+
+
 def test_nothing_new_is_sent_to_a_pod_that_is_not_ready_or_is_being_deleted() -> None:
     found = found_in(pod("d", ready=False))
     assert found is not None and found.held == NOT_READY
@@ -43,7 +56,6 @@ def test_nothing_new_is_sent_to_a_pod_that_is_not_ready_or_is_being_deleted() ->
         ("phase", "Succeeded"),
         ("role", "router"),
         ("role", None),
-        ("name", "metrics"),
         ("containerPort", 0),
         ("containerPort", 65536),
         ("containerPort", "7000"),

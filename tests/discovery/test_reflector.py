@@ -142,14 +142,32 @@ async def test_whether_a_pod_is_gone_is_asked_of_the_api(api: FakeApi, tmp_path:
     assert not await watched.discovery.gone(f"{NAMESPACE}/d9/uid-d9"), "nothing is known when nobody can be asked"
 
 
-async def test_what_waiting_cannot_mend_is_said_at_the_start(tmp_path: Path) -> None:
+async def test_what_waiting_cannot_mend_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         await KubernetesDiscovery(NAMESPACE, "", str(tmp_path / "nowhere")).run(lambda found: None)
     (tmp_path / "bad").write_text("]")
     with pytest.raises(ConfigError, match="bad"):
         await KubernetesDiscovery(NAMESPACE, "", str(tmp_path / "bad")).run(lambda found: None)
-    with pytest.raises(ConfigError, match=r"must run in a pod, or have router\.kubeconfig"):
+    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="in no pod with a service account, and has no kubeconfig"):
         await KubernetesDiscovery("", "").run(lambda found: None)
+
+
+async def test_what_kubectl_would_find_is_found(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that KUBECONFIG names, and the namespace of its context."""
+    file = api.kubeconfig(tmp_path, namespace=NAMESPACE)
+    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", file)
+    api.put(pod("d0"))
+    found: dict[str, Found] = {}
+    running = asyncio.create_task(KubernetesDiscovery("", "app=x").run(found.update))
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            while set(found) != {"d0"}:
+                assert not running.done(), running
+                await asyncio.sleep(0.01)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 actions = st.lists(
