@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +17,7 @@ from disagg.config.load import dump_config, load_config
 from tests.cluster.cluster import START_S
 from tests.cluster.separate import SeparateProcesses
 from tests.cluster.wire_faults.questions import Questions, ask, two_layers
-from tests.discovery.fake_api import NAMESPACE, FakeApi, pod
+from tests.discovery.fake_api import NAMESPACE, ApiThread, pod
 
 OWN_PIDS = (
     "unshare",
@@ -30,37 +28,10 @@ OWN_PIDS = (
 )  # as a pod has: nobody outside can watch its processes
 
 
-class Api:
-    """The fake API on a loop of its own thread."""
-
-    def __enter__(self) -> Api:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        self.fake = FakeApi()
-        self._do(self.fake.start())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._do(self.fake.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _do(self, work: object) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
-
-    def put(self, made: object) -> None:
-        self._loop.call_soon_threadsafe(self.fake.put, made)
-
-    def delete(self, name: str) -> None:
-        self._loop.call_soon_threadsafe(self.fake.delete, name)
-
-
 class Pods(SeparateProcesses):
     """A router that finds its servers by the API, and servers that are started as pods."""
 
-    def __init__(self, run_dir: Path, api: Api, questions: Questions) -> None:
+    def __init__(self, run_dir: Path, api: ApiThread, questions: Questions) -> None:
         super().__init__(run_dir)
         self._api = api
         self._ports: dict[str, int] = {}
@@ -115,11 +86,11 @@ class Pods(SeparateProcesses):
 
 
 @pytest.fixture
-def api() -> Iterator[Api]:
+def api() -> Iterator[ApiThread]:
     tried = subprocess.run([*OWN_PIDS, "true"], capture_output=True, check=False) if shutil.which("unshare") else None
     if tried is None or tried.returncode:
         pytest.skip("no namespaces of processes can be made here")
-    with Api() as made:
+    with ApiThread() as made:
         yield made
 
 
@@ -129,7 +100,9 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Questions:
 
 
 @pytest.mark.timeout(600)
-def test_pods_come_and_go_under_load_and_answers_stay_right(tmp_path: Path, api: Api, questions: Questions) -> None:
+def test_pods_come_and_go_under_load_and_answers_stay_right(
+    tmp_path: Path, api: ApiThread, questions: Questions
+) -> None:
     with Pods(tmp_path, api, questions) as cluster, ThreadPoolExecutor(1) as pool:
         for name in ("prefill-0", "decode-0"):
             cluster.add(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ class Process:
     config: str  # disagg.toml
     replicas: int
     name: str  # of what makes its pods
+    labels: dict[str, str]
 
     @property
     def argv(self) -> list[str]:
@@ -65,14 +67,28 @@ class Process:
 
     def environ(self, pod_name: str, pod_ip: str) -> dict[str, str]:
         """As the kubelet fills it in, less what comes from secrets and the node."""
-        fields = {"metadata.name": pod_name, "status.podIP": pod_ip}
-        found = {}
+        fields = {
+            "metadata.name": pod_name,
+            "metadata.namespace": NAMESPACE,
+            "metadata.uid": f"uid-{pod_name}",
+            "status.podIP": pod_ip,
+        }
+        found: dict[str, str] = {}
         for each in self.container["env"]:
             if "value" in each:
-                found[each["name"]] = each["value"]
+                found[each["name"]] = re.sub(r"\$\((\w+)\)", lambda name: found[name[1]], each["value"])
             elif (path := each["valueFrom"]["fieldRef"]["fieldPath"]) in fields:
                 found[each["name"]] = fields[path]
         return found
+
+    def as_pod(self, name: str, ip: str, *, ready: bool = True) -> Manifest:
+        """What the API has of it once it runs."""
+        conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
+        return {
+            "metadata": {"name": name, "namespace": NAMESPACE, "uid": f"uid-{name}", "labels": self.labels},
+            "spec": self.pod,
+            "status": {"phase": "Running", "podIP": ip, "conditions": conditions},
+        }
 
 
 def processes(manifests: tuple[Manifest, ...]) -> Iterator[Process]:
@@ -89,4 +105,5 @@ def processes(manifests: tuple[Manifest, ...]) -> Iterator[Process]:
             config=configs[volume["configMap"]["name"]]["disagg.toml"],
             replicas=workload["spec"].get("replicas", 1),
             name=workload["metadata"]["name"],
+            labels=workload["spec"]["template"]["metadata"]["labels"],
         )

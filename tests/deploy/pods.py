@@ -1,8 +1,9 @@
 """The chart's pods as processes of this machine: their commands, environments, config files and volumes, as Helm rendered them.
 
-What stands for the cluster: a volume is a directory, whose path replaces that of its mount; what the cluster's DNS would know,
-a pod that has been started or the routers' Service, is 127.0.0.1, so pods have ports of their own. Where this machine lets us
-(root, and a mount namespace) all that is no volume of the pod is read-only, as the chart says.
+What stands for the cluster: the API that routers find pods by is a fake, which a kubeconfig in their environment names; a volume
+is a directory, whose path replaces that of its mount; what the cluster's DNS would know, a pod that has been started or the
+routers' Service, is 127.0.0.1, so pods have ports of their own. Where this machine lets us (root, and a mount namespace) all that
+is no volume of the pod is read-only, as the chart says.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,8 +47,10 @@ def confinement(directory: Path) -> tuple[str, ...]:
 class Pod:
     """One of them. `log` has what it printed."""
 
-    def __init__(self, process: Process, name: str, model: Path) -> None:
+    def __init__(self, process: Process, name: str, model: Path, beside: Mapping[str, str]) -> None:
+        """beside: what else its environment has."""
         self.process = process
+        self._beside = beside
         self.name = name
         self._directory = Path(tempfile.mkdtemp(prefix="pod-"))  # a short path: sockets are in it
         self._volumes = {mount: self._volume(mount, volume, model) for mount, volume in self._mounts()}
@@ -77,7 +80,7 @@ class Pod:
 
     def start(self) -> None:
         (self._volumes["/etc/disagg"] / "disagg.toml").write_text(self.here(self.process.config))
-        environ = {name: self.here(value) for name, value in self.process.environ(self.name, IP).items()}
+        environ = {name: self.here(value) for name, value in self.process.environ(self.name, IP).items()} | self._beside
         self.child = self.run(self.process.argv, environ)
 
     def run(self, argv: Sequence[str], environ: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -20,6 +20,7 @@ from disagg.cli.main import cli
 from disagg.config.check import check_role
 from disagg.config.load import load_config
 from disagg.config.tree import Config, ServerRef
+from disagg.discovery.pods import found_in
 from tests.deploy.chart import (
     CHART,
     HELMS,
@@ -173,6 +174,17 @@ def test_routers_know_every_server_that_there_can_be_by_a_name_that_its_pod_gets
         role = pool["metadata"]["labels"]["disagg/role"]
         expected |= {(f"{name}-{i}", role, f"{name}-{i}.{domain}:{port}") for i in range(most)}
     [router] = [each for each in processes(manifests) if each.role == "router"]
+    if given(values)["discovery"] == "kubernetes":
+        said = tomllib.loads(router.config)["router"]
+        assert (said["discovery"], said["namespace"], said.get("servers")) == ("kubernetes", NAMESPACE, None)
+        wanted = dict(each.split("=") for each in said["selector"].split(","))
+        for each in processes(manifests):  # found_in leaves routers out by their role
+            assert wanted.items() <= each.labels.items()
+            if each.role != "router":
+                found = found_in(each.as_pod(f"{each.name}-0", "10.0.0.1"))
+                assert found is not None and (found.name, found.role) == (f"{each.name}-0", each.role)
+                assert found.address == f"10.0.0.1:{tomllib.loads(each.config)['server']['port']}"
+        return
     assert {(each.name, each.role, each.address) for each in servers_of(router.config)} == expected
     assert expected
 
@@ -182,13 +194,34 @@ def servers_of(toml: str) -> list[ServerRef]:
 
 
 @matrix
+def test_routers_may_read_pods_and_nobody_may_do_more(values: Path) -> None:
+    manifests = rendered("helm-4", values)
+    bindings, roles = of_kind(manifests, "RoleBinding"), of_kind(manifests, "Role")
+    assert not of_kind(manifests, "ClusterRole", "ClusterRoleBinding")
+    if given(values)["discovery"] != "kubernetes":
+        assert not bindings and not roles
+        return
+    [role], [binding] = roles, bindings
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    [router] = [each.pod for each in processes(manifests) if each.role == "router"]
+    assert [(each["name"], each["namespace"]) for each in binding["subjects"]] == [
+        (router["serviceAccountName"], NAMESPACE)
+    ]
+    made = {each["metadata"]["name"] for each in of_kind(manifests, "ServiceAccount")}
+    used = {each.pod["serviceAccountName"] for each in processes(manifests)}
+    assert made == (used if given(values)["serviceAccount"]["create"] else set())
+
+
+@matrix
 def test_pods_are_confined_probed_and_given_the_time_to_drain(values: Path) -> None:
     for process in processes(rendered("helm-4", values)):
         pod, container, own = process.pod, process.container, given(values)[process.role]
         security = pod["securityContext"]
         assert security["runAsNonRoot"] is True
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert pod["automountServiceAccountToken"] is False
+        watches = process.role == "router" and given(values)["discovery"] == "kubernetes"
+        assert pod["automountServiceAccountToken"] is watches
         confined = container["securityContext"]
         assert confined["readOnlyRootFilesystem"] is True
         assert confined["allowPrivilegeEscalation"] is False

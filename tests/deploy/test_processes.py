@@ -14,8 +14,9 @@ import yaml
 from disagg.cli.rundir import pick_ports
 from disagg.convert.model_dir import resolve
 from tests.cluster.cluster import parse_metrics
-from tests.deploy.chart import ROOT, of_kind, processes, rendered
+from tests.deploy.chart import NAMESPACE, ROOT, of_kind, processes, rendered
 from tests.deploy.pods import IP, Pod
+from tests.discovery.fake_api import ApiThread
 
 pytestmark = pytest.mark.cluster
 READY_S = 240.0  # computing on a CPU that others use, too
@@ -39,27 +40,28 @@ def values(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "gpu": {"enabled": False},
         "model": {"servedName": "smol", "hostPath": {"path": str(model)}},
         "config": {"engine": {"kv_memory_bytes": "64MiB"}, "model": {"max_model_len": 512}},
-        # Room for a second decode server, which is not there.
         "serviceMonitor": {"enabled": True},
         "prometheusRule": {"enabled": True},
         "router": {"replicas": 1, "ports": {"http": http, "grpc": grpc}},
         **pools,
     }
-    pools["decode"]["autoscaling"] = {"enabled": True, "maxReplicas": 2}
     file = tmp_path_factory.mktemp("values") / "values.yaml"
     file.write_text(yaml.safe_dump(small))
     return file
 
 
 @pytest.fixture(scope="module")
-def pods(values: Path, model: Path) -> Iterator[dict[str, Pod]]:
+def pods(values: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
     """All of them, by their role; ready."""
     found = {}
     with ExitStack() as stack:
+        api = stack.enter_context(ApiThread(NAMESPACE))
+        environ = {"KUBECONFIG": api.fake.kubeconfig(tmp_path_factory.mktemp("api"))}
         for process in processes(rendered("helm-4", values)):
             assert process.replicas == 1
-            pod = found[process.role] = Pod(process, f"{process.name}-0", model)
+            pod = found[process.role] = Pod(process, f"{process.name}-0", model, environ)
             stack.callback(pod.close)
+            api.put(process.as_pod(pod.name, IP, ready=False))
         for pod in found.values():
             pod.start()
         for pod in found.values():
@@ -67,9 +69,10 @@ def pods(values: Path, model: Path) -> Iterator[dict[str, Pod]]:
             assert pod.probe("liveness")
         # Whoever answers and loads lives and is not ready: a router waits for servers, which wait for their workers.
         assert not found["router"].probe("readiness")
-        for pod in found.values():
+        for _, pod in sorted(found.items(), key=lambda each: each[0] == "router"):  # the router last
             pod.probe_until("readiness", READY_S)
             assert pod.probe("liveness")
+            api.put(pod.process.as_pod(pod.name, IP))
         yield found
 
 
@@ -104,8 +107,7 @@ def test_prometheus_finds_metrics_where_the_chart_sends_it_and_kv_has_crossed(
 def test_servers_have_the_names_of_their_pods(pods: dict[str, Pod]) -> None:
     status = httpx.get(f"{url(pods['router'])}/status", timeout=30, trust_env=False).json()
     servers = {each["name"]: each["state"] for each in status["servers"]}
-    absent = pods["decode"].name.replace("-0", "-1")
-    assert servers == {pods["prefill"].name: "ready", pods["decode"].name: "ready", absent: "loading"}
+    assert servers == {pods["prefill"].name: "ready", pods["decode"].name: "ready"}
 
 
 def test_the_pod_of_helm_test_gets_its_answer(pods: dict[str, Pod], values: Path) -> None:

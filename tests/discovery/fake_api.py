@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import copy
 import json
+import threading
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,8 @@ class FakeApi:
     """faults: what befalls the next calls, one each: a status, "hang", "drop", "nonsense" or "silent" (a watch that hears
     nothing more, and does not end)."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: str = NAMESPACE) -> None:
+        self.namespace = namespace
         self.pods: dict[str, Any] = {}
         self.faults: list[int | str] = []
         self.get_faults: list[int | str] = []  # of calls that ask for one pod
@@ -49,8 +52,8 @@ class FakeApi:
 
     async def start(self) -> None:
         app = web.Application()
-        app.router.add_get(f"/api/v1/namespaces/{NAMESPACE}/pods", self._pods)
-        app.router.add_get(f"/api/v1/namespaces/{NAMESPACE}/pods/{{name}}", self._pod)
+        app.router.add_get(f"/api/v1/namespaces/{self.namespace}/pods", self._pods)
+        app.router.add_get(f"/api/v1/namespaces/{self.namespace}/pods/{{name}}", self._pod)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
@@ -116,10 +119,10 @@ class FakeApi:
         fault = await self._fault("watch" if watch else "list")
         if fault is not None:
             return fault
-        role, _, value = request.query["labelSelector"].partition("=")
+        wanted = dict(each.split("=") for each in request.query["labelSelector"].split(","))
 
         def chosen(each: Any) -> bool:
-            return bool(each["metadata"]["labels"].get(role) == value)
+            return bool(wanted.items() <= each["metadata"]["labels"].items())
 
         if watch:
             response = web.StreamResponse()
@@ -185,3 +188,32 @@ def _line(kind: str, made: Any) -> bytes:
 
 def _status(code: int, message: str) -> web.Response:
     return web.json_response({"kind": "Status", "code": code, "message": message}, status=code)
+
+
+class ApiThread:
+    """The same on a loop of a thread of its own, beside a test that has none. `with ApiThread() as api:`"""
+
+    def __init__(self, namespace: str = NAMESPACE) -> None:
+        self.fake = FakeApi(namespace)
+
+    def __enter__(self) -> ApiThread:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._do(self.fake.start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._do(self.fake.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+
+    def put(self, made: Any) -> None:
+        self._loop.call_soon_threadsafe(self.fake.put, made)
+
+    def delete(self, name: str) -> None:
+        self._loop.call_soon_threadsafe(self.fake.delete, name)

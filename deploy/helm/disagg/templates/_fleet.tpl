@@ -1,9 +1,14 @@
 {{/*
-How routers find servers, in one place: settings of [router], as JSON. Servers are named after their pods, which a StatefulSet
-gives stable names; a router has the list of all that there can be, and goes on dialling those that are not there.
+How routers find servers, in one place: settings of [router], as JSON. Servers are named after their pods. By `kubernetes` routers
+watch the pods of this release; by `static` they have the list of all that there can be, by the names that a StatefulSet gives, and
+go on dialling those that are not there.
 */}}
 {{- define "disagg.fleet" -}}
 {{- $root := . -}}
+{{- if eq .Values.discovery "kubernetes" -}}
+{{- $labels := printf "app.kubernetes.io/name=%s,app.kubernetes.io/instance=%s" (include "disagg.name" .) .Release.Name -}}
+{{- toJson (dict "discovery" "kubernetes" "selector" $labels "namespace" .Release.Namespace) -}}
+{{- else -}}
 {{- $servers := list -}}
 {{- range $role := include "disagg.pools" . | fromJsonArray -}}
 {{- $pool := index $root.Values $role -}}
@@ -17,4 +22,5 @@ gives stable names; a router has the list of all that there can be, and goes on 
 {{- end -}}
 {{- end -}}
 {{- toJson (dict "servers" $servers) -}}
+{{- end -}}
 {{- end }}

@@ -26,6 +26,15 @@
 {{- end -}}
 {{- end }}
 
+{{/* Of routers, which may read pods where they are to find servers by them. */}}
+{{- define "disagg.routerAccount" -}}
+{{- if and .Values.serviceAccount.create (eq .Values.discovery "kubernetes") -}}
+{{- printf "%s-router" (include "disagg.serviceAccount" .) -}}
+{{- else -}}
+{{- include "disagg.serviceAccount" . -}}
+{{- end -}}
+{{- end }}
+
 {{/* (root, role): what finds the pods of a role, and never changes. */}}
 {{- define "disagg.selector" -}}
 app.kubernetes.io/name: {{ include "disagg.name" .root }}

@@ -47,7 +47,10 @@ livenessProbe:
 {{- if eq .role "router" }}
 - {name: DISAGG__ROUTER__NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
 {{- else }}
+- {name: POD_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
+- {name: POD_UID, valueFrom: {fieldRef: {fieldPath: metadata.uid}}}
 - {name: DISAGG__SERVER__NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+- {name: DISAGG__SERVER__POD, value: $(POD_NAMESPACE)/$(DISAGG__SERVER__NAME)/$(POD_UID)}
 - {name: DISAGG__SERVER__ADVERTISE_HOST, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
 {{- end }}
 {{- with .extraEnv }}
@@ -122,10 +125,15 @@ livenessProbe:
 {{- end }}
 {{- end }}
 
-{{/* The top of every pod's spec: (root, own). */}}
+{{/* The top of every pod's spec: (root, role, own). */}}
 {{- define "disagg.podTop" -}}
+{{- if eq .role "router" }}
+serviceAccountName: {{ include "disagg.routerAccount" .root }}
+automountServiceAccountToken: {{ eq .root.Values.discovery "kubernetes" }}
+{{- else }}
 serviceAccountName: {{ include "disagg.serviceAccount" .root }}
 automountServiceAccountToken: false
+{{- end }}
 enableServiceLinks: false
 securityContext: {{- include "disagg.podSecurity" . | nindent 2 }}
 terminationGracePeriodSeconds: {{ .own.terminationGracePeriodSeconds }}
