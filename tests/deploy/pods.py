@@ -47,10 +47,18 @@ def confinement(directory: Path) -> tuple[str, ...]:
 class Pod:
     """One of them. `log` has what it printed."""
 
-    def __init__(self, process: Process, name: str, model: Path, beside: Mapping[str, str]) -> None:
-        """beside: what else its environment has."""
+    def __init__(
+        self,
+        process: Process,
+        name: str,
+        model: Path,
+        beside: Mapping[str, str],
+        secrets: Mapping[str, Mapping[str, str]],
+    ) -> None:
+        """beside: what else its environment has. secrets: what is in each, by its name."""
         self.process = process
         self._beside = beside
+        self._secrets = secrets
         self.name = name
         self._directory = Path(tempfile.mkdtemp(prefix="pod-"))  # a short path: sockets are in it
         self._volumes = {mount: self._volume(mount, volume, model) for mount, volume in self._mounts()}
@@ -70,6 +78,9 @@ class Pod:
             return model
         directory = self._directory / mount.strip("/").replace("/", "-")
         directory.mkdir()
+        if "secret" in volume:
+            for name, content in self._secrets[volume["secret"]["secretName"]].items():
+                (directory / name).write_text(content)
         return directory
 
     def here(self, text: str) -> str:

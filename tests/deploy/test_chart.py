@@ -214,6 +214,27 @@ def test_routers_may_read_pods_and_nobody_may_do_more(values: Path) -> None:
 
 
 @matrix
+def test_routers_ask_for_the_keys_that_a_secret_holds_and_else_say_that_they_ask_nobody(values: Path) -> None:
+    manifests, auth = rendered("helm-4", values), given(values)["auth"]
+    for process in processes(manifests):
+        said = tomllib.loads(process.config)["auth"]
+        mounts = {each["mountPath"]: each["name"] for each in process.container["volumeMounts"]}
+        volumes = {each["name"]: each for each in process.pod["volumes"]}
+        expected = {}
+        for value, setting, directory in (
+            ("apiKeys", "api_keys_file", "/etc/disagg-auth/api-keys"),
+            ("jwks", "jwks_file", "/etc/disagg-auth/jwks"),
+        ):
+            secret = auth[value]["secretName"]
+            if process.role == "router" and secret:
+                expected[setting] = f"{directory}/{auth[value]['key']}"
+                assert volumes[mounts[directory]]["secret"]["secretName"] == secret
+            else:
+                assert directory not in mounts
+        assert said == (expected or {"insecure": True})
+
+
+@matrix
 def test_pods_are_confined_probed_and_given_the_time_to_drain(values: Path) -> None:
     for process in processes(rendered("helm-4", values)):
         pod, container, own = process.pod, process.container, given(values)[process.role]

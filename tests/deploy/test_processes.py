@@ -20,6 +20,8 @@ from tests.discovery.fake_api import ApiThread
 
 pytestmark = pytest.mark.cluster
 READY_S = 240.0  # computing on a CPU that others use, too
+SECRETS = {"keys": {"keys": "# who\nsome-key alice\nscrape-key prometheus\n"}, "scrape": {"token": "scrape-key"}}
+ALICE = {"authorization": "Bearer some-key"}
 SMALL = {"requests": {"cpu": 1, "memory": "1Gi"}}
 
 
@@ -40,7 +42,8 @@ def values(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "gpu": {"enabled": False},
         "model": {"servedName": "smol", "hostPath": {"path": str(model)}},
         "config": {"engine": {"kv_memory_bytes": "64MiB"}, "model": {"max_model_len": 512}},
-        "serviceMonitor": {"enabled": True},
+        "auth": {"apiKeys": {"secretName": "keys"}},
+        "serviceMonitor": {"enabled": True, "credentials": {"secretName": "scrape", "key": "token"}},
         "prometheusRule": {"enabled": True},
         "router": {"replicas": 1, "ports": {"http": http, "grpc": grpc}},
         **pools,
@@ -59,7 +62,7 @@ def pods(values: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
         environ = {"KUBECONFIG": api.fake.kubeconfig(tmp_path_factory.mktemp("api"))}
         for process in processes(rendered("helm-4", values)):
             assert process.replicas == 1
-            pod = found[process.role] = Pod(process, f"{process.name}-0", model, environ)
+            pod = found[process.role] = Pod(process, f"{process.name}-0", model, environ, SECRETS)
             stack.callback(pod.close)
             api.put(process.as_pod(pod.name, IP, ready=False))
         for pod in found.values():
@@ -83,7 +86,9 @@ def url(pod: Pod, name: str = "http") -> str:
 
 def test_it_answers_through_the_router(pods: dict[str, Pod]) -> None:
     body = {"model": "smol", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
-    reply = httpx.post(f"{url(pods['router'])}/v1/completions", json=body, timeout=120, trust_env=False)
+    where = f"{url(pods['router'])}/v1/completions"
+    assert httpx.post(where, json=body, timeout=120, trust_env=False).status_code == 401
+    reply = httpx.post(where, json=body, headers=ALICE, timeout=120, trust_env=False)
     assert reply.status_code == 200, reply.text
     assert "Paris" in reply.json()["choices"][0]["text"]
 
@@ -96,7 +101,12 @@ def test_prometheus_finds_metrics_where_the_chart_sends_it_and_kv_has_crossed(
     for monitor in monitors:
         role = monitor["metadata"]["labels"]["disagg/role"]
         [endpoint] = monitor["spec"]["endpoints"]
-        reply = httpx.get(f"{url(pods[role], endpoint['port'])}{endpoint['path']}", timeout=30, trust_env=False)
+        headers = {}
+        if "authorization" in endpoint:
+            credentials = endpoint["authorization"]["credentials"]
+            headers["authorization"] = f"Bearer {SECRETS[credentials['name']][credentials['key']]}"
+        where = f"{url(pods[role], endpoint['port'])}{endpoint['path']}"
+        reply = httpx.get(where, headers=headers, timeout=30, trust_env=False)
         scraped[role] = parse_metrics(reply.text)
     assert set(scraped) == set(pods)
     assert scraped["router"]["disagg_router_completion_tokens_total"] > 0
@@ -105,7 +115,7 @@ def test_prometheus_finds_metrics_where_the_chart_sends_it_and_kv_has_crossed(
 
 
 def test_servers_have_the_names_of_their_pods(pods: dict[str, Pod]) -> None:
-    status = httpx.get(f"{url(pods['router'])}/status", timeout=30, trust_env=False).json()
+    status = httpx.get(f"{url(pods['router'])}/status", headers=ALICE, timeout=30, trust_env=False).json()
     servers = {each["name"]: each["state"] for each in status["servers"]}
     assert servers == {pods["prefill"].name: "ready", pods["decode"].name: "ready"}
 

@@ -67,6 +67,27 @@ livenessProbe:
 {{- end }}
 {{- end }}
 
+{{/* Secrets of routers, and of whoever asks them. */}}
+{{- define "disagg.authMounts" -}}
+{{- if .Values.auth.apiKeys.secretName }}
+- {name: api-keys, mountPath: /etc/disagg-auth/api-keys, readOnly: true}
+{{- end }}
+{{- if .Values.auth.jwks.secretName }}
+- {name: jwks, mountPath: /etc/disagg-auth/jwks, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "disagg.authVolumes" -}}
+{{- with .Values.auth.apiKeys.secretName }}
+- name: api-keys
+  secret: {secretName: {{ . }}, defaultMode: 288}
+{{- end }}
+{{- with .Values.auth.jwks.secretName }}
+- name: jwks
+  secret: {secretName: {{ . }}, defaultMode: 288}
+{{- end }}
+{{- end }}
+
 {{/* (root, role) */}}
 {{- define "disagg.volumes" -}}
 - name: config

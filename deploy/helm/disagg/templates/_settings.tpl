@@ -16,11 +16,12 @@
 {{- if $values.model.servedName -}}{{- $_ := set $model "served_name" $values.model.servedName -}}{{- end -}}
 {{- $given := mergeOverwrite (deepCopy $values.config) (deepCopy $own.config) -}}
 {{- $decided := dict -}}
-{{- /* Keys and certificates are not mounted yet: NetworkPolicies stand before the pods, and NOTES say what is open. */ -}}
+{{- /* Certificates are not mounted yet: NetworkPolicies stand before servers, and NOTES say what is open. */ -}}
 {{- $auth := dict "insecure" true -}}
 {{- if eq .role "router" -}}
 {{- $router := dict "host" "0.0.0.0" "http_port" $own.ports.http "grpc_port" $own.ports.grpc "drain_s" $own.drainSeconds -}}
 {{- $router = mergeOverwrite $router (include "disagg.fleet" .root | fromJson) -}}
+{{- $auth = include "disagg.auth" .root | fromJson -}}
 {{- $decided = dict "auth" $auth "model" $model "router" $router -}}
 {{- else -}}
 {{- $_ := set $model "device" (ternary "cuda" "cpu" $values.gpu.enabled) -}}
@@ -30,6 +31,18 @@
 {{- $given = mergeOverwrite (dict "transfer" (dict "ucx_tls" "" "ucx_net_devices" "")) $given -}}
 {{- end -}}
 {{- mergeOverwrite $given $decided | toJson -}}
+{{- end }}
+
+{{/* Whom routers ask for keys, as JSON: files that secrets are mounted as. */}}
+{{- define "disagg.auth" -}}
+{{- $auth := dict -}}
+{{- with .Values.auth.apiKeys -}}
+{{- if .secretName -}}{{- $_ := set $auth "api_keys_file" (printf "/etc/disagg-auth/api-keys/%s" .key) -}}{{- end -}}
+{{- end -}}
+{{- with .Values.auth.jwks -}}
+{{- if .secretName -}}{{- $_ := set $auth "jwks_file" (printf "/etc/disagg-auth/jwks/%s" .key) -}}{{- end -}}
+{{- end -}}
+{{- toJson ($auth | default (dict "insecure" true)) -}}
 {{- end }}
 
 {{/* KV beyond the GPU, as JSON. */}}
