@@ -316,6 +316,14 @@ def test_a_template_is_compiled_at_once_or_refused(folder: Path, template: objec
     assert resident_bytes() - before < MOST_GROWTH
 
 
+@pytest.mark.parametrize("number", ["9" * 400 + ".9", "9e999", "1e308 * 10"])
+def test_a_number_that_is_not_finite_is_refused_or_shown(number: str) -> None:
+    """What the library makes of it is a program that names `inf`."""
+    template = ChatTemplate("{{ " + number + " }}")
+    with contextlib.suppress(InvalidRequest):
+        assert template.render(MESSAGES) == "inf"
+
+
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_file_that_is_too_large_is_not_read(folder: Path, name: str) -> None:
     with (folder / name).open("wb") as file:
