@@ -4,7 +4,8 @@
 
 A server computes several prompts at once, so what counts is its work and not a prompt's stay: from the end of the prompt before
 it, or from its own first chunk if that came later, to the end of its last one. Older prompts count less and less. Of a server
-that has computed little, what all others do counts as much as two prompts, and of the first one a guess.
+that has computed little, what all others do counts as much as two prompts, and of the first one a guess. Servers are as fast as
+all of them together until they clearly are not, and one that is new as the fastest.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from msgspec import Struct
 
 KEPT = 0.95  # of a prompt's weight, with each that follows
 GUESS_PROMPT_S, GUESS_TOKEN_S, GUESS_TOKENS = 0.005, 1e-4, 1000
+ALIKE = (
+    1.5  # servers whose times differ by less are equally fast: that much is noise, which would send all prompts to one
+)
 LEAST_SHARE = 0.1  # of a prompt's seconds that its tokens take, at least, whatever the line says
 LEAST_S = 1e-6  # of a prompt
 MAX_S = 3600.0
@@ -106,12 +110,22 @@ class Speeds:
         self._lines.pop(server, None)
 
     def of(self, server: str) -> Speed:
+        """Of one that has computed nothing yet: as the fastest, or it might never be tried."""
         line = self._lines.get(server)
         if line is None:
-            others = self._all.times(2 / self._all.n)
-            known = self._sums.get(server)
-            line = self._lines[server] = (others if known is None else others.plus(known)).line()
+            usual = self.usual
+            if server in self._sums:
+                line = self._known(server, usual)
+            else:
+                found = (usual, *(self._known(each, usual) for each in self._sums))
+                line = min(found, key=lambda each: each.seconds(1, usual.prompt_tokens))
+            self._lines[server] = line
         return line
+
+    def _known(self, server: str, usual: Speed) -> Speed:
+        line = self._all.times(2 / self._all.n).plus(self._sums[server]).line()
+        ratio = line.seconds(1, usual.prompt_tokens) / usual.usual_s
+        return usual if 1 / ALIKE <= ratio <= ALIKE else line
 
     @property
     def usual(self) -> Speed:

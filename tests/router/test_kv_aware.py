@@ -370,3 +370,34 @@ def test_two_routers_with_stale_views_do_not_herd(stale: int, fresh: bool, share
     assert spread(world) < 1.35, world.given
     if shared:
         assert world.computed < 600 * (100 + shared) / 2, "the beginning was computed for most prompts"
+
+
+def test_servers_whose_times_differ_a_little_are_equally_fast_and_one_that_is_slow_is_not() -> None:
+    """Or all that comes while nobody is busy would go to whichever was a little faster before."""
+    rng, speeds = random.Random(3), Speeds()
+    ended_s = dict.fromkeys(("p0", "p1", "slow"), 0.0)
+    for _ in range(200):
+        for server, factor in (("p0", 1.0), ("p1", 1.15), ("slow", 4.0)):
+            tokens = rng.randrange(100, 2000)
+            began_s = ended_s[server]
+            ended_s[server] += factor * rng.uniform(0.9, 1.1) * (0.01 + 2e-4 * tokens)
+            speeds.ended(server, tokens, began_s, ended_s[server])
+    assert speeds.of("p0").usual_s == pytest.approx(speeds.of("p1").usual_s, rel=0.2)
+    assert speeds.of("slow").seconds(1, 1000) > 2 * speeds.of("p0").seconds(1, 1000)
+
+    alike = Speeds()
+    for number, (server, seconds) in enumerate((("p0", 0.10), ("p1", 0.12), ("p0", 0.11), ("p1", 0.13))):
+        alike.ended(server, 600, float(number), number + seconds)
+    assert alike.of("p0") == alike.of("p1") == alike.usual
+
+
+def test_a_server_that_has_computed_nothing_is_tried() -> None:
+    """Also beside one that is faster than anybody guessed."""
+    speeds = Speeds()
+    for number in range(3):
+        speeds.ended("p0", 64, float(number), number + 1e-4)
+        assert speeds.of("p1") == speeds.of("p0")
+    for number in range(50):
+        speeds.ended("slow", 64, float(number), number + 0.5)
+    assert speeds.of("p1") == speeds.of("p0")
+    assert speeds.of("p1").usual_s < speeds.of("slow").usual_s
