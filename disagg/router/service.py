@@ -249,14 +249,14 @@ class Router:
             await asyncio.sleep(0)
         prompt = await self._read(request)
         params = self._intake.params(request, prompt)
-        ways = self._dispatch.ways
+        salt, ways = salt_of(request.owner, request.cache_salt), self._dispatch.ways
         limit_s = self._config.request_deadline_s if request.deadline_s is None else request.deadline_s
         checked_deadline_s(limit_s)
         held = self._budget.hold()
         stop_bytes = STOP_CHAR_BYTES * sum(map(len, params.stop))
         held.add(PROMPT_TOKEN_BYTES * len(prompt) + PAGE_BYTES * num_pages(ways, len(prompt)) + stop_bytes, new=True)
         try:
-            pages = await self._hashed(ways, request.cache_salt, prompt)
+            pages = await self._hashed(ways, salt, prompt)
             self._dispatch.check_room(request.tenant)
             self._dispatch.make_room(request.tenant)
         except BaseException:
@@ -269,7 +269,7 @@ class Router:
             deadline_s=arrived_s + limit_s,
             limit_s=limit_s,
             prompt_name=request.prompt_name,
-            cache_salt=salt_of(request.owner, request.cache_salt),
+            cache_salt=salt,
             tenant=request.tenant,
             call=request.call,
             serial=self._serial,

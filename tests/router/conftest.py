@@ -95,7 +95,18 @@ class Cluster:
 
 
 def request(prompt: str | tuple[int, ...] = "hi", **params: Any) -> GenerateRequest:
-    names = ("model", "deadline_s", "seed", "cache_salt", "tenant", "prompt_name", "call", "too_large", "priority")
+    names = (
+        "model",
+        "deadline_s",
+        "seed",
+        "cache_salt",
+        "tenant",
+        "owner",
+        "prompt_name",
+        "call",
+        "too_large",
+        "priority",
+    )
     outer = {name: params.pop(name) for name in names if name in params}
     return GenerateRequest(
         prompt=prompt, params=SamplingParams(**{"max_tokens": 8, **params}), **{"model": MODEL, **outer}

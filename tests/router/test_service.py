@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from disagg.memory.hashing import chain_root, extend_hashes
 from disagg.messages.legs import (
     AbortLeg,
     GroupMemory,
@@ -20,6 +21,8 @@ from disagg.messages.legs import (
     MemoryReport,
     Outcome,
     PeerRef,
+    PrefixGroup,
+    PrefixRules,
     ServerState,
     StartLeg,
     StorageState,
@@ -895,3 +898,21 @@ def test_a_frame_to_a_server_holds_what_it_reads_at_once_and_always_something() 
     assert frame_length([leg(2 * MAX_FRAME_TOKENS)] * 2, num_tokens, MAX_FRAME_TOKENS) == 1
     assert frame_length([AbortLeg(LegKey("r", 1, 0))] * 5000, num_tokens, MAX_FRAME_TOKENS) == 256
     assert frame_length([leg(1), AbortLeg(LegKey("r", 1, 0))], num_tokens, MAX_FRAME_TOKENS) == 2
+
+
+async def test_pages_are_named_with_the_salt_that_servers_are_told(cluster: Cluster) -> None:
+    """With keys a tenant has a salt of its own, which its client does not say: its cached prefix is found under that."""
+    rules = PrefixRules(("v1", "w"), 4, 16, (PrefixGroup("full"),))
+    await cluster.up(NORMAL, hello={"p0": {"prefix": rules}})
+    prompt = tuple(range(1, 41))
+    await cluster.ask(prompt, owner="alice", cache_salt="mine")
+    (leg,) = cluster.servers["p0"].started
+    assert leg.cache_salt != "mine"
+    pages: list[bytes] = []
+    extend_hashes(pages, chain_root(*rules.root_parts, leg.cache_salt), prompt, rules.page_tokens)
+    cluster.servers["p0"].tell_cache(KvEvents(tuple((0, page) for page in pages)))
+    await cluster.until(lambda: cluster.router.status()["servers"][0]["cached_pages"] == [len(pages)])
+    await cluster.ask(prompt, owner="bob", cache_salt="mine")
+    assert cluster.metric("disagg_router_expected_cached_tokens_total") == 0
+    await cluster.ask(prompt, owner="alice", cache_salt="mine")
+    assert cluster.metric("disagg_router_expected_cached_tokens_total") >= len(prompt) - 4
