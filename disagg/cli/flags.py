@@ -42,20 +42,13 @@ def setting(flag: str, path: str, **attributes: Any) -> Callable[[Command], Comm
     return click.option(flag, expose_value=False, callback=keep, **attributes)
 
 
-def insecure_option(command: Command) -> Command:
-    """--insecure."""
-
-    def keep(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-        if value:
-            ctx.meta.setdefault(SETTINGS, {})["auth.insecure"] = True
-
-    return click.option(
-        "--insecure",
-        is_flag=True,
-        expose_value=False,
-        callback=keep,
-        help="Listen beyond this machine without asking who is there.",
-    )(command)
+insecure_option = setting(
+    "--insecure",
+    "auth.insecure",
+    is_flag=True,
+    default=None,  # else it would overrule what a file says where it is not given
+    help="Listen beyond this machine without asking who is there.",
+)
 
 
 def given_settings() -> dict[str, object]:

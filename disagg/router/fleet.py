@@ -16,7 +16,7 @@ from disagg.messages.legs import PodGone, PrefixRules, RouterMessage, ServerMess
 from disagg.router.outstanding import Outstanding
 from disagg.router.prefixes import ways_of
 from disagg.router.speeds import Speeds
-from disagg.router.streams import Caller, Dialer, ServerStream
+from disagg.router.streams import Caller, Dialer, ServerStream, log_death
 from disagg.router.view import ClusterView, Work
 from disagg.types.bounded import forget_oldest
 from disagg.types.errors import ProtocolError
@@ -75,7 +75,7 @@ class Fleet:
         first.cancel()
         if self._finding.done():
             self._finding.result()
-        self._finding.add_done_callback(_log_death)
+        self._finding.add_done_callback(log_death)
 
     async def close(self, flush_s: float) -> None:
         """Waits flush_s at most for what was sent to arrive."""
@@ -122,7 +122,7 @@ class Fleet:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_log_death)
+        task.add_done_callback(log_death)
 
     def send(self, server: str, message: RouterMessage) -> None:
         """To a server that has left, nothing is sent."""
@@ -212,8 +212,3 @@ class Fleet:
     def _leave_if_lost(self, stream: ServerStream) -> None:
         if stream.lost and stream.held == UNLISTED and self._streams.get(stream.found.key) is stream:
             self._drop(stream.found.key, UNLISTED)
-
-
-def _log_death(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        logger.critical("task %r died", task.get_name(), exc_info=task.exception())

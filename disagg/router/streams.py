@@ -143,7 +143,7 @@ class ServerStream:
             asyncio.create_task(self._watch_lease(), name=f"lease {self.name}"),
         ]
         for task in self._tasks:
-            task.add_done_callback(_log_death)
+            task.add_done_callback(log_death)
 
     async def close(self) -> None:
         tasks, self._tasks = self._tasks, []
@@ -421,7 +421,7 @@ def num_tokens(message: RouterMessage) -> int:
     return len(message.token_ids) if isinstance(message, StartLeg) else 0
 
 
-def _log_death(task: asyncio.Task[None]) -> None:
+def log_death(task: asyncio.Task[None]) -> None:
     """These tasks end only when cancelled. Anything else is a bug of ours: requests still end, at their deadline."""
     if not task.cancelled() and task.exception() is not None:
         logger.critical("task %r died", task.get_name(), exc_info=task.exception())
