@@ -323,6 +323,11 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_heal
             await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {quoted(request.service)} here")
         return self._status(request.service)
 
+    async def List(  # noqa: N802
+        self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthListResponse:
+        return health_pb2.HealthListResponse(statuses={name: self._status(name) for name in self._names})
+
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:

@@ -224,6 +224,23 @@ async def test_health_follows_the_server():
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_health_lists_what_it_is_asked_of():
+    """Or anybody could fill the log with a failure: health asks for no key."""
+    made = []
+
+    async def prepare(grpc_server):
+        made.append(services.Health(grpc_server, [services.SERVER]))
+
+    async with serving(prepare=prepare) as channel:
+        await made[0].set_serving(True)
+        listed = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+        serving_now = health_pb2.HealthCheckResponse.SERVING
+        assert {name: each.status for name, each in listed.statuses.items()} == {
+            "": serving_now,
+            services.SERVER: serving_now,
+        }
+
+
 async def test_health_begins_as_not_serving_and_can_be_watched():
     made = []
 
