@@ -8,6 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.setup-done
 MODELS_STAMP := .venv/.test-models-done
 HELM_STAMP := .venv/.test-helm-done
+BROWSER_STAMP := .venv/.test-browser-done
 PYTEST := $(BIN)/python -m pytest
 # Tests that start no clusters run side by side, so many at once; clusters have all cores to themselves.
 WORKERS ?= 2
@@ -24,7 +25,7 @@ demo: setup ## Start a cluster, ask it over gRPC and HTTP, show where the time w
 serve: setup ## Run a cluster on this machine until Ctrl-C (other flags: .venv/bin/disagg up --help).
 	@$(BIN)/disagg up
 
-test: lint $(MODELS_STAMP) $(HELM_STAMP) ## What CI runs: lint, types, import contracts, and every test that is not slow.
+test: lint $(MODELS_STAMP) $(HELM_STAMP) $(BROWSER_STAMP) ## What CI runs: lint, types, import contracts, and every test that is not slow.
 	$(PYTEST) $(BESIDE) -m "not slow and not short and not cluster"
 	$(PYTEST) -m "cluster and not slow and not short"
 
@@ -56,4 +57,8 @@ $(MODELS_STAMP): $(STAMP)
 
 $(HELM_STAMP): $(STAMP) .ci/test-helm
 	@$(BIN)/python .ci/test-helm
+	@touch $@
+
+$(BROWSER_STAMP): $(STAMP) .ci/test-browser
+	@$(BIN)/python .ci/test-browser
 	@touch $@

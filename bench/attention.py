@@ -144,7 +144,7 @@ def measure_all(bench: Bench, page_tokens: int, phases: list[str], offers: list[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--page-tokens", type=int, default=[16, 128], nargs="+")
+    parser.add_argument("--page-tokens", type=int, default=[16, 64], nargs="+")
     parser.add_argument("--backends", default=[], nargs="+", help="by name; all, if none is given")
     parser.add_argument("--phases", default=[phase.value for phase in Phase], nargs="+")
     arguments = parser.parse_args()

@@ -267,7 +267,7 @@ def main() -> int:
         "--parity", action="store_true", help="no times: how far bfloat16 logits of all fusions are from those of none"
     )
     parser.add_argument("--no-overlap", action="store_true", help="no kernel begins while the one before it ends")
-    parser.add_argument("--page-tokens", type=int, default=16)
+    parser.add_argument("--page-tokens", type=int, default=64)
     parser.add_argument("--kernels", action="store_true", help="what each decode step launches, and how long it takes")
     parser.add_argument("--kv-gib", type=int, default=80)
     parser.add_argument("--phases", default=["decode", "prefill"], nargs="+")

@@ -111,9 +111,11 @@ class Crowd:
     ) -> None:
         self._pool.shutdown()
 
-    def ask(self, url: str, bodies: Sequence[Mapping[str, Any]]) -> list[Stream]:
+    def ask(
+        self, url: str, bodies: Sequence[Mapping[str, Any]], per_process: int = STREAMS_PER_PROCESS
+    ) -> list[Stream]:
         """All at once. Raises AssertionError unless each is answered."""
-        processes = min(self._processes, -(-len(bodies) // STREAMS_PER_PROCESS))
+        processes = min(self._processes, -(-len(bodies) // per_process))
         shares = [bodies[index::processes] for index in range(processes)]
         streams = list(itertools.chain(*self._pool.map(_ask_all, [url] * processes, shares)))
         refused = [stream.status for stream in streams if stream.status != 200 or not stream.heard_s]

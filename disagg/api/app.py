@@ -1,7 +1,9 @@
 """The OpenAI-compatible HTTP face: routes, and the server that runs them in the router's event loop.
 
     POST /v1/completions, /v1/chat/completions      GET /v1/models, /v1/models/{name}
-    GET /health, /live, /metrics, /status, /version, /debug/timeline?request_id=, /debug/dump
+    POST /servers/{name}/drain, /servers/{name}/undrain
+    GET /health, /live, /metrics, /status, /version, /debug/requests, /debug/timeline?request_id=, /debug/dump
+    GET /                                           a page for operators that asks these
 
 Knows HTTP and the router's port; how bodies are read and replies written is in `bodies`, `answer` and `replies`.
 """
@@ -11,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import ipaddress
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from disagg.api.answer import Answer, until_gone
 from disagg.api.bodies import parse_chat, parse_completion
 from disagg.api.connections import UNSENT_BYTES, Connection
 from disagg.api.crowd import Bounds, Crowd, HttpMetrics
+from disagg.api.dashboard import read_page
 from disagg.api.entry import owner_of
 from disagg.api.errors import INTERNAL, BadField, BodyTooLarge, Fault, UnreadableBody, fault_of, fault_of_http
 from disagg.api.ports import ChatTemplatePort, RouterPort, ServedModel
@@ -38,8 +40,10 @@ from disagg.auth.tls import Certificates, serving_context
 from disagg.router.budget import Held
 from disagg.router.tenants import TENANT_HEADER, tenant_of
 from disagg.telemetry.listening import cannot_listen, no_such_host
+from disagg.telemetry.near import Asker, fault_of_asker
 from disagg.types.errors import DisaggError, UnknownModel
 from disagg.types.plain import quoted
+from disagg.types.trace_context import MAX_CHARS
 
 MAX_BODY_BYTES = 16 << 20
 MAX_PROMPTS = 128
@@ -66,8 +70,8 @@ def create_app(
 ) -> FastAPI:
     """The face of one router. chat_template None: the model cannot chat, and clients are told so.
 
-    version: of this software; also what replies carry as `system_fingerprint`. debug_remote: /debug answers everybody, not
-    only clients on this machine.
+    version: of this software; also what replies carry as `system_fingerprint`. debug_remote: /debug and /servers answer
+    everybody, not only clients on this machine.
     """
     app = FastAPI(
         title="disagg", version=version, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
@@ -78,6 +82,7 @@ def create_app(
     _add_models(app, router, created=int(time.time()))
     _add_reports(app, router, registry, version)
     _add_debug(app, router, debug_remote)
+    _add_operation(app, router, debug_remote)
     return app
 
 
@@ -103,7 +108,8 @@ def _add_generation(
                 call = await router.beside(
                     len(body), parse_completion, body, router.limits, limits.max_prompts, client_id, tenant
                 )
-            return Answer(router, call.owned_by(owner_of(request)), fingerprint, held, limits.max_answer_bytes)
+            call = call.asked_by(owner_of(request), _traceparent(request), "text_completion")
+            return Answer(router, call, fingerprint, held, limits.max_answer_bytes)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -119,7 +125,7 @@ def _add_generation(
             prompt = await until_gone(request.receive, rendering)
             if prompt is None:
                 raise ClientDisconnect
-            call = chat.rendered(prompt).owned_by(owner_of(request))
+            call = chat.rendered(prompt).asked_by(owner_of(request), _traceparent(request), "chat")
             return Answer(router, call, fingerprint, held, limits.max_answer_bytes)
 
 
@@ -137,6 +143,12 @@ def _add_models(app: FastAPI, router: RouterPort, created: int) -> None:
 
 
 def _add_reports(app: FastAPI, router: RouterPort, registry: CollectorRegistry, version: str) -> None:
+    page = read_page()
+
+    @app.get("/")
+    async def dashboard() -> Response:
+        return Response(page.body, headers=page.headers)
+
     @app.get("/health")
     async def health() -> Response:
         healthy = router.healthy()
@@ -162,6 +174,11 @@ def _add_reports(app: FastAPI, router: RouterPort, registry: CollectorRegistry, 
 
 
 def _add_debug(app: FastAPI, router: RouterPort, debug_remote: bool) -> None:
+    @app.get("/debug/requests")
+    async def requests(request: Request) -> Response:
+        _check_debug(request, debug_remote)
+        return _json(router.known_requests())
+
     @app.get("/debug/timeline")
     async def timeline(request: Request) -> Response:
         _check_debug(request, debug_remote)
@@ -181,6 +198,20 @@ def _add_debug(app: FastAPI, router: RouterPort, debug_remote: bool) -> None:
         return Response(content, media_type="text/plain") if isinstance(content, str) else _json(content)
 
 
+def _add_operation(app: FastAPI, router: RouterPort, debug_remote: bool) -> None:
+    @app.post("/servers/{name}/drain")
+    async def drain(request: Request, name: str) -> Response:
+        _check_debug(request, debug_remote)
+        router.drain_server(name, True)
+        return _json({"server": name, "drain": True})
+
+    @app.post("/servers/{name}/undrain")
+    async def undrain(request: Request, name: str) -> Response:
+        _check_debug(request, debug_remote)
+        router.drain_server(name, False)
+        return _json({"server": name, "drain": False})
+
+
 def _json(content: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, {"content-type": "application/json"})
 
@@ -196,18 +227,17 @@ def _model_card(model: ServedModel, created: int) -> dict[str, object]:
 
 
 def _check_debug(request: Request, remote: bool) -> None:
-    """Raises HTTPException. Looks at the socket's other end: what a proxy says of its client, any client can say."""
-    if not remote and not (request.client and _is_loopback(request.client.host)):
-        raise HTTPException(403, "answered on this machine only, unless the setting debug.remote is true")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)  # how an IPv6 socket names a client that came over IPv4
-    return (mapped or address).is_loopback
+    """Raises HTTPException."""
+    headers = request.headers
+    asker = Asker(
+        address=request.client.host if request.client else "",
+        host=headers.get("host", ""),
+        origin=headers.get("origin", ""),
+        site=headers.get("sec-fetch-site", ""),
+    )
+    fault = fault_of_asker(asker, remote)
+    if fault is not None:
+        raise HTTPException(403, fault)
 
 
 @contextlib.contextmanager
@@ -253,6 +283,10 @@ async def _body(request: Request, limit: int, held: Held) -> bytes:
 def _client_request_id(request: Request) -> str:
     """For the logs only, so cut rather than refused."""
     return request.headers.get("x-request-id", "")[:CLIENT_REQUEST_ID_CHARS]
+
+
+def _traceparent(request: Request) -> str:
+    return request.headers.get("traceparent", "")[:MAX_CHARS]
 
 
 def _tenant(request: Request) -> str:

@@ -151,10 +151,11 @@ class Call(Struct, frozen=True, kw_only=True):
     usage_last: bool = False
     usage_each: bool = False
 
-    def owned_by(self, owner: str) -> Call:
-        """The same, of whoever showed a key; empty: of nobody."""
-        requests = tuple(msgspec.structs.replace(request, owner=owner) for request in self.requests)
-        return msgspec.structs.replace(self, requests=requests) if owner else self
+    def asked_by(self, owner: str, traceparent: str, operation: str) -> Call:
+        """The same, of whoever showed a key (empty: of nobody), with what GenerateRequest calls so."""
+        who = {"owner": owner, "traceparent": traceparent, "operation": operation}
+        requests = tuple(msgspec.structs.replace(request, **who) for request in self.requests)
+        return msgspec.structs.replace(self, requests=requests)
 
 
 class Chat(Struct, frozen=True):
@@ -182,7 +183,7 @@ def parse_completion(
             "best_of",
             "unsupported_value",
         )
-    max_tokens = COMPLETION_MAX_TOKENS if parsed.max_tokens is None else _positive(parsed.max_tokens, "max_tokens")
+    max_tokens = None if parsed.max_tokens is None else _positive(parsed.max_tokens, "max_tokens")
     return _call("completion", parsed, prompts, max_tokens, parsed.logprobs, client_request_id, tenant)
 
 
@@ -217,18 +218,19 @@ def _call(
     kind: Literal["completion", "chat"],
     body: _Body,
     prompts: tuple[str | tuple[int, ...], ...],
-    max_tokens: int,
+    max_tokens: int | None,
     logprobs: int | None,
     client_request_id: str,
     tenant: str,
 ) -> Call:
+    """max_tokens None: the client named none, of a completion."""
     options = body.stream_options or StreamOptions()
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is set but stream is not; set stream to true", "stream_options")
     if options.include_obfuscation:
         raise BadField("include_obfuscation is not served", "stream_options.include_obfuscation", "unsupported_value")
     params = SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
         min_tokens=body.min_tokens,
         temperature=body.temperature,
         top_k=body.top_k,
@@ -250,6 +252,7 @@ def _call(
             model=body.model,
             prompt=prompt,
             params=params,
+            max_tokens_unasked=max_tokens is None,
             seed=seed,
             cache_salt=body.cache_salt,
             priority=body.priority,

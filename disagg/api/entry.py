@@ -6,6 +6,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from disagg.api.dashboard import Page, read_page
 from disagg.api.errors import fault_of
 from disagg.auth.gate import Gate
 from disagg.types.errors import Unauthenticated
@@ -29,6 +30,7 @@ class _Entry:
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app = app
         self._gate = gate
+        self._page = read_page()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,19 +45,24 @@ class _Entry:
             owner = self._gate.tenant_of(shown)
         except Unauthenticated as error:
             self._gate.audit.refused(error.reason, "http", asked, client)
-            await _refuse(error, send)
+            await _refuse(error, send, self._page if _is_browser_at_root(scope) else None)
             return
         self._gate.audit.admitted(owner, "http", asked, client)
         await self._app({**scope, _OWNER: owner}, receive, send)
 
 
-async def _refuse(error: Unauthenticated, send: Send) -> None:
+def _is_browser_at_root(scope: Scope) -> bool:
+    """Whoever opens the dashboard cannot show a key yet."""
+    accepted = b",".join(value for name, value in scope["headers"] if name == b"accept")
+    return scope["method"] == "GET" and scope["path"] == "/" and b"text/html" in accepted
+
+
+async def _refuse(error: Unauthenticated, send: Send, page: Page | None) -> None:
+    """page: what the refusal says instead of an error: it holds no data, and asks for the key with which to get some."""
     fault = fault_of(error)
-    body = fault.body()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"www-authenticate", b"Bearer"),
-    ]
-    await send({"type": "http.response.start", "status": fault.status, "headers": headers})
+    body = fault.body() if page is None else page.body
+    headers = {"content-type": "application/json"} if page is None else page.headers
+    headers = {**headers, "content-length": str(len(body)), "www-authenticate": "Bearer"}
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": fault.status, "headers": raw})
     await send({"type": "http.response.body", "body": body})

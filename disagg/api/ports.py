@@ -63,8 +63,18 @@ class RouterPort(Protocol):
         """The cluster as the router sees it; JSON-encodable. "state", if present, is one word for the whole."""
         ...
 
+    def drain_server(self, server: str, on: bool) -> None:
+        """Has a server take nothing new, and hand over what can go on elsewhere; or undoes it. Raises InvalidRequest or
+        Unavailable.
+        """
+        ...
+
     def timeline(self, request_id: str) -> tuple[TimelineEvent, ...] | None:
         """What happened to a request, while the router still remembers it."""
+        ...
+
+    def known_requests(self) -> Mapping[str, object]:
+        """Those that run and the last that ended, with the ids that `timeline` knows; JSON-encodable."""
         ...
 
     async def dump(self) -> object:

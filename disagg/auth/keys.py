@@ -51,6 +51,8 @@ def read_keys(path: Path) -> ApiKeys:
         content = read_small(path, KEYS_BYTES)
     except FileNotFoundError as error:
         raise ConfigError(f"auth.api_keys_file = {path}: there is no such file") from error
+    except ConfigError as error:  # which names the path only
+        raise ConfigError(f"auth.api_keys_file = {error}") from error
     return ApiKeys(parse_keys(content, path))
 
 

@@ -102,6 +102,8 @@ def read_jwks(path: Path) -> Tokens:
         content = json_object(read_small(path, JWKS_BYTES), path)
     except FileNotFoundError as error:
         raise ConfigError(f"{at}: there is no such file") from error
+    except ConfigError as error:  # which names the path only
+        raise ConfigError(f"auth.jwks_file = {error}") from error
     entries = content.get("keys")
     if not isinstance(entries, list) or not 0 < len(entries) <= MAX_KEYS:
         raise ConfigError(f'{at}: it must be a JWKS: {{"keys": [...]}}, with 1 to {MAX_KEYS} keys')

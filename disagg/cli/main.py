@@ -25,6 +25,7 @@ from disagg.cli.flags import (
 from disagg.cli.group import CommandGroup
 from disagg.cli.interrupts import end_at_ctrl_c, raise_at_ctrl_c
 from disagg.cli.load_commands import bench_serve, report
+from disagg.cli.plan_command import plan
 from disagg.cli.up_settings import up_settings
 
 DEFAULT_HTTP = "http://127.0.0.1:8000"
@@ -35,7 +36,7 @@ RUN_DIR = "~/.cache/disagg/run"
 
 
 def _show_version(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
-    from disagg.cli.version import version
+    from disagg.types.version import version
 
     if asked:
         click.echo(f"disagg {version()}")
@@ -222,6 +223,34 @@ def status(base_url: str, memory: bool, as_json: bool) -> None:
 
 
 @cli.command()
+@click.argument("name", callback=_text)
+@_http_option
+@click.option("--undo", is_flag=True, help="Let it take requests again.")
+@click.option("--wait", is_flag=True, help="Return when it has nothing left, and say how far it is.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    default=600.0,
+    show_default=True,
+    type=click.FloatRange(0, MAX_DEADLINE_S),
+    callback=_finite,
+    metavar="SECONDS",
+    help="How long --wait waits.",
+)
+def drain(name: str, base_url: str, undo: bool, wait: bool, timeout_s: float) -> None:
+    """Empty the server NAME: it takes nothing new, and what it decodes goes on at other decode servers.
+
+    Answers move with their KV, so nothing is computed again and clients see a short pause. What a prefill or a mixed server
+    has, or what no other decode server can hold, ends there. The process goes on: end it when `status` says `drained`, or
+    have it take requests again with --undo.
+    """
+    from disagg.cli.drain import run_drain
+
+    raise_at_ctrl_c()
+    sys.exit(run_drain(base_url, name, undo=undo, wait=wait, timeout_s=timeout_s))
+
+
+@cli.command()
 @click.option("--model", metavar="NAME|DIR", help="[default: smollm2-135m]")
 def demo(model: str | None) -> None:
     """Start a cluster, ask it over gRPC and over HTTP, draw where the time went, and shut it down."""
@@ -346,6 +375,7 @@ def bench_transfer(**options: Any) -> None:
 
 
 bench.add_command(bench_serve)
+cli.add_command(plan)
 cli.add_command(report)
 
 

@@ -17,7 +17,6 @@ from prometheus_client import CollectorRegistry
 from disagg.api.app import HttpServer, create_app, serve
 from disagg.api.crowd import Bounds, HttpMetrics
 from disagg.api.entry import require_credentials
-from disagg.cli.version import version
 from disagg.config.tree import Config, RouterConfig
 from disagg.convert.model_dir import resolve
 from disagg.messages.legs import TimelineEvent
@@ -34,6 +33,8 @@ from disagg.text.model_files import ModelFiles
 from disagg.text.renderer import RenderBounds, Renderer
 from disagg.types.errors import DisaggError
 from disagg.types.small_files import home_expanded
+from disagg.types.status import BY_SIGNAL, DONE
+from disagg.types.version import version
 from disagg.wire import pb
 from disagg.wire.inference import ModelInfo
 from disagg.wire.services import ServerStub
@@ -84,8 +85,14 @@ class RouterFace:
     def status(self) -> Mapping[str, object]:
         return self._router.status()
 
+    def drain_server(self, server: str, on: bool) -> None:
+        self._router.drain_server(server, on)
+
     def timeline(self, request_id: str) -> tuple[TimelineEvent, ...] | None:
         return self._router.timeline(request_id)
+
+    def known_requests(self) -> Mapping[str, object]:
+        return self._router.known_requests()
 
     async def dump(self) -> object:
         """The router's own state and stacks, and what each server answers to Dump."""
@@ -113,15 +120,27 @@ async def dump_server(address: str, tls: WireTls = CLEAR, timeout_s: float = SER
 async def _serve(config: Config, heartbeat: Callable[[], None]) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
+    told: list[int] = []
+
+    def stop(number: int) -> None:
+        told.append(number)
+        stopping.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stop, number)
     beating = asyncio.create_task(_beat(heartbeat), name="heartbeat")
     try:
         await _until(config, stopping)
+    except DisaggError as error:
+        if not told:
+            raise
+        # A signal to a process group also ends what the start waits for.
+        log.info("ended before it has served: %s", error)
+        return BY_SIGNAL + told[0]
     finally:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
-    return 0
+    return DONE
 
 
 async def _until(config: Config, stopping: asyncio.Event) -> None:
@@ -142,6 +161,7 @@ async def _serve_faces(
 ) -> None:
     watch = LoopWatch(registry)
     running = await run_router(config, model_dir, registry=registry, files=files)
+    running.router.loop_gap_s = lambda: watch.longest_gap_s
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(running.close, config.router.drain_s)
         app = create_app(

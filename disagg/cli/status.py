@@ -20,6 +20,7 @@ _STATE_STYLES = {
     "ready": "green",
     "loading": "yellow",
     "draining": "yellow",
+    "drained": "yellow",
     "no-peer": "yellow",
     "mismatch": "red",
     "dead": "red",
@@ -82,7 +83,7 @@ def pool_table(role: str, servers: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title=f"{role} pool", title_justify="left", box=box.SIMPLE)
     table.add_column("name", overflow="fold")
     table.add_column("state", no_wrap=True)
-    for column in ("tp", "running", "waiting", "pages", "pid", "workers"):
+    for column in ("ranks", "running", "waiting", "pages", "pid", "workers"):
         table.add_column(column, justify="right", overflow="fold")
     offloads = [server.get("offload") or {} for server in servers]
     tiers = any(each.get("host_pages_total") or each.get("store", "off") != "off" for each in offloads)
@@ -96,7 +97,7 @@ def pool_table(role: str, servers: Sequence[Mapping[str, Any]]) -> Table:
         table.add_row(
             _cell(server.get("name", "")),
             Text(one_line(state, NAME_CHARS), style=_STATE_STYLES.get(state, "white")),
-            _cell(server.get("tp", "")),
+            _cell(_ranks(server)),
             _cell(server.get("running", "")),
             _cell(server.get("waiting", "")),
             _cell(f"{server.get('pages_used', 0)}/{total}" if total else "-"),
@@ -108,6 +109,12 @@ def pool_table(role: str, servers: Sequence[Mapping[str, Any]]) -> Table:
     if not servers:
         table.add_row("(empty)", *[""] * 8)
     return table
+
+
+def _ranks(server: Mapping[str, Any]) -> str:
+    """How many of each kind: tp2 pp2. Of data-parallel ranks and stages only if there are several."""
+    shown = [f"tp{server['tp']}"] if server.get("tp") else []
+    return " ".join(shown + [f"{kind}{server[kind]}" for kind in ("dp", "pp") if server.get(kind) not in (None, 0, 1)])
 
 
 def _tier_cells(offload: Mapping[str, Any]) -> tuple[Text, Text]:

@@ -138,7 +138,7 @@ class StageProgress:
         self._stage = ""
 
 
-def get_http(base_url: str, path: str, params: dict[str, str] | None = None) -> Any:
+def get_http(base_url: str, path: str, params: dict[str, str] | None = None, *, method: str = "GET") -> Any:
     """The router's answer: decoded if it is JSON, else text. Raises DisaggError saying what to check."""
     import httpx
 
@@ -148,7 +148,9 @@ def get_http(base_url: str, path: str, params: dict[str, str] | None = None) -> 
     ca = given_ca()
     verify = True if ca is None else trusting(ca)
     try:
-        answer = httpx.get(url, params=params, headers=headers, timeout=HTTP_TIMEOUT_S, trust_env=False, verify=verify)
+        answer = httpx.request(
+            method, url, params=params, headers=headers, timeout=HTTP_TIMEOUT_S, trust_env=False, verify=verify
+        )
     except httpx.InvalidURL as error:
         raise DisaggError(f"{url} is not a URL: {error}") from error
     except httpx.HTTPError as error:

@@ -100,13 +100,6 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
     require_free(router.host, router.grpc_port, "router.grpc_port", "--grpc-port")
     model_dir = _convert(base)
     plans = plan_cluster(base, options)
-    for role, number, tp in options.pools:
-        if tp is not None and not number:
-            note(f"--{role}-tp {tp} is of no use: there are no {role} servers")
-    if options.mixed_dp is not None and not options.num_mixed:
-        note(f"--mixed-dp {options.mixed_dp} is of no use: there are no mixed servers")
-    if options.mixed_pp is not None and not options.num_mixed:
-        note(f"--mixed-pp {options.mixed_pp} is of no use: there are no mixed servers")
     _check_heads(model_dir, plans[1:])
     if choose_device(base.model.device) == "cuda":
         ranks = {plan.name: plan.config.server.num_ranks for plan in plans[1:]}
@@ -149,6 +142,7 @@ def plan_cluster(base: Config, options: UpOptions) -> tuple[Plan, ...]:
         )
     if not options.num_mixed:
         check_role(base, "prefill")
+    _check_pools(options)
     fixed = [port for port in (base.router.http_port, base.router.grpc_port) if port]
     tps = {
         (role, f"{role}-{index}"): tp or base.server.tp for role, number, tp in options.pools for index in range(number)
@@ -176,6 +170,15 @@ def plan_cluster(base: Config, options: UpOptions) -> tuple[Plan, ...]:
     name = base.router.name or drawn_name()  # its own for as long as `up` runs: a router that is started again keeps it
     router = replace(base.router, name=name, http_port=http_port, grpc_port=grpc_port, servers=tuple(refs))
     return Plan("router", "router", replace(base, router=router)), *servers
+
+
+def _check_pools(options: UpOptions) -> None:
+    """Raises ConfigError for what is said of servers that there are none of."""
+    said = [(role, "tp", number, tp) for role, number, tp in options.pools]
+    said += [("mixed", "dp", options.num_mixed, options.mixed_dp), ("mixed", "pp", options.num_mixed, options.mixed_pp)]
+    for role, what, number, value in said:
+        if value is not None and not number:
+            raise ConfigError(f"--{role}-{what} {value}: there are no {role} servers (--{role} 0)")
 
 
 def on_gpus(plans: Sequence[Plan], placement: Placement) -> tuple[Plan, ...]:

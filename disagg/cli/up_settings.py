@@ -20,7 +20,13 @@ FLAGS = (
         type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
         help="[default: auto]",
     ),
-    setting("--page-tokens", "engine.page_tokens", type=int, metavar="N", help="Tokens per KV page.  [default: 16]"),
+    setting(
+        "--page-tokens",
+        "engine.page_tokens",
+        type=int,
+        metavar="N",
+        help="Tokens per KV page.  [default: by the device]",
+    ),
     setting(
         "--chunk-tokens",
         "engine.chunk_tokens",

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from disagg.config.sizes import format_size, show_bytes
 from disagg.config.staging import PAGE_BYTES, Device, size_staging
+from disagg.config.steps import CPU_PAGE_TOKENS
 from disagg.config.tree import Config, EngineConfig, ProcessRole, RouterConfig, ServerConfig, ServerRole, TransferConfig
 from disagg.types.errors import ConfigError
 from disagg.types.plain import quoted
@@ -253,10 +254,10 @@ def _check_engine(config: Config) -> None:
             f"engine.target_step_ms = {engine.target_step_ms:g}: engine.policy = {quoted(engine.policy)} computes prompts in one "
             "step, however long that takes; only policies that cut prompts into chunks can keep steps to a time"
         )
-    if engine.checkpoint_tokens % engine.page_tokens:
+    page_tokens = engine.page_tokens or CPU_PAGE_TOKENS  # which are chosen wherever longer ones do not fit
+    if engine.checkpoint_tokens % page_tokens:
         raise ConfigError(
-            f"engine.checkpoint_tokens = {engine.checkpoint_tokens}: it must be a multiple of engine.page_tokens = "
-            f"{engine.page_tokens}"
+            f"engine.checkpoint_tokens = {engine.checkpoint_tokens}: it must be a multiple of engine.page_tokens = {page_tokens}"
         )
 
 
@@ -310,11 +311,11 @@ def check_memory(config: Config, transfer: TransferConfig, role: ServerRole, mac
     need more than the machine has, whoever else runs there.
     """
     staging, what = 0, "no staging"
-    if role == "decode":
-        staging, what = transfer.arena_bytes, "transfer.arena_bytes"
+    gather = transfer.gather_bytes * transfer.gather_buffers
+    if role == "decode":  # which sends what it has when it drains
+        staging, what = transfer.arena_bytes + gather, "transfer.arena_bytes + gather_bytes x gather_buffers"
     elif role == "prefill":
-        staging = transfer.gather_bytes * transfer.gather_buffers
-        what = "transfer.gather_bytes x transfer.gather_buffers"
+        staging, what = gather, "transfer.gather_bytes x transfer.gather_buffers"
     needed = config.server.num_ranks * (config.engine.kv_memory_bytes + staging)
     if machine_bytes and needed > machine_bytes:
         raise ConfigError(

@@ -1,8 +1,11 @@
-"""How much a step may compute where the configuration leaves it open. Pure.
+"""How much a step may compute, and how long pages are, where the configuration leaves it open. Pure.
 
 A GPU reads all weights in every step, so steps should be large: products of 8192 tokens reach what the chip can do, and those
 of 512 tokens five sixths of it (docs/benchmarks.md). Other prompts wait for a step that has begun, so it should be short, too:
 8192 tokens of a model of 8e9 parameters take a fifth of a second. A CPU is busy with few tokens.
+
+A GPU reads pages of 64 tokens faster than shorter ones: steps of decode take 1 to 2% less. Longer ones bring little more, and
+what is cached of a prompt ends at whole pages.
 """
 
 from __future__ import annotations
@@ -21,11 +24,14 @@ STEP_PARAMETERS = 9_000_000_000  # of a rank, whose MOST_CHUNK_TOKENS take as lo
 
 
 class _Steps(Struct, frozen=True):
+    page_tokens: int
     chunk_tokens: int
     max_running: int
 
 
-_CPU = _Steps(chunk_tokens=256, max_running=64)
+CPU_PAGE_TOKENS = 16
+GPU_PAGE_TOKENS = 64
+_CPU = _Steps(CPU_PAGE_TOKENS, chunk_tokens=256, max_running=64)
 _GPU_MAX_RUNNING = 256  # more sequences bring little: products of so many rows take as long as reading their weights
 
 
@@ -34,13 +40,17 @@ def size_steps(engine: EngineConfig, device: Device, rank_parameters: int) -> tu
 
     rank_parameters: weights of one rank.
     """
-    steps = _CPU if device == "cpu" else _Steps(_gpu_chunk_tokens(rank_parameters), _GPU_MAX_RUNNING)
+    steps = _CPU
+    if device != "cpu":
+        pages = GPU_PAGE_TOKENS if engine.checkpoint_tokens % GPU_PAGE_TOKENS == 0 else CPU_PAGE_TOKENS
+        steps = _Steps(pages, _gpu_chunk_tokens(rank_parameters), _GPU_MAX_RUNNING)
     open_ones: Mapping[str, int] = {
         name: getattr(steps, name) for name in steps.__struct_fields__ if not getattr(engine, name)
     }
     if not open_ones:
         return engine, ""
-    said = " and ".join(f"engine.{name} = {value}" for name, value in open_ones.items())
+    *others, last = (f"engine.{name} = {value}" for name, value in open_ones.items())
+    said = f"{', '.join(others)} and {last}" if others else last
     where = "a CPU" if device == "cpu" else f"a GPU with {rank_parameters / 1e9:.1f}e9 parameters on each rank"
     return replace(engine, **open_ones), f"{said}, chosen for {where}"
 

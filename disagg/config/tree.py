@@ -32,7 +32,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     dtype: Dtype = "auto"  # auto: float32 on CPU, the checkpoint's own on a GPU
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: NonNegativeInt = 0  # 0: the model's own
-    prefill_attention: Literal["auto", "cudnn", "triton", "torch"] = (
+    prefill_attention: Literal["auto", "hopper", "cudnn", "triton", "torch"] = (
         "auto"  # auto: by device, dtype and what layers ask
     )
     decode_attention: Literal["auto", "triton", "torch"] = "auto"
@@ -55,8 +55,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Scheduling and memory of one server."""
 
-    page_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16
     # A size of 0 is chosen by the device and the model (config/steps).
+    page_tokens: Annotated[int, Meta(ge=0, le=1024)] = 0  # of one KV page; equal on all servers of a cluster
     chunk_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0  # token budget of one prefill step
     max_running: Annotated[int, Meta(ge=0, le=4096)] = 0  # sequences decoding (or prompts in prefill) at once
     kv_memory_bytes: NonNegativeInt = 0  # 0: 512 MiB on CPU; on a GPU what gpu_memory_utilization leaves
@@ -226,6 +226,13 @@ class TlsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     server_name: str = ""  # in the certificates of servers that are dialled; empty: the host that is dialled
 
 
+class TracingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where spans of requests go."""
+
+    otlp_endpoint: str = ""  # of an OpenTelemetry collector; empty: nothing is traced
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0  # of requests whose clients do not say whether they are
+
+
 class DebugConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What people ask of a process that misbehaves."""
 
@@ -248,3 +255,4 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     debug: DebugConfig = field(default_factory=DebugConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)

@@ -1,4 +1,6 @@
-"""What a decode server's engine is: KV is received from servers that it dials, and the choices of each prompt go on."""
+"""What a decode server's engine is: KV is received from servers that it dials, and the choices of each prompt go on: here, or,
+if the server drains, on another one, which dials this one for their KV.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,11 @@ from disagg.engine.core import Core, Sharing
 from disagg.engine.engine import Engine
 from disagg.engine.facts import EngineFacts
 from disagg.engine.handoff.receive import Receiver
+from disagg.engine.handoff.send import Sender
+from disagg.engine.legs import Stage
+from disagg.engine.moves import Moves
 from disagg.engine.pool import answer_fits
+from disagg.messages.legs import StartLeg
 from disagg.server.role import ServerRole
 from disagg.types.ids import Role
 
@@ -16,15 +22,21 @@ def decode_engine(facts: EngineFacts) -> Engine:
     step_tokens = facts.scheduling.max_slots + facts.scheduling.chunk_tokens
     core = Core(facts, Sharing("decode", "decode_only", step_tokens, answer_fits))
     choices = Choices(core)
-    receiver = Receiver(core, choices)
-    return Engine(core, (choices, receiver), dialled=receiver)
+    receiver, sender = Receiver(core, choices), Sender(core)
+    moves = Moves(core, choices, sender)
+
+    def route(start: StartLeg) -> tuple[Stage, ...]:
+        return (sender, moves) if start.moves_attempt else (choices, receiver, moves)
+
+    stages = (choices, receiver, sender, moves)
+    return Engine(core, stages, route=route, dialled=receiver, accepted=sender)
 
 
 DECODE = ServerRole(
     role=Role.DECODE,
     engine=decode_engine,
-    dials=True,
     receives=True,
-    sends=False,
+    sends=True,
     small_steps=True,
+    hands_over=True,
 )

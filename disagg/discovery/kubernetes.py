@@ -24,7 +24,8 @@ from disagg.types.errors import ConfigError
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 PAGE_PODS = 500  # of one answer to a list
 MAX_PODS = 100_000
-MAX_ANSWER_BYTES = 256 << 20
+MAX_PAGES = 1000  # of one list; a server may give fewer pods in one than it was asked for
+MAX_LIST_BYTES = 256 << 20  # of all pages of a list together
 MAX_LINE_BYTES = 8 << 20  # of one event; the API refuses objects of more than about 1.5 MiB
 GET_S = 10.0
 _GONE, _NOT_FOUND = 410, 404
@@ -61,7 +62,7 @@ class KubernetesDiscovery:
             return False
         try:
             async with asyncio.timeout(GET_S):
-                found = await _answer(self._api.read_namespaced_pod_without_preload_content(name, self._namespace))
+                found, _ = await _answer(self._api.read_namespaced_pod_without_preload_content(name, self._namespace))
         except NotFound:
             return True
         except (Expired, SourceError, TimeoutError):
@@ -109,13 +110,15 @@ class Pods:
 
     async def list(self) -> tuple[list[Pod], str]:
         pods: list[Pod] = []
-        following = ""
-        while True:
-            listed = await _answer(
+        following, seen, left_bytes = "", set[str](), MAX_LIST_BYTES
+        for _ in range(MAX_PAGES):
+            listed, size = await _answer(
                 self._api.list_namespaced_pod_without_preload_content(
                     self._namespace, label_selector=self._selector, limit=PAGE_PODS, _continue=following or None
-                )
+                ),
+                left_bytes,
             )
+            left_bytes -= size
             items, metadata = listed.get("items"), listed.get("metadata")
             if not isinstance(items, list) or not isinstance(metadata, dict):
                 raise SourceError("the list makes no sense")
@@ -125,6 +128,10 @@ class Pods:
             following = metadata.get("continue") or ""
             if not following:
                 return pods, version_of(listed)
+            if not isinstance(following, str) or following in seen:
+                raise SourceError("the list has no end: what it is to be continued with makes no sense, or came before")
+            seen.add(following)
+        raise SourceError(f"the list has more than {MAX_PAGES} pages")
 
     async def watch(self, version: str, timeout_s: float) -> AsyncIterator[Event]:
         response = await _begun(
@@ -158,18 +165,20 @@ def _event(line: bytes) -> Event:
     return Event(kind, pod)
 
 
-async def _answer(request: Any) -> dict[str, Any]:
+async def _answer(request: Any, most_bytes: int = MAX_LIST_BYTES) -> tuple[dict[str, Any], int]:
+    """The object, and the bytes of its text."""
     response = await _begun(request)
     with contextlib.closing(response), _connection_errors():
-        return _object(await _bounded(response))
+        content = await _bounded(response, most_bytes)
+        return _object(content), len(content)
 
 
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+async def _bounded(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
     content = bytearray()
     async for received in response.content.iter_any():
         content += received
-        if len(content) > MAX_ANSWER_BYTES:
-            raise SourceError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+        if len(content) > most_bytes:
+            raise SourceError(f"a list, or a pod, of more than {MAX_LIST_BYTES >> 20} MiB")
     return bytes(content)
 
 

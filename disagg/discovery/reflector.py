@@ -3,7 +3,7 @@
     list ──> publish all ──> watch from its version ──event──> publish all
       ^                        │        └──the server ends it──> watch from the last version
       │                        ├── 410, or RELIST_S since the list ──> list at once
-      └── backoff, jittered <──┴── anything else: what was known stays
+      └── backoff, jittered <──┴── anything else, also an end long before its time: what was known stays
 
 Every call has a deadline. A list now and then finds what no event said.
 """
@@ -25,6 +25,7 @@ from disagg.discovery.pods import found_in, version_of
 logger = logging.getLogger(__name__)
 
 Pod = Mapping[str, Any]
+EARLY_S = 2.0  # a watch that ends sooner, and sooner than half of what was asked for, is not begun again at once
 
 
 class Timing(Struct, frozen=True, kw_only=True):
@@ -95,7 +96,6 @@ class Reflector:
                 if not self._version:
                     await self._list()
                 await self._watch()
-                self._worked()
             except Expired as expired:
                 logger.info("pods are listed again: %s", expired)
                 self._version = ""
@@ -116,16 +116,32 @@ class Reflector:
         self._tell()
 
     async def _watch(self) -> None:
-        """One watch, to its end."""
+        """One watch, to its end, and a pause where that came early: else a server that ends each at once is asked all the
+        time. Raises SourceError for an early end without an event."""
         left_s = self._listed_s + self._timing.relist_s - self._clock()
         if left_s <= 0:
             self._version = ""
             return
         watch_s = max(1.0, min(self._timing.watch_s, left_s) * (0.8 + 0.2 * self._jitter()))
-        async with asyncio.timeout(watch_s + self._timing.spare_s):
-            async for event in self._source.watch(self._version, watch_s):
-                self._worked()
-                self._heard(event)
+        lasts_s, heard, begun_s = min(EARLY_S, watch_s / 2), False, self._clock()
+        try:
+            async with asyncio.timeout(watch_s + self._timing.spare_s):
+                async for event in self._source.watch(self._version, watch_s):
+                    heard = True
+                    self._works()
+                    self._heard(event)
+        finally:
+            early = self._clock() - begun_s < lasts_s
+            if heard and not early:
+                self._failures = 0
+        if not early:
+            self._failures = 0
+            self._works()
+        elif heard:
+            self._failures += 1
+            await self._pause()
+        else:
+            raise SourceError("it ends a watch at once, without an event")
 
     def _heard(self, event: Event) -> None:
         version = version_of(event.pod)
@@ -145,10 +161,10 @@ class Reflector:
     def _tell(self) -> None:
         self._publish(by_key(found for pod in self._pods.values() if (found := found_in(pod)) is not None))
 
-    def _worked(self) -> None:
+    def _works(self) -> None:
         if self.error:
             logger.info("the Kubernetes API answers again")
-        self._failures, self.error = 0, ""
+        self.error = ""
 
     def _failed(self, error: str) -> None:
         self._failures += 1

@@ -8,6 +8,7 @@
               ├──── stop ──> leaving ──> gone
               └──── keep ──> leaving ──> gone        a prompt that is computed: its pages stay for its transfer
                     part                             or for the choices that go on here
+                    hold                             a choice that goes on elsewhere
 
 What a step computes is a policy's choice (scheduler/policies), named by the engine's role. Only want of pages makes a
 sequence give way, never want of slots. Who has been parked longest by *age*, the order in which answers began, goes on
@@ -146,6 +147,20 @@ class Batch:
     def keep(self, sequence: Sequence) -> None:
         """A prompt has been computed, and is not gone on with here: its pages stay until no transfer uses them."""
         self._end_prompt(sequence, goes_on=False)
+        self._leave_pages(sequence)
+
+    def stands_still(self, sequence: Sequence) -> bool:
+        """It stops, every plan that names it has reported, and no rank writes to its pages: they have all but its last token."""
+        return sequence.stops and sequence.last_plan <= self.pipeline.reported and not sequence.in_transfer
+
+    def hold(self, sequence: Sequence) -> None:
+        """One that stands still is not gone on with here: its pages stay until no transfer uses them."""
+        assert self.stands_still(sequence) and sequence.computed == len(sequence.tokens) - 1
+        sequence.in_transfer = sequence.handed_over = True
+        self._leave_pages(sequence)
+
+    def _leave_pages(self, sequence: Sequence) -> None:
+        """It needs nothing more here but its pages, until no transfer uses them."""
         self._leave(sequence)
         self.slots.give(sequence.slots)  # the next plan ends the sequence before it starts another in these
         sequence.slots, sequence.state = (), State.DONE
@@ -180,9 +195,10 @@ class Batch:
         could = tuple(
             Running(s.seq_id, s.arrival, len(s.tokens), s.priority)
             for s in self.running.values()
-            if not s.is_prompt and len(s.tokens) - s.joined_tokens >= outputs and s.arrival > to_arrival
+            if not (s.is_prompt or s.stops) and len(s.tokens) - s.joined_tokens >= outputs and s.arrival > to_arrival
         )
-        coming = any(not s.is_prompt for s in self._leaving)  # how long a transfer uses a prompt's, nobody knows
+        # How long a transfer uses what prompts and those that stop have left behind, nobody knows.
+        coming = any(not (s.is_prompt or s.stops) for s in self._leaving)
         if coming or not could:
             return
         victim = self.running[PREEMPTION[self._facts.preemption](could).seq_id]
@@ -316,7 +332,7 @@ class Batch:
         choices, prompts = [], []
         decodes_left = self._decode_share()
         for sequence in self.running.values():
-            if (remaining := sequence.remaining) and not self._in_flight(sequence):
+            if (remaining := sequence.remaining) and not self._awaits_token(sequence):
                 phase, position = sequence.phase, sequence.position
                 decodes_left -= phase is Phase.DECODE
                 if decodes_left < 0 and phase is Phase.DECODE:
@@ -338,10 +354,9 @@ class Batch:
             return len(self.running)
         return decode_share(sum(s.phase is Phase.DECODE for s in self.running.values()), self._stages)
 
-    def _in_flight(self, sequence: Sequence) -> bool:
-        """A plan names it that has not reported, and no stage may be told more of it before. (Pages that the next plan copies
-        are there when that runs it.)"""
-        return self._stages > 1 and self.pipeline.reported < sequence.last_plan < self._encoder.next_plan_no
+    def _awaits_token(self, sequence: Sequence) -> bool:
+        """A plan in flight samples a token of it, which several stages hear of from the server. (A single one knows it.)"""
+        return self._stages > 1 and sequence.promised > len(sequence.tokens)
 
     def _longest_run(self, position: int) -> int:
         """Tokens that a run from `position` on may have at most."""

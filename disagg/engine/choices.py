@@ -221,7 +221,8 @@ class Choices(Onward):
     def let_go(self, leg: Leg) -> None:
         """No rank writes to its pages any more."""
         for sequence in self._answers[leg.key].sequences:
-            sequence.in_transfer = False
+            if not sequence.handed_over:  # then what it holds is being sent, having landed long ago
+                sequence.in_transfer = False
 
     def _sequence(self, leg: Leg, kv: PromptKv, number: int, token: FirstToken) -> Sequence:
         start, page_tokens = leg.start, self._facts.memory.page_tokens
@@ -305,9 +306,9 @@ class Choices(Onward):
             if all(s.done for s in answer.sequences):
                 self.end(leg, now)
 
-    def end(self, leg: Leg, now: Now) -> None:
-        """Every choice has come to its end."""
+    def end(self, leg: Leg, now: Now, outcome: Outcome = Outcome.DONE) -> None:
+        """Every choice has come to its end here."""
         answer = self._answers[leg.key]
         if answer.here_unix_s and now.unix_s and not leg.ended:
             leg.timeline.append(TimelineEvent("decode", answer.here_unix_s, now.unix_s))
-        self._legs.end(leg, Outcome.DONE)
+        self._legs.end(leg, outcome)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from disagg.engine.core import Core
 from disagg.engine.handoff.handoff import Handoff
 from disagg.engine.instructions import Counters, Instruction, ToWorkers
@@ -21,13 +23,23 @@ from disagg.engine.now import Now
 from disagg.engine.refusal import refusal
 from disagg.engine.sequences import Sequence
 from disagg.engine.steps import PlanPipeline
-from disagg.messages.legs import AbortLeg, KvEvents, LoadReport, Outcome, ServerState, StartLeg
+from disagg.messages.legs import (
+    AbortLeg,
+    ArenaReport,
+    KvEvents,
+    LoadReport,
+    Outcome,
+    ReceivedFrom,
+    ServerState,
+    StartLeg,
+)
 from disagg.messages.link import LinkHello, LinkMessage
 from disagg.messages.plan import StepResult, WorkerPlan
 from disagg.messages.tiers import TierEvent
 from disagg.messages.transfer import Beat, TransferEvent
 from disagg.offload.instructions import StoreEvent
 from disagg.types.errors import ProtocolError
+from disagg.types.ids import LegKey
 
 LATE_S = 5.0  # beyond a request's deadline, which the router minds first
 
@@ -94,6 +106,14 @@ class Engine:
                 was_last |= stage.drop_choice(leg, abort.choice)
             if was_last:
                 self._legs.abort(leg, "aborted by the router")
+        return self._take()
+
+    def hand_over(self, key: LegKey) -> list[Instruction]:
+        """A router wants this leg to go on elsewhere."""
+        leg = self._legs.get(key)
+        if leg is not None and not leg.ended:
+            for stage in leg.stages:
+                stage.hand_over(leg)
         return self._take()
 
     def end_router(self, router: int, reason: str) -> list[Instruction]:
@@ -299,6 +319,10 @@ class Engine:
         return self.core.tiers is not None and not self.core.tiers.offload.manager.idle
 
     @property
+    def page_tokens(self) -> int:
+        return self.core.facts.memory.page_tokens
+
+    @property
     def max_tokens_in_pool(self) -> int:
         """Tokens that a sequence may come to have when it is alone."""
         return self.core.pool.longest_alone
@@ -306,7 +330,12 @@ class Engine:
     def load(self, state: ServerState) -> LoadReport:
         running, waiting = self.running_and_waiting
         host = None if self.core.tiers is None else self.core.tiers.host_memory()
-        return self.core.pool.load(state, running=running, waiting=waiting, host=host)
+        load = self.core.pool.load(state, running=running, waiting=waiting, host=host)
+        received = tuple(
+            ReceivedFrom(peer, each.payload_bytes, each.transfers, each.failures, each.seconds)
+            for peer, each in self.core.counters.received.items()
+        )
+        return replace(load, arena=ArenaReport(*self.arena_bytes()), received=received)
 
     def parked(self, now_s: float) -> tuple[int, float]:
         """How many sequences gave way and have not gone on, and for how long the longest of them."""

@@ -13,6 +13,9 @@ from disagg.messages.plan import WorkerPlan
 from disagg.messages.tiers import TierCommand
 from disagg.messages.transfer import TransferCommand
 from disagg.offload.instructions import StoreCommand
+from disagg.types.bounded import forget_oldest
+
+MAX_PEERS = 256  # of which it is counted by name what came from them
 
 
 class ToRouter(Struct, frozen=True):
@@ -77,6 +80,16 @@ Instruction = ToStore | ToRouter | ToLink | ToTransfer | ToWorkers | DialLink | 
 
 
 @dataclass(slots=True)
+class FromPeer:
+    """KV that came from one prefill server: transfers that were completed or broke off, and how long the former took."""
+
+    payload_bytes: int = 0
+    transfers: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class Counters:
     """What an engine counts; the server exports it. Sums since the start of this incarnation; observations are drained."""
 
@@ -85,6 +98,7 @@ class Counters:
     decode_tokens: int = 0
     discarded_tokens: int = 0
     recomputed_tokens: int = 0
+    handed_over_tokens: int = 0  # whose KV was kept for another server to go on with
     hit_tokens: int = 0  # in the prefix cache, wherever they were before
     brought_tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # of these, by tier: host, storage
     query_tokens: int = 0
@@ -97,6 +111,7 @@ class Counters:
     aborts: int = 0
     max_steps_after_abort: int = 0
     legs: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by outcome
+    received: dict[str, FromPeer] = field(default_factory=dict)  # by prefill server, of at most MAX_PEERS
     transfer_failures: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
     preemptions: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason: memory, age
     evictions: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # small pages, by layer group
@@ -105,6 +120,14 @@ class Counters:
     )
     stage_seconds: dict[tuple[str, int], float] = field(default_factory=dict)  # by busy or bubble, and pipeline stage
     observations: list[tuple[str, float]] = field(default_factory=list)  # (histogram, seconds)
+
+    def from_peer(self, name: str) -> FromPeer:
+        """To be added to. Of too many peers the one that came first is forgotten."""
+        found = self.received.get(name)
+        if found is None:
+            found = self.received[name] = FromPeer()
+            forget_oldest(self.received, MAX_PEERS)
+        return found
 
     def observe(self, histogram: str, seconds: float) -> None:
         self.observations.append((histogram, seconds))

@@ -37,6 +37,9 @@ class Stage:
     def start(self, leg: Leg, now: Now) -> None:
         """The leg is this stage's from now on."""
 
+    def hand_over(self, leg: Leg) -> None:
+        """The router wants what goes on of it to stop here, and to be kept."""
+
     def drop_choice(self, leg: Leg, choice: int) -> bool:
         """The router wants nothing more of this choice. True if that was the last that the leg was for."""
         return False

@@ -10,7 +10,7 @@ from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Counters, PublishKv
 from disagg.memory.sequence import KvMemory, SequencePages
 from disagg.messages.legs import GroupMemory, HostMemory, KvEvents, LoadReport, MemoryReport, ServerState, StartLeg
-from disagg.scheduler.pipeline import runs_in_flight
+from disagg.scheduler.pipeline import plans_in_flight
 
 Fits = Callable[[EngineFacts, KvMemory, int], bool]
 
@@ -44,7 +44,7 @@ class EnginePool:
             facts.memory.num_large,
             caching=facts.memory.prefix_cache,
             common_late_tokens=common_late_tokens,
-            late_runs=runs_in_flight(facts.pp),
+            late_runs=plans_in_flight(facts.pp),
         )
         self.longest_alone = _longest(facts.model.max_model_len, lambda tokens: fits_alone(facts, self.kv, tokens))
 

@@ -48,8 +48,9 @@ class Sequence:
     promised: int = 0  # tokens that plans so far will have made known
     computed: int = 0
     last_plan: int = -1  # that names it
-    handed_over: bool = False  # a prompt whose KV a decode server has
+    handed_over: bool = False  # a decode server has its KV, or is to have it
     in_transfer: bool = False  # a rank may still write to its pages, or send what they hold
+    stops: bool = False  # no further plan names it: it goes on elsewhere
     recomputes: bool = False  # its pages were reserved for chunks
     joined_tokens: int = 0  # how many it had when it last joined the batch
     shared_tokens: int = 0  # of its first tokens, whose pages others may hold too
@@ -68,8 +69,8 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens that can be scheduled: one while it decodes, more while it is computed, none at its limit."""
-        return self.promised - self.position if self.promised < self.limit else 0
+        """Tokens that can be scheduled: one while it decodes, more while it is computed, none at its limit or when it stops."""
+        return self.promised - self.position if self.promised < self.limit and not self.stops else 0
 
     @property
     def phase(self) -> Phase:

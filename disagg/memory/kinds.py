@@ -26,7 +26,7 @@ from disagg.messages.layout import GroupPages
 class Arrival(Struct, frozen=True):
     """What a transfer brings, and what goes on after it; see `KvMemory.receive`. reuse: begin with what is cached.
 
-    checkpoint: pages for the last checkpoint are taken, too.
+    checkpoint: pages for the last checkpoint are taken, too. moved: it comes from where it ran, which has less of windows.
     """
 
     num_tokens: int
@@ -34,6 +34,7 @@ class Arrival(Struct, frozen=True):
     choices: int
     reuse: bool
     checkpoint: bool
+    moved: bool = False
 
     def extra_pages(self, page_tokens: int) -> int:
         """Pages that the choices will come to need of a group of tokens: spare ones, and copies of a partial page."""

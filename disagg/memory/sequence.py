@@ -121,6 +121,8 @@ class KvMemory:
         choices: int,
         step: int,
         enough: Callable[[], bool] = lambda: True,
+        *,
+        moved: bool = False,
     ) -> SequencePages | None:
         """Pages for num_tokens tokens that will land, less what is cached, and spare ones for what `choices` sequences will
         write after them: spare_tokens each, and copies of a partial page. None if they do not fit now.
@@ -128,18 +130,18 @@ class KvMemory:
         What is cached counts group by group: whatever one of them lacks, the transfer brings. With the pool to itself a
         request is not refused for what is only of use: without spare pages and cached ones, which may lie so that they
         keep whole large pages from others, it gets what it must have. enough: whether what is left when it has its pages
-        is enough for the others.
+        is enough for the others. moved: see Arrival.
         """
         pages = SequencePages(self)
         pages.branch_at(num_tokens)
-        reserved = pages.reserve_landing(hashes, num_tokens, spare_tokens, choices, reuse=self.caching)
+        reserved = pages.reserve_landing(hashes, num_tokens, spare_tokens, choices, reuse=self.caching, moved=moved)
         if not (reserved and enough()):
             pages.close(step)
             if self.allocator.used_large:
                 return None
             pages = SequencePages(self)
             pages.branch_at(num_tokens)
-            if not pages.reserve_landing(hashes, num_tokens, 0, choices, reuse=False):
+            if not pages.reserve_landing(hashes, num_tokens, 0, choices, reuse=False, moved=moved):
                 return None
         self.count_hit(num_tokens, pages.hit_tokens)
         return pages
@@ -276,11 +278,18 @@ class SequencePages:
         return self._memory.can_go_on()
 
     def reserve_landing(
-        self, hashes: Sequence[bytes], num_tokens: int, spare_tokens: int, choices: int, *, reuse: bool
+        self,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        spare_tokens: int,
+        choices: int,
+        *,
+        reuse: bool,
+        moved: bool = False,
     ) -> bool:
         """See `KvMemory.receive`. Sets `wants`. reuse: begin with what is cached."""
         checkpoint = any(kind.lacks_checkpoint(hashes, num_tokens) for kind in self._kinds)
-        arrival = Arrival(num_tokens, spare_tokens, choices, reuse, checkpoint)
+        arrival = Arrival(num_tokens, spare_tokens, choices, reuse, checkpoint, moved)
         wants, needs = zip(*(kind.await_landing(hashes, arrival) for kind in self._kinds), strict=True)
         taken = self._allocator.allocate_all(needs, self._owner)
         if taken is None:

@@ -7,7 +7,7 @@ from disagg.types.arithmetic import ceil_div
 MAX_TOKENS = 1 << 62  # more than any sequence has
 
 # A window's pages are let go when a run has reported: while one is under way and another is planned, so many runs' tokens
-# are held beside the window. It begins and ends within a page. (In pipeline stages, scheduler/pipeline.runs_in_flight.)
+# are held beside the window. It begins and ends within a page. (In pipeline stages, scheduler/pipeline.plans_in_flight.)
 PLANS_IN_FLIGHT = 2
 PARTIAL_PAGES = 2
 

@@ -68,6 +68,8 @@ class WindowPages(FullPages):
 
     def await_landing(self, hashes: Sequence[bytes], arrival: Arrival) -> tuple[int, int]:
         start = window_start(arrival.num_tokens, self._window_tokens, self._page_tokens) // self._page_tokens
+        if arrival.moved:
+            start = window_first(arrival.num_tokens, self._window_tokens, self._page_tokens)
         held = window_pages(self._window_tokens, self._memory.late_runs, self._page_tokens)
         extra = min(arrival.extra_pages(self._page_tokens), arrival.choices * held)
         return self._await(hashes, arrival, start, extra)

@@ -85,6 +85,7 @@ class OpenTransfer(Struct, frozen=True, tag="open_transfer"):
     ucx_tls: str
     ucx_net_devices: str
     kernels: Literal["auto", "triton", "torch"] = "auto"
+    follows_layers: bool = True  # what is sent may still be computed; else plans that it waits for have been
 
     @property
     def staging_bytes(self) -> int:

@@ -24,12 +24,13 @@ class PeerRef(Struct, frozen=True):
 
 
 class ServerState(enum.StrEnum):
-    """The last two are a router's verdicts; a server never says them of itself."""
+    """The last three are a router's verdicts; a server never says them of itself."""
 
     LOADING = "loading"
     READY = "ready"
     NO_PEER = "no-peer"
     DRAINING = "draining"
+    DRAINED = "drained"  # it drains, and nothing is left of what it had
     DEAD = "dead"
     MISMATCH = "mismatch"  # its model's files are not the router's
 
@@ -44,7 +45,9 @@ class StartLeg(Struct, frozen=True):
     of the first token to be produced is len(token_ids) - num_prompt. deadline_s: seconds left. cache_salt: one prefix
     cache per salt. incarnation: of the recipient's workers, as the router knows them; others give the leg back.
     tenant: whose request it is; tenants that wait take turns. Empty: a router that does not say. priority: lower is more urgent,
-    among the tenant's own.
+    among the tenant's own. moves_attempt: not 0 where the recipient has handed this attempt of the request over (`HandOver`):
+    it sends the peer what it keeps of these choices, which have one token beyond token_ids. moved: the peer is such a server.
+    traceparent: W3C trace context that the leg's spans belong to; empty: it is not traced.
     """
 
     key: LegKey
@@ -58,6 +61,9 @@ class StartLeg(Struct, frozen=True):
     incarnation: str = ""
     tenant: str = ""
     priority: int = 0
+    moves_attempt: int = 0
+    moved: bool = False
+    traceparent: str = ""
 
 
 class AbortLeg(Struct, frozen=True):
@@ -71,6 +77,21 @@ class PodGone(Struct, frozen=True):
     """The pod, NAMESPACE/NAME/UID, is known to have ended, with all of its processes."""
 
     pod: str
+
+
+class Drain(Struct, frozen=True):
+    """Take nothing new, or do so again. Only to servers whose hello says that they know it."""
+
+    on: bool
+
+
+class HandOver(Struct, frozen=True):
+    """Stop what goes on of this leg once all of its choices run, and keep their KV for a leg that moves it (`moves_attempt`).
+
+    LegEnd follows, after every token. Unknown keys are ignored. Only to servers whose hello says that they know it.
+    """
+
+    key: LegKey
 
 
 # ---- server -> router
@@ -101,6 +122,7 @@ class Outcome(enum.StrEnum):
     BAD_TRANSFER = "bad_transfer"  # KV arrived that did not match its checksum, or never arrived: try again
     DRAINED = "drained"  # the server is shutting down: try again elsewhere
     GIVEN_BACK = "given_back"  # not started, given back by the prefill server: try again, free of charge
+    HANDED_OVER = "handed_over"  # stopped as the router asked, and kept for another leg to move
 
 
 class TimelineEvent(Struct, frozen=True):
@@ -178,10 +200,33 @@ class MemoryReport(Struct, frozen=True):
     host: HostMemory | None = None
 
 
+class ArenaReport(Struct, frozen=True):
+    """The staging arena of one rank, in bytes. quarantined: a lost peer may still write there."""
+
+    free: int
+    leased: int
+    quarantined: int
+
+
+class ReceivedFrom(Struct, frozen=True):
+    """KV that came from one prefill server since the receiver's workers started. bytes: of all ranks.
+
+    transfers: that were completed; they took `seconds` from the grant on, together. failures: that broke off.
+    """
+
+    peer: str
+    bytes: int
+    transfers: int
+    failures: int
+    seconds: float
+
+
 class LoadReport(Struct, frozen=True):
     """A server's state and load, sent every heartbeat and at each change of state. Pages are large pages (memory/layout).
 
-    memory: None while there is no pool. lost_pods: of lost peers that may still write here, as LinkHello.pod.
+    memory: None while there is no pool. lost_pods: of lost peers that may still write here, as LinkHello.pod. arena: None of a
+    server without an engine, or one that does not say it. received: by prefill server, of a decode server. loop_gap_s: the
+    longest time for which its event loop stood still, in the last one to two minutes.
     """
 
     state: ServerState
@@ -194,6 +239,9 @@ class LoadReport(Struct, frozen=True):
     memory: MemoryReport | None = None
     store: StorageState = StorageState.OFF
     lost_pods: tuple[str, ...] = ()
+    arena: ArenaReport | None = None
+    received: tuple[ReceivedFrom, ...] = ()
+    loop_gap_s: float = 0.0
 
 
 class PrefixGroup(Struct, frozen=True):
@@ -224,7 +272,8 @@ class ServerHello(Struct, frozen=True):
     fingerprint: digest of the KV layout and the weights; only equals are paired. model: the served model's name.
     weights_hash: of what the workers loaded, and files: digests of the small files that were beside it, by name; both empty
     while it loads, and of a server that does not say them. note: what the operator should know, if anything. prefix: None
-    while it loads, and of a server that has no prefix cache or does not say it.
+    while it loads, and of a server that has no prefix cache or does not say it. dp, pp: data-parallel ranks and pipeline
+    stages, of tp worker ranks each. drains: it knows `Drain`. hands_over: it knows `HandOver`, and can send what it kept.
     """
 
     name: str
@@ -243,7 +292,11 @@ class ServerHello(Struct, frozen=True):
     files: dict[str, str] = {}
     note: str = ""
     prefix: PrefixRules | None = None
+    dp: int = 1
+    pp: int = 1
+    drains: bool = False
+    hands_over: bool = False
 
 
-RouterMessage = StartLeg | AbortLeg | PodGone
+RouterMessage = StartLeg | AbortLeg | PodGone | Drain | HandOver
 ServerMessage = LegTokens | LegEnd

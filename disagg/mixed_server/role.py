@@ -39,7 +39,6 @@ MIXED = ServerRole(
     role=Role.MIXED,
     engine=mixed_engine,
     data_parallel=mixed_engines,
-    dials=False,
     receives=False,
     sends=False,
     small_steps=True,

@@ -27,6 +27,7 @@ from disagg.models.ranks import Ranks
 from disagg.models.stage_links import StageLinks
 from disagg.models.states import PagedStates, active_states
 
+HOPPER = 9  # its compute capability
 logger = logging.getLogger(__name__)
 
 
@@ -62,6 +63,7 @@ class PagedModel:
             not group.is_state and any(offer.capabilities.captured for offer in backends[index].prefill)
             for index, group in enumerate(self.groups)
         )
+        self._one_prefill_backend = all(chosen.prefill[0].capabilities.captured for chosen in backends.values())
         self._backends = {index: chosen.make() for index, chosen in backends.items()}
         for index, chosen in backends.items():
             logger.info("attention of layer group %s: %s", self.groups[index].name, chosen.describe())
@@ -180,6 +182,11 @@ class PagedModel:
         return self._prefill_may_be_captured
 
     @property
+    def chunks_are_captured_as_launched(self) -> bool:
+        """Whether the backend that a captured chunk has is that of any other chunk, however long."""
+        return self._one_prefill_backend
+
+    @property
     def writing_layers(self) -> tuple[int, ...]:
         """Layers that have K and V of their own, in rising order."""
         return tuple(sorted(layer for layer, slot in self._loaded.places.attention.items() if slot.writes))
@@ -240,6 +247,7 @@ def asks_of(places: LayerPlaces, device: torch.device) -> dict[int, tuple[Ask, .
                 window=group.window > 0,
                 softcap=any(option.get("softcap") is not None for option in options),
                 sinks=any(option.get("s_aux") is not None for option in options),
+                hopper=device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER,
             )
             for phase in Phase
         )

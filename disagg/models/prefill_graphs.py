@@ -3,8 +3,8 @@
     batch of n rows ──> the smallest captured size that holds it; rows behind its own are of no sequence, and write nothing
         host: one copy of all its integers ──> the tensors that every graph reads ──> replay ──> logits of sampled rows
 
-Attention is that of the backend whose tiles (which rows, behind how many tokens) are on the device. It is slower than others
-after long contexts, where the GPU is busy for longer than Python: those are launched kernel by kernel.
+Attention is that of the backend whose tiles (which rows, behind how many tokens) are on the device. Where another one is faster
+after long contexts, the GPU is busy for longer there than Python: those are launched kernel by kernel.
 
 Knows a model and a pool; nothing of plans or samplers.
 """
@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 SIZES = (64, 128, 256, 384, 512, 768)  # rows; above, the GPU takes longer than Python
 SILENT_SIZES = (512, 768)  # also captured without the output layer, for chunks that no token is sampled from
 MOST_RUNS = 8  # of a captured batch
-MOST_TOKENS = 8192 + 512  # of a run with its context
+MOST_TOKENS = 8192 + 512  # of a run with its context, where another backend is faster behind more
+MOST_TOKENS_ALIKE = 65536 + 512  # where none is: what all runs' tables of pages take, which each step copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class PrefillGraphs:
         self._model = model
         self._pool = pool
         self._views = [view for view in pool.views if isinstance(view, AttentionPages)]
-        longest = min(MOST_TOKENS, model.max_model_len)
+        most = MOST_TOKENS_ALIKE if model.chunks_are_captured_as_launched else MOST_TOKENS
+        self._longest = longest = min(most, model.max_model_len)
         rows = SIZES[-1]
         shapes: list[tuple[int, ...]] = [(rows,), (rows,), (rows,), (MOST_RUNS,)]
         for view in self._views:
@@ -126,7 +128,7 @@ class PrefillGraphs:
             and batch.carried is None
             and batch.num_rows <= SIZES[-1]
             and len(batch.prefills) <= MOST_RUNS
-            and all(run.total_tokens <= MOST_TOKENS for run in batch.prefills)
+            and all(run.total_tokens <= self._longest for run in batch.prefills)
         )
 
     @torch.inference_mode()

@@ -24,7 +24,6 @@ def prefill_engine(facts: EngineFacts) -> Engine:
 PREFILL = ServerRole(
     role=Role.PREFILL,
     engine=prefill_engine,
-    dials=False,
     receives=False,
     sends=True,
     small_steps=False,

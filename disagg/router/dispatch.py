@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from disagg.config.tree import RouterConfig
 from disagg.discovery.choice import discovery_of
 from disagg.messages.legs import LegEnd, LegTokens, Outcome, PrefixRules, ServerMessage, TimelineEvent
 from disagg.router.acceptance import Accepted
+from disagg.router.alarms import Recent
 from disagg.router.choice_text import ChoiceText
 from disagg.router.dial import dial_server
 from disagg.router.events import (
@@ -41,6 +42,7 @@ from disagg.router.events import (
     ServerLost,
     ShutDown,
     StopFound,
+    TargetSeen,
     TokensCame,
     VerdictTimeout,
 )
@@ -48,13 +50,15 @@ from disagg.router.fleet import Fleet
 from disagg.router.live import Live
 from disagg.router.metrics import RouterMetrics
 from disagg.router.outstanding import Outstanding, Stage, call_may_go, tenant_may_go
-from disagg.router.placement import pick_pair
+from disagg.router.placement import pick_pair, pick_target
 from disagg.router.places import Places, queue_cost
 from disagg.router.policies import Policy
+from disagg.router.request_spans import Ended, request_spans
 from disagg.router.requests import Finished
 from disagg.router.streams import Caller
 from disagg.router.timelines import Timelines
 from disagg.router.view import NoPair, NoPairReason, Pair, Work
+from disagg.telemetry.traces import Traces
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import (
     Cancelled,
@@ -80,6 +84,7 @@ _OUTCOMES: tuple[tuple[type[DisaggError], str], ...] = (
 )
 
 
+MOVES_AT_ONCE = 8  # answers that stand still, of each server that drains
 CHUNK = "chunk"  # of a prompt, in what servers say of a leg's time
 
 
@@ -111,6 +116,9 @@ class Dispatch:
         self.places: Places[Live] = Places(config.max_inflight, config.max_queued, config.tenant_share)
         self.replays: deque[Live] = deque()  # for a server; they have a place
         self.timelines = Timelines()
+        self.recent = Recent()
+        self.traces = Traces()
+        self._model = caller.model
         self._name = caller.name
         self._clock = caller.clock
         self._policy = policy
@@ -132,6 +140,11 @@ class Dispatch:
         self.places.waiting.append(asked.tenant, live, cost, asked.priority)
         self._after(live, max(0.0, asked.deadline_s - self._clock()), DeadlinePassed())
         self._pump_soon()
+
+    def note_outcome(self, outcome: str) -> None:
+        """Of a request that ended, or was not begun."""
+        self._metrics.requests.labels(outcome=outcome).inc()
+        self.recent.note(outcome, self._clock())
 
     def check_room(self, tenant: str) -> None:
         """Raises Overloaded where no more may wait."""
@@ -168,6 +181,7 @@ class Dispatch:
     def _pump(self) -> None:
         """Gives pairs to those that wait: replays, oldest first; then new ones, tenants in turns, which need a place too."""
         self._pump_handle = None
+        self._move_what_drains()
         for live in tuple(self.replays):
             found = self._pick(live)
             if isinstance(found, Pair):
@@ -189,6 +203,23 @@ class Dispatch:
             elif self._no_pair_yet(live, found):
                 break
 
+    def _move_what_drains(self) -> None:
+        """Asks decode servers that drain to hand over what can go on elsewhere: what has not begun to answer at once, since that
+        moves when it does; of the rest so much at once that nobody stands still for long.
+        """
+        view = self.fleet.view()
+        sources = {server.peer_ref for server in view.servers if server.hands_over}
+        if not sources:
+            return
+        stopping = Counter(live.machine.stopping for live in self.live.values())
+        for live in list(self.live.values()):
+            machine, source = live.machine, live.machine.movable
+            if source not in sources or (machine.answers and stopping[source.name] >= MOVES_AT_ONCE):
+                continue
+            if pick_target(view, machine.facts, self._policy, source) is not None:
+                self.drive(live, TargetSeen())
+                stopping[source.name] += machine.answers
+
     def _call_may_go(self, live: Live, prefills: int) -> bool:
         call = live.machine.asked.call
         return not call or call_may_go(self.outstanding.of_call(call, Work.PREFILL), live.machine.params.n, prefills)
@@ -207,9 +238,13 @@ class Dispatch:
         return found.reason in (NoPairReason.LOADING, NoPairReason.EMPTY_POOL)
 
     def _pick(self, live: Live) -> Pair | NoPair:
-        wish = live.wish
+        wish, view = live.wish, self.fleet.view()
+        if wish is not None and wish.source is not None:
+            target = pick_target(view, live.machine.facts, self._policy, wish.source)
+            if target is not None:
+                return target
         return pick_pair(
-            self.fleet.view(),
+            view,
             live.machine.facts,
             self._policy,
             prefer_decode=wish.prefer_decode if wish is not None else None,
@@ -261,8 +296,11 @@ class Dispatch:
     def drive(self, live: Live, event: Event) -> None:
         if live.machine.phase is Phase.WAITING and isinstance(event, DeadlinePassed):
             self._explain_wait(live)
+        stopping = live.machine.stopping
         for instruction in live.machine.handle(event):
             self._do(live, instruction)
+        if stopping and not live.machine.stopping:
+            self._pump_soon()  # another one may be moved
         if live.machine.phase is Phase.ENDED:
             return
         done = live.account.end([work for work in live.account.works if not live.machine.busy(work)])
@@ -312,13 +350,15 @@ class Dispatch:
     def _attempted(self, live: Live, attempted: Attempted) -> None:
         pair = attempted.pair
         live.attempt_unix_s = time.time()
-        to_compute = max(1, attempted.prefill_tokens - pair.hit_tokens)
         self._metrics.expected_hits.inc(pair.hit_tokens)
         self._metrics.attempts.labels(cause=attempted.cause).inc()
-        live.account.begin(
-            Stage(pair.prefill.name, Work.PREFILL, to_compute, attempted.choices, pair.pages),
-            Stage(pair.decode.name, Work.DECODE, attempted.choices, attempted.choices),
-        )
+        stages = [Stage(pair.decode.name, Work.DECODE, attempted.choices, attempted.choices)]
+        if not pair.moves:
+            to_compute = max(1, attempted.prefill_tokens - pair.hit_tokens)
+            stages.append(Stage(pair.prefill.name, Work.PREFILL, to_compute, attempted.choices, pair.pages))
+            if attempted.attempt > 1:
+                self._metrics.replayed_tokens.inc(attempted.prefill_tokens)
+        live.account.begin(*stages)
         logger.log(
             logging.DEBUG if attempted.attempt == 1 else logging.INFO,
             "attempt %d (%s): on %s",
@@ -329,7 +369,8 @@ class Dispatch:
         )
 
     def _need_pair(self, live: Live, need: NeedPair) -> None:
-        logger.warning("to be run again (%s): %s", need.cause, need.reason, extra=live.log)
+        level, what = (logging.INFO, "to go on elsewhere") if need.source else (logging.WARNING, "to be run again")
+        logger.log(level, "%s (%s): %s", what, need.cause, need.reason, extra=live.log)
         live.note_attempt(need.cause, time.time())
         live.account.end(Work)
         live.wish = need
@@ -360,6 +401,9 @@ class Dispatch:
         delta = text.push(accepted)
         if delta is not None:
             live.mailbox.put(delta)
+            if delta.finish is not None:
+                self._metrics.choices.labels(reason=delta.finish.value).inc()
+                live.finish_reasons.append(delta.finish.value)
             if live.mailbox.overfull is not None:
                 # Not at once: what the machine has just said is still being done.
                 asyncio.get_running_loop().call_soon(self.drive, live, ShutDown(live.mailbox.overfull))
@@ -378,6 +422,8 @@ class Dispatch:
         outcome = "ok" if isinstance(end, Finished) else outcome_of(end)
         if isinstance(end, DisaggError):
             live.note_attempt(outcome, time.time())
+            reason = "abort" if isinstance(end, Cancelled) else "error"
+            self._metrics.choices.labels(reason=reason).inc(len(machine.table.unfinished()))
         for timer in live.timers:
             timer.cancel()
         live.account.end(Work)
@@ -389,6 +435,7 @@ class Dispatch:
         del self.live[machine.request_id]
         self.timelines.keep(machine.request_id, live.events)
         self._count_end(live, outcome, now_s)
+        self._trace(live, outcome, end)
         logger.info(
             "request ended: %s after %.3f s, %d tokens, %d attempts%s",
             outcome,
@@ -403,12 +450,33 @@ class Dispatch:
         self._owner.request_ended()
         self._pump_soon()
 
+    def _trace(self, live: Live, outcome: str, end: Finished | DisaggError) -> None:
+        machine = live.machine
+        trace = machine.asked.trace
+        if trace is None:
+            return
+        failed = isinstance(end, DisaggError) and not isinstance(end, Cancelled)
+        ended = Ended(
+            asked=machine.asked,
+            model=self._model,
+            arrived_unix_s=live.arrived_unix_s,
+            ended_unix_s=time.time(),
+            output_tokens=live.num_tokens,
+            cached_tokens=machine.cached_tokens,
+            attempts=machine.attempts_counted,
+            finish_reasons=tuple(live.finish_reasons),
+            timeline=tuple(live.timeline),
+            outcome=outcome,
+            error=str(end) if failed else "",
+        )
+        self.traces.put(request_spans(ended, trace))
+
     def _count_end(self, live: Live, outcome: str, now_s: float) -> None:
         tallies = live.machine.table.tallies
         self._metrics.duplicates.inc(tallies.duplicates)
         self._metrics.stale.inc(tallies.stale)
         self._metrics.contradictions.inc(tallies.contradictions)
-        self._metrics.requests.labels(outcome=outcome).inc()
+        self.note_outcome(outcome)
         self._metrics.whole_s.observe(now_s - live.arrived_s)
         if live.began:
             silences_s = [live.longest_silence_s, *(now_s - last_s for last_s in live.heard_s.values())]

@@ -59,6 +59,10 @@ class StopFound(Struct, frozen=True):
     choice: int
 
 
+class TargetSeen(Struct, frozen=True):
+    """The decode server drains, and there is another one on which the request can go on."""
+
+
 class VerdictTimeout(Struct, frozen=True):
     """trunk: of the leg whose timer it was."""
 
@@ -91,6 +95,7 @@ Event = (
     | LegEnded
     | ServerLost
     | StopFound
+    | TargetSeen
     | VerdictTimeout
     | LingerTimeout
     | DeadlinePassed
@@ -103,13 +108,16 @@ Event = (
 
 
 class NeedPair(Struct, frozen=True):
-    """Pick a pair, not before `delay_s`; `prefer_decode` and `avoid` are wishes."""
+    """Pick a pair, not before `delay_s`; `prefer_decode` and `avoid` are wishes. source: who keeps the request's KV, having
+    handed it over: where there is a server that it can go on at, it is not computed again.
+    """
 
     prefer_decode: PeerRef | None
     avoid: frozenset[str]
     delay_s: float
     cause: str
     reason: str
+    source: PeerRef | None = None
 
 
 class Attempted(Struct, frozen=True):

@@ -14,6 +14,7 @@ from disagg.router.requests import ChoiceDelta, Finished, GenerateRequest, Start
 from disagg.router.service import Router
 from disagg.router.tenants import TENANT_HEADER, tenant_of
 from disagg.types.errors import DisaggError
+from disagg.types.trace_context import MAX_CHARS
 from disagg.wire import pb
 from disagg.wire.entry import owner_of_call
 from disagg.wire.inference import (
@@ -44,7 +45,7 @@ class InferenceService(InferenceServicer):
         self, request: pb.inference.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.inference.GenerateResponse]:
         try:
-            updates = self._router.generate(self._asked(request, _tenant(context), context.time_remaining()))
+            updates = self._router.generate(self._asked(request, context))
             async with aclosing(updates):
                 async for update in updates:
                     yield _to_proto(update)
@@ -54,14 +55,16 @@ class InferenceService(InferenceServicer):
         del request  # see abort_with
         await abort_with(context, failure)
 
-    def _asked(self, request: pb.inference.GenerateRequest, tenant: str, left_s: float | None) -> GenerateRequest:
-        """left_s: until the call's own deadline. Raises InvalidRequest, which counts as a request that was refused."""
+    def _asked(self, request: pb.inference.GenerateRequest, context: Context) -> GenerateRequest:
+        """Raises InvalidRequest, which counts as a request that was refused."""
         try:
             fields = generate_request_from_proto(request, self._router.limits.max_tokens)
         except DisaggError as error:
             self._router.note_refused(error, request.request_id)
             raise
-        asked = GenerateRequest(**fields, tenant=tenant, owner=owner_of_call())
+        trace = _traceparent(context)
+        asked = GenerateRequest(**fields, tenant=_tenant(context), owner=owner_of_call(), traceparent=trace)
+        left_s = context.time_remaining()  # until the call's own deadline
         if left_s is None or not math.isfinite(left_s):
             return asked
         deadline_s = max(0.001, left_s)
@@ -104,6 +107,12 @@ class InferenceService(InferenceServicer):
             # Unknown and not the caller's look the same, so that nobody can try ids out.
             await context.abort(grpc.StatusCode.NOT_FOUND, "no request of this id and abort_token runs here")
         await abort_with(context, failure)
+
+
+def _traceparent(context: Context) -> str:
+    said = (value for name, value in context.invocation_metadata() or () if name == "traceparent")
+    first = next(said, "")
+    return first[:MAX_CHARS] if isinstance(first, str) else ""
 
 
 def _tenant(context: Context) -> str:

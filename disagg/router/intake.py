@@ -74,6 +74,8 @@ class Intake:
         room = longest - len(prompt)
         seed = secrets.randbits(64) if request.seed is None else request.seed
         params = replace(request.params, seed=seed)
+        if request.max_tokens_unasked and params.max_tokens > room:
+            params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
         checked = replace(params, max_tokens=room) if params.max_tokens == 0 else params
         checked.validate(self.tokenizer.vocab_size)
         if checked.max_tokens > room:

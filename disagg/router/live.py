@@ -48,6 +48,7 @@ class Live:
         self.longest_silence_s = 0.0  # of any choice, from one message with tokens of it to the next
         self.timeline: list[TimelineEvent] = []
         self.attempt_unix_s = 0.0
+        self.finish_reasons: list[str] = []  # of choices that have ended, in that order
 
     @property
     def log(self) -> dict[str, str]:

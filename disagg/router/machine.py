@@ -14,6 +14,8 @@ An *attempt* sends its legs to one pair, one leg per trunk (see `LegKey`). Rules
   prefix cache, and shortens the next transfer.
 - Once a token is accepted, only servers with the weights that gave it may give the rest.
 - What prefill gave back unstarted does not count as an attempt.
+- Where decode drains, its legs are asked to stop, and when all have, the next attempt *moves* them: the server that has the KV
+  takes prefill's part in it, and the last token that it said that of the first token. It does not count as an attempt.
 - A request that was present when two worker groups died is poison: it is not tried a third time.
 """
 
@@ -22,11 +24,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 
-from msgspec import Struct
 from msgspec.structs import replace
 
-from disagg.messages.legs import AbortLeg, Outcome, PeerRef, StartLeg, TimelineEvent
+from disagg.messages.legs import AbortLeg, HandOver, Outcome, PeerRef, TimelineEvent
 from disagg.router.acceptance import AcceptanceTable, Accepted, Dropped
+from disagg.router.attempt import GIVEN_BACK_PAUSE_S, PEER_LOST_PAUSE_S, AttemptLeg, Bounds, legs_of, pause_s
 from disagg.router.events import (
     ArmLingerTimer,
     ArmVerdictTimer,
@@ -48,6 +50,7 @@ from disagg.router.events import (
     ServerLost,
     ShutDown,
     StopFound,
+    TargetSeen,
     TokensCame,
     VerdictTimeout,
 )
@@ -64,40 +67,7 @@ from disagg.types.errors import (
 )
 from disagg.types.ids import FinishReason, LegKey
 
-GIVEN_BACK_PAUSE_S = 0.05  # doubled each time, up to:
-PEER_LOST_PAUSE_S = (
-    0.5  # doubled each time: whoever broke a link learns meanwhile that its workers are lost, and says so
-)
-MAX_PAUSE_S = 1.0
-
-
-class _Leg:
-    """One trunk of the current attempt. An outcome is None while the server owes it; LOST when it will never say it."""
-
-    __slots__ = ("choices", "decode_ended", "decode_spoke", "key", "prefill_ended", "prefill_failed", "verdict_armed")
-
-    def __init__(self, key: LegKey, choices: tuple[int, ...]) -> None:
-        self.key = key
-        self.choices = choices
-        self.prefill_ended = False
-        self.prefill_failed = False
-        self.decode_ended = False
-        self.decode_spoke = False
-        self.verdict_armed = False
-
-
 _STAY_ON_DECODE = frozenset({Outcome.PEER_LOST, Outcome.BAD_TRANSFER})
-
-
-class Bounds(Struct, frozen=True, kw_only=True):
-    """The same for all requests of a router. max_total_tokens: the model's context. verdict_s: for decode's verdict once
-    prefill has failed. linger_s: for the servers' last words once all tokens are there.
-    """
-
-    max_total_tokens: int
-    max_attempts: int
-    verdict_s: float
-    linger_s: float
 
 
 class RequestMachine:
@@ -117,14 +87,36 @@ class RequestMachine:
         self.table = AcceptanceTable(asked.params.n)
         self.error: DisaggError | None = None
         self._bounds = bounds
-        self._legs: dict[LegKey, _Leg] = {}
+        self._legs: dict[LegKey, AttemptLeg] = {}
         self._crashes: set[tuple[str, str]] = set()
         self._landed_at: PeerRef | None = None  # the decode server that has part of the KV, from an attempt before
         self._cause = "first"
         self._waiting_for = "it was not dispatched yet"
         self._given_back = False
+        self._asked_to_stop = False  # decode, of all legs of the attempt
 
     # ---- what others may ask
+
+    @property
+    def movable(self) -> PeerRef | None:
+        """The decode server that could be asked to hand the request over, and was not."""
+        if self.phase is not Phase.RUNNING or self.pair is None or self.pair.whole or self._asked_to_stop:
+            return None
+        return self.pair.decode
+
+    @property
+    def answers(self) -> bool:
+        """Decode has begun to speak of everything."""
+        return self.phase is Phase.RUNNING and all(leg.decode_spoke for leg in self._legs.values())
+
+    @property
+    def stopping(self) -> str:
+        """The server whose answer stands still, or soon will, until it goes on elsewhere; empty if none does."""
+        if self.phase is not Phase.RUNNING or self.pair is None:
+            return ""
+        if self.pair.moves and not self.answers:
+            return self.pair.prefill.name
+        return self.pair.decode.name if self._asked_to_stop and self.answers else ""
 
     @property
     def facts(self) -> RequestFacts:
@@ -162,38 +154,16 @@ class RequestMachine:
         self.attempt += 1
         self.attempts_counted += 1
         self.pair = pair
-        self._given_back = False
+        self._given_back = self._asked_to_stop = False
         if self.params.max_tokens == 0:
             room = min(pair.max_total_tokens, self._bounds.max_total_tokens) - len(self.prompt_token_ids)
             self.params = replace(self.params, max_tokens=room, min_tokens=min(self.params.min_tokens, room))
         self.table.begin(self.attempt)
-        trunks: dict[tuple[int, ...], list[int]] = {}
-        for choice in self.table.unfinished():
-            trunks.setdefault(self.table.token_ids(choice), []).append(choice)
-        self._legs = {}
-        sends: list[Instruction] = []
-        prefill_tokens = 0
-        for trunk, (outputs, choices) in enumerate(trunks.items()):
-            key = LegKey(self.request_id, self.attempt, trunk)
-            self._legs[key] = _Leg(key, tuple(choices))
-            prefill_tokens += len(self.prompt_token_ids) + len(outputs)
-            for server, peer in ((pair.prefill, pair.decode), (pair.decode, pair.prefill))[: len(pair.servers)]:
-                leg = StartLeg(
-                    key=key,
-                    token_ids=self.prompt_token_ids + outputs,
-                    num_prompt=len(self.prompt_token_ids),
-                    params=self.params,
-                    choices=tuple(choices),
-                    peer=peer,
-                    deadline_s=max(0.001, self.asked.deadline_s - event.now_s),
-                    cache_salt=self.asked.cache_salt,
-                    incarnation=server.incarnation,
-                    tenant=self.asked.tenant,
-                    priority=self.asked.priority,
-                )
-                sends.append(Send(server.name, leg))
+        self._legs, sends = legs_of(self.asked, self.params, pair, self.table, self.attempt, event.now_s)
+        lengths = {start.key: len(start.token_ids) for _, start in sends}
+        prefill_tokens = 0 if pair.moves else sum(lengths.values())
         begun = Attempted(self.attempt, pair, self._cause, prefill_tokens, len(self.table.unfinished()))
-        return [begun, *sends]
+        return [begun, *(Send(server, start) for server, start in sends)]
 
     def _no_pair(self, event: NoPairFound) -> list[Instruction]:
         no_pair = event.no_pair
@@ -257,12 +227,36 @@ class RequestMachine:
             return self._await_verdicts()
         if all(self.table.finished(choice) is not None for choice in leg.choices):
             return []
+        if end.outcome is Outcome.HANDED_OVER and self._asked_to_stop:
+            leg.handed_over = True
+            return self._move_if_stopped()
         if end.outcome is Outcome.REFUSED:
             return self._fail(InvalidRequest(end.reason))
         if end.outcome is Outcome.DONE:
             return self._replay("incomplete", f"{event.server} ended the leg before all its tokens were here")
         landed_at = self.pair.decode if end.outcome in _STAY_ON_DECODE else None
         return self._replay(end.outcome.value, f"{event.server}: {end.reason}", landed_at=landed_at)
+
+    def _target_seen(self, event: TargetSeen) -> list[Instruction]:
+        source = self.movable
+        if source is None:
+            return []
+        self._asked_to_stop = True
+        return [Send(source.name, HandOver(leg.key)) for leg in self._legs.values() if not leg.decode_ended]
+
+    def _move_if_stopped(self) -> list[Instruction]:
+        """Everything that is not finished stands still at decode: the next attempt goes on from there."""
+        assert self.pair is not None
+        if any(self._goes_on(leg) and not leg.handed_over for leg in self._legs.values()):
+            return []
+        if not all(self.table.token_ids(choice) for choice in self.table.unfinished()):
+            return self._replay("incomplete", f"{self.pair.decode.name} handed over what had not begun")
+        self.attempts_counted -= 1
+        source = self.pair.decode
+        return [*self._abort_all(), self._wait_again("moved", f"{source.name} drains", source=source)]
+
+    def _goes_on(self, leg: AttemptLeg) -> bool:
+        return any(self.table.finished(choice) is None for choice in leg.choices)
 
     def _server_lost(self, event: ServerLost) -> list[Instruction]:
         prefill_hit, decode_hit = self._note_loss(event)
@@ -277,7 +271,7 @@ class RequestMachine:
             leg.verdict_armed = True
         return [ArmVerdictTimer(self.attempt, self._bounds.verdict_s, leg.key.trunk) for leg in owing]
 
-    def _verdict_owed(self, leg: _Leg) -> bool:
+    def _verdict_owed(self, leg: AttemptLeg) -> bool:
         return (
             leg.prefill_failed
             and not (leg.decode_spoke or leg.decode_ended)
@@ -314,9 +308,9 @@ class RequestMachine:
         delay_s = 0.0
         if cause == Outcome.PEER_LOST.value:
             # The same pair may look well still: one loss would take an attempt for each link that is dialled to the dead.
-            delay_s = min(MAX_PAUSE_S, PEER_LOST_PAUSE_S * 2 ** min(10, self.attempts_counted - 1))
+            delay_s = pause_s(PEER_LOST_PAUSE_S, self.attempts_counted - 1)
         if self._given_back:
-            delay_s = min(MAX_PAUSE_S, GIVEN_BACK_PAUSE_S * 2 ** min(10, self.attempt - self.attempts_counted))
+            delay_s = pause_s(GIVEN_BACK_PAUSE_S, self.attempt - self.attempts_counted)
             self.attempts_counted -= 1
             cause = Outcome.GIVEN_BACK.value
         if len(self._crashes) >= 2:
@@ -326,12 +320,18 @@ class RequestMachine:
         if self.attempts_counted >= self._bounds.max_attempts:
             message = f"the request was tried {self.attempts_counted} times and did not finish; at last: {reason}"
             return aborts + self._fail(RequestFailed(message))
+        self._landed_at = landed_at
+        return [*aborts, self._wait_again(cause, reason, delay_s)]
+
+    def _wait_again(self, cause: str, reason: str, delay_s: float = 0.0, source: PeerRef | None = None) -> Instruction:
+        assert self.pair is not None
         self.phase = Phase.WAITING
         self._cause = cause
         self._waiting_for = reason
-        self._landed_at = landed_at
-        avoid = frozenset(ref.name for ref in (self.pair.prefill, self.pair.decode) if ref != landed_at)
-        return [*aborts, NeedPair(landed_at, avoid, delay_s, cause, reason)]
+        if source is not None:
+            return NeedPair(None, frozenset((source.name,)), delay_s, cause, reason, source)
+        avoid = frozenset(ref.name for ref in (self.pair.prefill, self.pair.decode) if ref != self._landed_at)
+        return NeedPair(self._landed_at, avoid, delay_s, cause, reason)
 
     def _closing_if_finished(self) -> list[Instruction]:
         if self.table.unfinished():
@@ -405,7 +405,7 @@ class RequestMachine:
         self.error = error
         return [*aborts, Fail(error)]
 
-    def _abort(self, leg: _Leg) -> list[Instruction]:
+    def _abort(self, leg: AttemptLeg) -> list[Instruction]:
         """Ends the leg on its servers, as far as they have not said its end. The answer may still come, or not."""
         assert self.pair is not None
         sides = zip(
@@ -421,7 +421,7 @@ class RequestMachine:
     def _record(self, event: LegEnded) -> None:
         self.timeline.extend(replace(entry, name=f"{event.server}/{entry.name}") for entry in event.end.timeline)
 
-    def _note_end(self, event: LegEnded) -> _Leg | None:
+    def _note_end(self, event: LegEnded) -> AttemptLeg | None:
         """Records a leg's last word; the leg, unless it is not ours or had ended."""
         self._record(event)
         leg = self._legs.get(event.end.key)
@@ -471,6 +471,7 @@ _ROWS: Mapping[tuple[Phase, type[Event]], Callable[..., list[Instruction]]] = {
     (Phase.RUNNING, LegEnded): _M._leg_ended,
     (Phase.RUNNING, ServerLost): _M._server_lost,
     (Phase.RUNNING, StopFound): _M._stop_found,
+    (Phase.RUNNING, TargetSeen): _M._target_seen,
     (Phase.RUNNING, VerdictTimeout): _M._verdict_timeout,
     (Phase.RUNNING, LingerTimeout): _M._ignore,
     (Phase.RUNNING, DeadlinePassed): _M._deadline,

@@ -20,6 +20,7 @@ from disagg.router.grpc_service import InferenceService
 from disagg.router.metrics import GrpcMetrics
 from disagg.router.service import Router
 from disagg.telemetry.listening import why_not_listen
+from disagg.telemetry.traces import open_traces
 from disagg.text.model_files import ModelFiles
 from disagg.text.tokenizer import Tokenizer
 from disagg.text.tokenizer_trial import try_out
@@ -96,6 +97,8 @@ async def run_router(
     tokenizer = await asyncio.to_thread(Tokenizer.of, files, facts.vocab_size)
     if tokenizer.beyond_vocab:
         logger.warning("%s", beyond_vocab(tokenizer))
+    tracing = config.tracing
+    traces = open_traces(tracing.otlp_endpoint, tracing.sample_ratio, registry, config.router.name or "router")
     router = Router(
         config,
         tokenizer,
@@ -103,6 +106,7 @@ async def run_router(
         max_model_len=max_model_len(config.model, facts),
         registry=registry,
         files=files.digests(),
+        traces=traces,
     )
     server = _grpc_server(config, router, registry, gate)
     health = Health(server, (INFERENCE,))

@@ -76,7 +76,17 @@ class RouterMetrics:
         self.attempts = Counter(
             "disagg_router_attempts", "Dispatches, by what made them necessary", ["cause"], registry=registry
         )
+        self.replayed_tokens = Counter(
+            "disagg_router_replayed_tokens",
+            "Tokens that prefill servers were given once more because a request was run again; what moves is not among them",
+            registry=registry,
+        )
         self.requests = Counter("disagg_router_requests", "Requests that ended, by how", ["outcome"], registry=registry)
+        self.choices = Counter(
+            "disagg_router_choices", "Choices of accepted requests that ended, by why", ["reason"], registry=registry
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self.choices.labels(reason)
         self.messages = Counter(
             "disagg_router_server_messages", "Messages about legs from servers", ["server"], registry=registry
         )

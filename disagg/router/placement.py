@@ -53,6 +53,24 @@ def pick_pair(
     )
 
 
+def pick_target(view: ClusterView, facts: RequestFacts, policy: Policy, source: PeerRef) -> Pair | None:
+    """Where what goes on at `source`, a decode server that drains, can go on: the best other decode server that fits it."""
+    sources = [s for s in view.servers if s.hands_over and s.peer_ref == source]
+    if not sources:
+        return None
+    (at,) = sources
+    targets = [
+        server
+        for server in view.of_role(Role.DECODE)
+        if server.usable and server.alike(at) and server.name != source.name and facts.total_tokens <= _limit(server)
+    ]
+    if not targets:
+        return None
+    wanted = _Wanted(facts, policy, None, ())
+    _, target = _least(wanted.asked(targets, None), wanted.decode_rank)
+    return Pair(source, target.peer_ref, _limit(target), weights=at.weights, moves=True)
+
+
 class _Wanted(Struct, frozen=True):
     """What `pick_pair` is asked."""
 

@@ -11,12 +11,15 @@ from disagg.messages.legs import TimelineEvent
 from disagg.router.prefixes import NO_PAGES, PromptPages
 from disagg.types.ids import FinishReason
 from disagg.types.sampling import SamplingParams
+from disagg.types.trace_context import TraceContext
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
     """One prompt with its parameters. prompt: text, or token ids taken as they are.
 
-    params.max_tokens 0 means "as many as fit". seed None: the router draws one. deadline_s None: the configured one.
+    params.max_tokens 0 means "as many as fit". max_tokens_unasked: the client named no such number, and params.max_tokens is what
+    its interface then gives; where fewer fit, it is as many as fit. seed None: the router draws one. deadline_s None: the
+    configured one.
     tenant: who asks, as far as a face can tell (router/tenants): those that wait take turns. priority: lower is more urgent,
     among the tenant's own.
     owner: the tenant whose key was shown, where keys are asked for: what is cached for it is found by nobody else.
@@ -24,12 +27,15 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     prompt_name: what the client calls the prompt, for errors: `prompt[3]` of a call with several.
     call: which call it is part of, of those with several prompts; empty: it is a call by itself.
     too_large: why the face could not hold the answer, if it could not: said once everything else is in order.
+    traceparent: which trace it is part of, as its client says (W3C); nonsense is as good as nothing. operation: what it is, as
+    OpenTelemetry's GenAI conventions name it.
     add_special_tokens: whether the tokenizer adds BOS and the like to a text prompt (a rendered chat has them already).
     """
 
     model: str
     prompt: str | tuple[int, ...]
     params: SamplingParams
+    max_tokens_unasked: bool = False
     seed: int | None = None
     deadline_s: float | None = None
     cache_salt: str = ""
@@ -41,6 +47,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     call: str = ""
     too_large: str = ""
     priority: int = 0
+    traceparent: str = ""
+    operation: str = "text_completion"
 
     @property
     def the_prompt(self) -> str:
@@ -57,7 +65,7 @@ class Asked(Struct, frozen=True, kw_only=True):
 
     deadline_s: on the clock of the events' now_s; limit_s: how long after its arrival that is. prompt_name, call,
     priority: as in GenerateRequest. serial: which request of this router it is, from 0. pages: names of the prompt's pages, if
-    they are of use.
+    they are of use. trace: its own span, if it is traced; client_traceparent, operation: as in GenerateRequest.
     """
 
     request_id: str
@@ -72,6 +80,9 @@ class Asked(Struct, frozen=True, kw_only=True):
     serial: int = 0
     priority: int = 0
     pages: PromptPages = NO_PAGES
+    trace: TraceContext | None = None
+    client_traceparent: str = ""
+    operation: str = "text_completion"
 
 
 class Started(Struct, frozen=True):

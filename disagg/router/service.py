@@ -17,18 +17,22 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from itertools import islice
 from typing import Any, ParamSpec, TypeVar
 
+from msgspec import to_builtins
 from prometheus_client import CollectorRegistry
 
 from disagg.config.tree import Config
-from disagg.messages.legs import PrefixRules, TimelineEvent
+from disagg.messages.legs import Drain, PrefixRules, TimelineEvent
+from disagg.router.alarms import alarms
+from disagg.router.attempt import Bounds
 from disagg.router.budget import Budget, Held
 from disagg.router.dispatch import Dispatch, outcome_of
 from disagg.router.events import ClientGone, Phase
 from disagg.router.intake import Intake, checked_deadline_s
 from disagg.router.live import Live
-from disagg.router.machine import Bounds, RequestMachine
+from disagg.router.machine import RequestMachine
 from disagg.router.mailbox import Mailbox
 from disagg.router.metrics import RouterMetrics
 from disagg.router.names import drawn_name
@@ -40,15 +44,20 @@ from disagg.router.streams import NO_FILES, Caller
 from disagg.router.tenants import salt_of
 from disagg.router.timelines import in_order
 from disagg.router.view import Work
+from disagg.router.vllm_names import expose_vllm_names
+from disagg.telemetry.traces import Traces
 from disagg.text.limits import TextLimits
 from disagg.text.tokenizer import Tokenizer
-from disagg.types.errors import DisaggError, Unavailable
+from disagg.types.errors import DisaggError, InvalidRequest, Unavailable
+from disagg.types.plain import quoted
 from disagg.wire.inference import ModelInfo
 from disagg.wire.tls import open_wire_tls
 
 logger = logging.getLogger(__name__)
 
 LINGER_S = 0.25  # how long a finished request waits for the servers' last words
+MAX_LISTED = 200  # requests that run
+NO_TRACES = Traces()
 CLOSING = "the router is shutting down"
 FLUSH_S = 0.5  # how long a closing router waits for its last aborts to arrive
 PROMPT_TOKEN_BYTES, STOP_CHAR_BYTES = 40, 260  # as Python has them
@@ -70,6 +79,7 @@ class Router:
         registry: CollectorRegistry,
         linger_s: float = LINGER_S,
         files: Mapping[str, str] = NO_FILES,
+        traces: Traces = NO_TRACES,
     ) -> None:
         """files: digests of the files that the tokenizer and the chat template come from, by name."""
         self._config = config.router
@@ -89,6 +99,7 @@ class Router:
         self.tls = open_wire_tls(config.tls)  # Raises ConfigError
         policy = POLICIES[self._config.policy]()
         self._dispatch = Dispatch(self._config, caller, policy, self._metrics, tokenizer, self, self.tls)
+        self._dispatch.traces = traces
         self._bounds = Bounds(
             max_total_tokens=max_model_len,
             max_attempts=self._config.max_attempts,
@@ -104,10 +115,12 @@ class Router:
         self._idle = asyncio.Event()  # nothing runs and nothing is left to be read
         self._idle.set()
         self._changed: list[Callable[[], None]] = []
+        self.loop_gap_s: Callable[[], float] = lambda: 0.0  # of the process, by whoever watches its loop
         self._metrics.running.set_function(lambda: self._dispatch.places.inflight)
         self._metrics.waiting.set_function(lambda: len(self._dispatch.places.waiting))
         self._metrics.mismatched.set_function(lambda: sum(s.mismatched for s in self._dispatch.fleet.view().servers))
         self._metrics.silence_s.set_function(self._dispatch.silence_s)
+        expose_vllm_names(registry, model_name, self._metrics, self._dispatch.fleet.view)
 
     # ---- life
 
@@ -130,6 +143,7 @@ class Router:
         await self.drain(drain_s)
         await self._dispatch.close(FLUSH_S)
         self._intake.close()
+        await asyncio.to_thread(self._dispatch.traces.close)
 
     # ---- what faces call
 
@@ -155,7 +169,7 @@ class Router:
 
     def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:
         """Counts a request that was not accepted; faces say so of those that they could not even read."""
-        self._metrics.requests.labels(outcome=outcome_of(error)).inc()
+        self._dispatch.note_outcome(outcome_of(error))
         logger.info("request refused: %s", error, extra={"request_id": "", "client_request_id": client_request_id})
 
     def abort(self, request_id: str, abort_token: str) -> bool:
@@ -203,8 +217,11 @@ class Router:
     def status(self) -> dict[str, Any]:
         view = self._dispatch.fleet.view()
         state = "draining" if self._closing else "ready" if view.has_pair else "unavailable"
+        ended = self._dispatch.recent.counts(self._clock())
         return {
             "state": state,
+            "alarms": to_builtins(alarms(view, ended, self.loop_gap_s(), self._dispatch.fleet.rival)),
+            "ended_last_minute": ended,
             "servers": [server_status(server, view) for server in view.servers],
             "routers": [
                 {
@@ -217,6 +234,24 @@ class Router:
             ],
         }
 
+    def drain_server(self, server: str, on: bool) -> None:
+        """Has a server take nothing new, for all routers; or undoes it. What it decodes goes on elsewhere, as far as it can.
+
+        Raises InvalidRequest for one that is not there, or cannot be told; Unavailable while it is not heard.
+        """
+        servers = {str(each.name): each for each in self._dispatch.fleet.view().servers}
+        found = servers.get(server)
+        if found is None:
+            names = ", ".join(servers) or "none"
+            raise InvalidRequest(f"there is no server {quoted(server)}; there are: {names}", "name")
+        if found.hello is None or not found.connected:
+            raise Unavailable(f"server {server} is not heard now")
+        if not found.hello.drains:
+            raise InvalidRequest(
+                f"server {server} is of a version that cannot be told to drain; send it SIGTERM", "name"
+            )
+        self._dispatch.fleet.send(server, Drain(on))
+
     def addresses(self) -> tuple[tuple[str, str], ...]:
         """Name and gRPC address of each server that is found now."""
         return self._dispatch.fleet.addresses
@@ -227,6 +262,15 @@ class Router:
         if live is not None:
             return in_order(live.events)
         return self._dispatch.timelines.of(request_id)
+
+    def known_requests(self) -> dict[str, Any]:
+        """What runs, oldest first, and what ended last: enough to ask for timelines by id. Bounded."""
+        now_s, live = self._clock(), self._dispatch.live
+        return {
+            "running": [each.dump(now_s) for each in islice(live.values(), MAX_LISTED)],
+            "running_total": len(live),
+            "ended": self._dispatch.timelines.summaries(),
+        }
 
     async def dump(self) -> dict[str, Any]:
         """What the router is doing, for a person to read."""
@@ -275,6 +319,9 @@ class Router:
             serial=self._serial,
             priority=request.priority,
             pages=pages,
+            trace=self._dispatch.traces.begin(request.traceparent),
+            client_traceparent=request.traceparent,
+            operation=request.operation,
         )
         self._serial += 1
         live = Live(

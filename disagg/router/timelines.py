@@ -33,6 +33,10 @@ class Timelines:
         if kept is not None:
             kept.extend(replace(event, name=f"{server}/{event.name}") for event in events)
 
+    def summaries(self) -> list[dict[str, object]]:
+        """Of requests that ended, the last one first: when each began, what it took, and the last thing said of its attempts."""
+        return [summary(request_id, events) for request_id, events in reversed(self._kept.items())]
+
     def of(self, request_id: str) -> tuple[TimelineEvent, ...] | None:
         kept = self._kept.get(request_id)
         return None if kept is None else in_order(kept)
@@ -40,3 +44,18 @@ class Timelines:
 
 def in_order(events: Iterable[TimelineEvent]) -> tuple[TimelineEvent, ...]:
     return tuple(sorted(events, key=lambda event: (event.start_unix_s, event.end_unix_s)))
+
+
+def summary(request_id: str, events: Iterable[TimelineEvent]) -> dict[str, object]:
+    """For a list of requests. detail: of its last attempt, such as "prefill-0 > decode-0: done"; empty if it had none."""
+    ordered = in_order(events)
+    began_s = ordered[0].start_unix_s if ordered else 0.0
+    ended_s = max((event.end_unix_s for event in ordered), default=0.0)
+    attempts = [event for event in ordered if event.name.startswith("attempt ")]
+    return {
+        "request_id": request_id,
+        "began_unix_s": began_s,
+        "took_s": max(0.0, ended_s - began_s),
+        "attempts": len(attempts),
+        "detail": attempts[-1].detail if attempts else "",
+    }

@@ -4,7 +4,7 @@ A server's state is the router's judgement over what the server said and whether
 
     never heard                                loading
     lost (lease over, refused, ...)            dead
-    it said loading or draining                that
+    it said loading or draining                that; drained, when it has nothing left, of this router or of others
     its model's files are not the router's     mismatch
     it said ready, and is mixed, or a ready server of the other role has the same fingerprint and model    ready
     it said ready, and there is none    no-peer
@@ -122,6 +122,21 @@ class ServerView(Struct, frozen=True, kw_only=True):
         return not self.lost and self.hello is not None and self.load is not None and self.load.state in _READY
 
     @property
+    def drains(self) -> bool:
+        """It takes nothing new, and says what becomes of what it has."""
+        return self.connected and not self.lost and self.load is not None and self.load.state is ServerState.DRAINING
+
+    @property
+    def hands_over(self) -> bool:
+        """It drains, and what it decodes can go on elsewhere."""
+        return self.drains and self.hello is not None and self.hello.hands_over and bool(self.hello.incarnation)
+
+    @property
+    def _empty(self) -> bool:
+        ours = self.outstanding_choices or self.outstanding_prompts
+        return self.load is not None and not (ours or self.load.running or self.load.waiting)
+
+    @property
     def weights(self) -> str:
         """What tokens of one answer must have in common; of a server that does not say it, all that it has in common."""
         assert self.hello is not None
@@ -144,7 +159,11 @@ class ServerView(Struct, frozen=True, kw_only=True):
 
     def fits(self, other: ServerView) -> bool:
         """One of the two is for prefill, the other for decode, and they have one layout and model."""
-        if self.hello is None or other.hello is None or {self.role, other.role} != {Role.PREFILL, Role.DECODE}:
+        return {self.role, other.role} == {Role.PREFILL, Role.DECODE} and self.alike(other)
+
+    def alike(self, other: ServerView) -> bool:
+        """Both have one layout and model."""
+        if self.hello is None or other.hello is None:
             return False
         return (self.hello.fingerprint, self.hello.model) == (other.hello.fingerprint, other.hello.model)
 
@@ -165,7 +184,8 @@ class ClusterView(Struct, frozen=True):
         if server.hello is None or server.load is None:
             return ServerState.LOADING
         if server.load.state not in _READY:
-            return server.load.state
+            drained = server.drains and server._empty
+            return ServerState.DRAINED if drained else server.load.state
         if server.differing:
             return ServerState.MISMATCH
         if server.held:
@@ -196,7 +216,8 @@ class Work(enum.Enum):
 class Pair(Struct, frozen=True):
     """Where one attempt runs. max_total_tokens: the longest prompt plus output that the decode server can hold. weights:
     of both servers, as ServerView.weights. hit_tokens: of the prompt, what prefill is expected to have cached. pages: their
-    names, of all that prefill will then have, as far as they are known."""
+    names, of all that prefill will then have, as far as they are known. moves: nothing is computed at `prefill`, a decode server
+    that has handed the request over and sends what it keeps."""
 
     prefill: PeerRef
     decode: PeerRef
@@ -204,6 +225,7 @@ class Pair(Struct, frozen=True):
     weights: str = ""
     hit_tokens: int = 0
     pages: tuple[bytes, ...] = ()
+    moves: bool = False
 
     @property
     def whole(self) -> bool:

@@ -3,8 +3,8 @@
     stage 0   │ plan 0 │ plan 1 │ plan 2 │ plan 3 │░░░░░░░░│          ░ a bubble: the stage has nothing to compute,
     stage 1   │░░░░░░░░│ plan 0 │ plan 1 │ plan 2 │ plan 3 │            while another has
 
-As many plans as there are stages keep all of them busy. No sequence is in two of them: its next token is computed from the
-one before it, which only the last stage knows, and which the server says with the next plan.
+As many plans as there are stages keep all of them busy. The chunks of a prompt may be in several of them. A choice is in one:
+its next token is computed from the one before it, which only the last stage knows, and which the server says with the next plan.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ from disagg.types.arithmetic import ceil_div
 
 
 def plans_in_flight(stages: int) -> int:
-    """Plans sent and not reported at a time: with one stage, one is computed while the next one is on its way."""
+    """Plans sent and not reported at a time: with one stage, one is computed while the next one is on its way. One sequence may
+    be in all of them, and its pages are reserved for that.
+    """
     return max(PLANS_IN_FLIGHT, stages)
-
-
-def runs_in_flight(stages: int) -> int:
-    """In how many of them one sequence may be, whose pages are reserved for that."""
-    return PLANS_IN_FLIGHT if stages == 1 else 1
 
 
 def decode_share(decoding: int, stages: int) -> int:

@@ -179,8 +179,8 @@ class Bringup:
         offload = await self._open_offload(group, memory)
         facts = self._facts(group.incarnation, model, memory, offload)
         engine = self._engine(facts, loaded.lockstep)
-        if moves:
-            check_longest(facts, engine.max_tokens_in_pool, sends=self.role.sends)
+        for sends in (True,) * self.role.sends + (False,) * self.role.receives:
+            check_longest(facts, engine.max_tokens_in_pool, sends=sends)
         return Incarnation(
             engine=engine,
             facts=facts,
@@ -300,6 +300,7 @@ class Bringup:
             ucx_tls=ucx_choice(transfer.ucx_tls, self.device, UCX_TLS_ON_CPU),
             ucx_net_devices=ucx_choice(transfer.ucx_net_devices, self.device, UCX_NET_DEVICES_ON_CPU),
             kernels=transfer.kernels,
+            follows_layers=not self.role.hands_over,  # that sends only what stands still
         )
 
     async def _open_offload(self, group: WorkerGroup, memory: MemoryFacts) -> OffloadFacts | None:

@@ -30,6 +30,8 @@ from disagg.engine.now import Now
 from disagg.messages.heads import SliceError
 from disagg.messages.legs import (
     AbortLeg,
+    Drain,
+    HandOver,
     KvEvents,
     LegEnd,
     Outcome,
@@ -44,6 +46,7 @@ from disagg.messages.plan import StepResult, WorkerPlan
 from disagg.messages.tiers import PartsRead, PartsWritten, TierCommand, TierEvent
 from disagg.messages.transfer import TransferCommand, TransferEvent
 from disagg.offload.instructions import StoreCommand, StoreEvent
+from disagg.server.leg_spans import LegSpans
 from disagg.server.recorder import Unrecorded
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
@@ -104,16 +107,22 @@ class Dispatch:
     routers: Routers
     links: LinkPort
     recorder = Unrecorded()
+    leg_spans: LegSpans | None = None  # where legs are traced
 
     def __init__(
-        self, name: str, tp: int, clock: Callable[[], Now], why_not: Callable[[StartLeg], str], *, dials: bool
+        self,
+        name: str,
+        tp: int,
+        clock: Callable[[], Now],
+        why_not: Callable[[StartLeg], str],
+        asked_to_drain: Callable[[bool], None] = lambda on: None,
     ) -> None:
-        """why_not: why a leg cannot begin here now, after the name; empty if it can. dials: links are made by this side."""
+        """why_not: why a leg cannot begin here now, after the name; empty if it can."""
         self._name = name
         self._tp = tp
         self._clock = clock
         self._why_not = why_not
-        self._dials = dials
+        self._asked_to_drain = asked_to_drain
         self.engine: AnyEngine | None = None
         self._workers: Workers | None = None
         self._store: StorePort | None = None
@@ -131,6 +140,8 @@ class Dispatch:
                 if isinstance(instruction, ToRouter):
                     self._tell(instruction)
         self.recorder.down()
+        if self.leg_spans is not None:
+            self.leg_spans.down()
         return engine
 
     @property
@@ -150,10 +161,17 @@ class Dispatch:
                 elif self.engine is not None:
                     logger.info("leg begins: %d tokens", len(message.token_ids), extra=_log_of(message.key))
                     self.recorder.started(message, self._clock())
+                    if self.leg_spans is not None:
+                        self.leg_spans.started(message, self._clock())
                     self._do(self.engine.start_leg(router, message, self._clock()))
             case AbortLeg():
                 if self.engine is not None:
                     self._do(self.engine.abort_leg(message))
+            case HandOver():
+                if isinstance(self.engine, Engine):
+                    self._do(self.engine.hand_over(message.key))
+            case Drain():
+                self._asked_to_drain(message.on)
             case PodGone():
                 self.links.pod_gone(message.pod)
 
@@ -180,12 +198,12 @@ class Dispatch:
         if self.engine is not None:
             self._do(self.engine.store_event(message, self._clock()))
 
-    def link_up(self, number: int, peer: LinkHello) -> None:
+    def link_up(self, number: int, peer: LinkHello, *, dialled: bool) -> None:
         engine = self._linked
         if engine is None:
             return
         try:
-            self._do(engine.link_up(number, peer, self._clock(), dialled=self._dials))
+            self._do(engine.link_up(number, peer, self._clock(), dialled=dialled))
         except SliceError as error:
             logger.error("%s and %s cannot exchange KV: %s", self._name, peer.name, error)
             self.links.drop(number, str(error))
@@ -272,10 +290,12 @@ class Dispatch:
     def _tell(self, instruction: ToRouter) -> None:
         message = instruction.message
         if isinstance(message, LegEnd):
-            done = message.outcome in (Outcome.DONE, Outcome.ABORTED)
+            done = message.outcome in (Outcome.DONE, Outcome.ABORTED, Outcome.HANDED_OVER)
             why = f"{message.outcome.value}: {message.reason}" if message.reason else message.outcome.value
             logger.log(logging.INFO if done else logging.WARNING, "leg ended: %s", why, extra=_log_of(message.key))
         self.recorder.told(message, self._clock())
+        if self.leg_spans is not None:
+            self.leg_spans.told(message, self._clock())
         self.routers.tell(instruction.router, message)
 
 

@@ -103,6 +103,7 @@ class Exporter:
                 counters.hit_tokens - sum(counters.brought_tokens.values()),
             ),
             (metrics.recomputed_tokens, "recomputed", counters.recomputed_tokens),
+            (metrics.handed_over_tokens, "handed over", counters.handed_over_tokens),
         ):
             self._up(counter, f"{rank} {name}", value)
         for tier, count in counters.brought_tokens.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
+from typing import NamedTuple
 
 from disagg.engine.facts import MemoryFacts
 from disagg.messages.legs import LoadReport, PrefixGroup, PrefixRules, ServerHello, ServerState, StartLeg
@@ -20,13 +21,29 @@ from disagg.types.ids import Role
 NOTE_CHARS = 1000  # of what routers are told for the operator
 
 
+class Ranks(NamedTuple):
+    """How a server's workers share its model: data-parallel ranks, or pipeline stages, of tp ranks each."""
+
+    tp: int
+    dp: int = 1
+    pp: int = 1
+
+
 class Identity:
     """load: what the server has to do at the moment."""
 
     def __init__(
-        self, name: str, role: Role, tp: int, model: str, load: Callable[[], LoadReport], pod: str = ""
+        self,
+        name: str,
+        role: Role,
+        ranks: Ranks,
+        model: str,
+        load: Callable[[], LoadReport],
+        pod: str = "",
+        *,
+        hands_over: bool = False,
     ) -> None:
-        """pod: as in LinkHello."""
+        """pod: as in LinkHello. hands_over: as in ServerHello."""
         self.name = name
         self.state = ServerState.LOADING
         self.link_address = ""
@@ -35,10 +52,11 @@ class Identity:
         self.model: ModelIdentity | None = None  # of the last group that came up
         self.incarnation: Incarnation | None = None  # while a group is up
         self.role = role
-        self._tp = tp
+        self._ranks = ranks
         self._served_model = model
         self._load = load
         self._pod = pod
+        self._hands_over = hands_over
         self._server_id = secrets.token_hex(8)
         self._fingerprint = ""
         self._note = ""
@@ -63,7 +81,8 @@ class Identity:
 
         A router that has not heard of our new workers yet, whose model may be another, means the old ones.
         """
-        if self.incarnation is None or self.state is not ServerState.READY:
+        moves = bool(start.moves_attempt) and self.state is ServerState.DRAINING
+        if self.incarnation is None or not (self.state is ServerState.READY or moves):
             return f"is {self.state.value}"
         return "" if start.incarnation in ("", self.incarnation.facts.incarnation) else "has other workers now"
 
@@ -74,7 +93,9 @@ class Identity:
         return ServerHello(
             name=self.name,
             role=self.role,
-            tp=self._tp,
+            tp=self._ranks.tp,
+            dp=self._ranks.dp,
+            pp=self._ranks.pp,
             pid=os.getpid(),
             worker_pids=self.worker_pids,
             incarnation=up.facts.incarnation if up is not None else "",
@@ -88,6 +109,8 @@ class Identity:
             files=dict(model.files) if model is not None else {},
             note=self.note,
             prefix=prefix_rules(up.facts.memory) if up is not None else None,
+            drains=True,
+            hands_over=self._hands_over,
         )
 
     def greeting(self, generation: str) -> LinkHello | None:
@@ -100,7 +123,7 @@ class Identity:
             generation=generation,
             incarnation=up.facts.incarnation,
             fingerprint=self._fingerprint,
-            tp=self._tp,
+            tp=self._ranks.tp,
             host_id=host_id(),
             ranks=up.ranks,
             server_id=self._server_id,

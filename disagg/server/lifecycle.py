@@ -35,19 +35,22 @@ from disagg.server.dispatch import Dispatch
 from disagg.server.door import HELLO_S, MAX_STREAMS
 from disagg.server.dump import Dumper
 from disagg.server.exporter import Exporter
-from disagg.server.identity import Identity
+from disagg.server.identity import Identity, Ranks
+from disagg.server.leg_spans import LegSpans
 from disagg.server.links import Links
 from disagg.server.model_identity import SHOWN_DIGITS, ModelIdentity, changed
 from disagg.server.offloading import Offloading
 from disagg.server.recorder import recorder_of
 from disagg.server.role import ServerRole
 from disagg.server.routers import RouterStreams
+from disagg.server.vllm_names import expose_vllm_names
 from disagg.server.workers import GroupLost, WorkerGroup
 from disagg.telemetry.http import TelemetryServer
 from disagg.telemetry.listening import cannot_listen, why_not_listen
 from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.metrics import EngineMetrics, new_registry
 from disagg.telemetry.process import raise_descriptor_limit
+from disagg.telemetry.traces import open_traces
 from disagg.types.errors import ConfigError, DisaggError
 from disagg.types.plain import one_line
 from disagg.types.small_files import home_expanded
@@ -86,12 +89,20 @@ class Server:
         self._device: Device = "cpu"
         self._group: WorkerGroup | None = None
         self._stop = asyncio.Event()
+        self._drains = False  # an operator wants it empty
         self._tls = open_wire_tls(config.tls)
         name, tp = config.server.name or f"{role.role.value}-0", config.server.tp
+        ranks = Ranks(tp, config.server.dp, config.server.pp)
         self._identity = identity = Identity(
-            name, role.role, tp, config.model.public_name, self._load, config.server.pod
+            name,
+            role.role,
+            ranks,
+            config.model.public_name,
+            self._load,
+            config.server.pod,
+            hands_over=role.hands_over,
         )
-        self._dispatch = dispatch = Dispatch(name, tp * config.server.pp, _now, identity.why_not, dials=role.dials)
+        self._dispatch = dispatch = Dispatch(name, tp * config.server.pp, _now, identity.why_not, self._asked_to_drain)
         dispatch.recorder = recorder_of(config.record.dir, name, role.role.value)
         self._dumper = dumper = Dumper(identity, dispatch)
         self._offloading = dumper.offloading = Offloading(config)
@@ -116,7 +127,14 @@ class Server:
             channel_to=self._tls.dial,
         )
         self._registry = new_registry()
-        self._exporter = Exporter(EngineMetrics(self._registry), self._registry)
+        tracing = config.tracing
+        self._traces = open_traces(tracing.otlp_endpoint, tracing.sample_ratio, self._registry, name)
+        if tracing.otlp_endpoint:
+            dispatch.leg_spans = LegSpans(self._traces, name, role.role.value)
+        metrics = EngineMetrics(self._registry)
+        self._exporter = Exporter(metrics, self._registry)
+        expose_vllm_names(self._registry, config.model.public_name, metrics, lambda: self._dispatch.engine)
+        self._watch = LoopWatch(self._registry)
 
     # ---- the life of the process
 
@@ -136,8 +154,7 @@ class Server:
         self._identity.link_address = f"{self._config.server.advertise_host or _dialable(host)}:{port}"
         await server.start()
         logger.info("%s listens on %s:%d, metrics on port %d", self._identity.name, host, port, metrics_port)
-        watch = LoopWatch(self._registry)
-        watch.start()
+        self._watch.start()
         ticker = asyncio.create_task(self._tick(), name="tick")
         supervisor = asyncio.create_task(self._supervise(health), name="supervise")
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
@@ -162,8 +179,9 @@ class Server:
             await self._offloading.close()
             if self._group is not None:
                 await self._group.stop()
-            watch.stop()
+            self._watch.stop()
             await asyncio.to_thread(self._dispatch.recorder.close)
+            await asyncio.to_thread(self._traces.close)
             await telemetry.close()
             await server.stop(grace=1.0)
             ticker.cancel()
@@ -200,6 +218,22 @@ class Server:
         flushed = time.monotonic() + 2.0
         while not self._routers.drained and time.monotonic() < flushed:
             await asyncio.sleep(TICK_S / 2)
+
+    def _asked_to_drain(self, on: bool) -> None:
+        """By a router, for an operator: nothing new begins, until it is undone or the process begins anew."""
+        if self._stop.is_set() or on == self._drains:
+            return
+        self._drains = on
+        identity = self._identity
+        logger.info("%s %s, as a router asked", identity.name, "drains" if on else "takes requests again")
+        if identity.incarnation is not None:
+            identity.state = self._up_state
+            self._routers.announce()
+
+    @property
+    def _up_state(self) -> ServerState:
+        """While workers are up."""
+        return ServerState.DRAINING if self._drains or self._stop.is_set() else ServerState.READY
 
     def _stores_on(self) -> bool:
         """KV is on its way to storage, and with the host it would be lost."""
@@ -284,7 +318,7 @@ class Server:
         self._take_model(incarnation.model)
         keeper = self._offloading.up(incarnation.facts, group.send, self._dispatch.store_event)
         self._dispatch.attach(incarnation.engine, group, keeper)
-        identity.state = ServerState.DRAINING if self._stop.is_set() else ServerState.READY
+        identity.state = self._up_state
         self._routers.announce()
         weights = incarnation.model.weights_hash[:SHOWN_DIGITS]
         logger.info(
@@ -364,7 +398,12 @@ class Server:
     def _load(self) -> LoadReport:
         state, engine = self._identity.state, self._dispatch.engine
         load = engine.load(state) if engine is not None else LoadReport(state, 0, 0, 0, 0, 0, 0)
-        return msgspec.structs.replace(load, store=self._offloading.state, lost_pods=self._links.lost_pods())
+        return msgspec.structs.replace(
+            load,
+            store=self._offloading.state,
+            lost_pods=self._links.lost_pods(),
+            loop_gap_s=self._watch.longest_gap_s,
+        )
 
     def _kv_snapshot(self) -> KvEvents:
         engine = self._dispatch.engine

@@ -1,4 +1,4 @@
-"""Peer.Link, both ends: decode servers dial, prefill servers answer. A link outlives a broken stream.
+"""Peer.Link, both ends: whoever receives KV dials, whoever sends it answers. A link outlives a broken stream.
 
 A link is one generation between two incarnations. It is up from the first greeting until it is lost: nothing heard for
 `lease_s`, too much that the peer has not acknowledged, the peer refuses to resume it, or its workers are known to have
@@ -95,14 +95,16 @@ class Links(PeerServicer):
         self,
         lease_s: float,
         greeting: Callable[[str], LinkHello | None],
-        on_up: Callable[[int, LinkHello], None],
+        on_up: Callable[..., None],
         on_message: Callable[[int, LinkMessage], None],
         on_down: Callable[[int, bool, str], None],
         on_gone: Callable[[int], None],
         on_dial_failed: Callable[[PeerRef, str], None],
         channel_to: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
-        """greeting(generation): our own hello. on_down(number, gone, reason). on_gone: a lost link's peer has exited."""
+        """greeting(generation): our own hello. on_up(number, hello, dialled=): whether this side made it. on_down(number, gone,
+        reason). on_gone: a lost link's peer has exited.
+        """
         self._lease_s = lease_s
         self._greeting = greeting
         self._on_up = on_up
@@ -226,7 +228,7 @@ class Links(PeerServicer):
             if lost.ended_by(peer, address):
                 self._gone(number)
         logger.info("link %d to %s is up", link.number, peer.name)
-        self._on_up(link.number, peer)
+        self._on_up(link.number, peer, dialled=bool(address))
         return link
 
     def _lose(self, generation: str, link: Link, reason: str) -> None:
@@ -235,7 +237,8 @@ class Links(PeerServicer):
         del self._by_number[link.number]
         self._ended[generation] = None
         forget_oldest(self._ended, MAX_ENDED)
-        self._dials.pop((link.peer.name, link.peer.incarnation), None)  # a leg may need another link at once
+        if link.address:
+            self._dials.pop((link.peer.name, link.peer.incarnation), None)  # a leg may need another link at once
         link.stream.end()
         gone = link.gone
         level = logging.INFO if self.stopping else logging.WARNING
@@ -263,7 +266,7 @@ class Links(PeerServicer):
             return f"KV layouts differ: {ours.name} has {ours.fingerprint}, {theirs.name} has {theirs.fingerprint}"
         return ""
 
-    # ---- prefill: answer
+    # ---- who sends: answer
 
     async def link(
         self, requests: AsyncIterator[pb.peer.LinkFrame], context: grpc.aio.ServicerContext[Any, Any]
@@ -327,11 +330,11 @@ class Links(PeerServicer):
         """Why a server of this name may not link here; empty if it may, and then what it had before is lost.
 
         It dials one link per incarnation of ours: what it had before, it has given up. Another process of that name has
-        come in its place, unless it lives.
+        come in its place, unless it lives. Links that we have dialled are none of its business.
         """
         process = theirs.server_id
         for generation, other in list(self._links.items()):
-            if other.peer.name != theirs.name:
+            if other.peer.name != theirs.name or other.address:
                 continue
             state = other.stream.state
             if other.peer.server_id == process or other.rivals.may_take_over(process, state.served, state.heard_s):
@@ -346,7 +349,7 @@ class Links(PeerServicer):
             return held
         return ""
 
-    # ---- decode: dial
+    # ---- who receives: dial
 
     async def _dial(self, peer: PeerRef, where: tuple[str, str]) -> None:
         """Keeps one link up until it is lost. Before the first greeting a refusal is final: the legs go elsewhere."""

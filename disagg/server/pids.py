@@ -1,4 +1,4 @@
-"""Whether a process on this host has exited. Linux: pidfds, and start times to tell a reused pid apart.
+"""Whether a process on this host has exited, or is stopped. Linux: pidfds, and start times to tell a reused pid apart.
 
     UNKNOWN ──its descriptor, and its start time is the one that was said──> ALIVE ──it exits──> GONE
        └── ESRCH, or a start time that was read and is another's ────────────────────────────────────┘
@@ -13,7 +13,7 @@ import os
 import select
 from pathlib import Path
 
-START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1
+STATE_FIELD, START_TIME_FIELD = 3, 22  # of /proc/PID/stat, counted from 1
 MAX_PID = 1 << 22  # PID_MAX_LIMIT of Linux; what a peer says may be any number
 
 
@@ -43,10 +43,22 @@ def host_id() -> str:
 def started(pid: int) -> int:
     """Start time of a process in clock ticks since boot; 0 if it could not be read, for whatever reason."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        return int(stat.rpartition(")")[2].split()[START_TIME_FIELD - 3])
+        return int(_stat(pid)[START_TIME_FIELD - STATE_FIELD])
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def is_stopped(pid: int) -> bool:
+    """A signal, or a debugger, holds the process. False if that could not be read, for whatever reason."""
+    try:
+        return _stat(pid)[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on: what is before it is the command, which may be any text."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 class ProcessWatch:

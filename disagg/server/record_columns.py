@@ -17,11 +17,14 @@ MOST_REQUESTS, MOST_TOKENS = 20_000, 1_000_000
 
 
 class Origin(Struct, frozen=True):
-    """Whose records these are."""
+    """Whose records these are. kv_tokens: that the pool of one data-parallel rank holds; 0: not known."""
 
     server: str
     role: str
     incarnation: str
+    tp: int = 1
+    kv_tokens: int = 0
+    max_running: int = 0
 
 
 class Runs(Struct):
@@ -106,6 +109,8 @@ class StepColumns:
         for name in ("used", "evictable", "free"):
             columns[f"pages_{name}"] = pa.array([getattr(m, f"large_{name}") for m in self._memory])
         columns["pages_total"] = pa.array([m.large_used + m.large_evictable + m.large_free for m in self._memory])
+        for name in ("tp", "kv_tokens", "max_running"):
+            columns[name] = pa.array([getattr(self._origin, name)] * len(self._rows), pa.int64())
         columns["pools"] = self._pools()
         columns["runs"] = pa.ListArray.from_arrays(_offsets(self._num_runs), each)
         return pa.table({**_origin(self._origin, len(self._rows)), **columns})

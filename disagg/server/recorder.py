@@ -109,7 +109,11 @@ class Recorder(Unrecorded):
 
     def up(self, engine: AnyEngine, now: Now) -> None:
         self._engine = engine
-        self._origin = Origin(self._server, self._role, engine.ranks[0].core.facts.incarnation)
+        one = engine.ranks[0]
+        facts = one.core.facts
+        self._origin = Origin(
+            self._server, self._role, facts.incarnation, facts.tp, one.max_tokens_in_pool, facts.scheduling.max_running
+        )
         self._step_columns, self._request_columns = StepColumns(self._origin), RequestColumns(self._origin)
         self._began_s = self._written_s = now.s
 

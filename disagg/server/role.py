@@ -15,11 +15,11 @@ from disagg.types.ids import Role
 class ServerRole(Struct, frozen=True):
     role: Role
     engine: Callable[[EngineFacts], Engine]
-    dials: bool  # links are made by it, and not by the servers at their other ends
-    receives: bool  # KV lands in an arena of each rank
-    sends: bool  # KV leaves through gather buffers of each rank
+    receives: bool  # KV lands in an arena of each rank, from servers that it dials
+    sends: bool  # KV leaves through gather buffers of each rank, to servers that dial it
     small_steps: bool  # most of its steps compute one token of each sequence
     data_parallel: Callable[[EngineFacts, int, bool], DataParallel] | None = (
         None  # so many ranks, and whether in lockstep
     )
+    hands_over: bool = False  # what goes on here can be stopped and sent to another server
     slots_beside: int = 0  # for choices, beside one for each of the `engine.max_running` sequences

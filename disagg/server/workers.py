@@ -47,6 +47,7 @@ from disagg.messages.plan import (
 )
 from disagg.messages.tiers import TierCommand, TierEvent
 from disagg.messages.transfer import Beat, CommandFrame, TransferCommand, TransferEvent, decode_events, encode_commands
+from disagg.server.pids import is_stopped
 from disagg.telemetry.held_dirs import HeldDir, remove_abandoned
 from disagg.types.errors import ConfigError, DisaggError
 from disagg.types.plain import one_line
@@ -354,10 +355,18 @@ class WorkerGroup:
                 self._on_event(frame.rank, message)
 
     async def _watch(self) -> None:
-        """Silence ends the group. Before its first beat a rank is starting, which `call` bounds, as it does what it asks for."""
+        """Silence ends the group. Before its first beat a rank is starting, which `call` bounds, as it does what it asks for; but
+        a process that is stopped does nothing meanwhile.
+        """
+        ran_s = [time.monotonic()] * self._num_ranks
         while True:
             await asyncio.sleep(min(1.0, self._config.silent_s / 4))
             now = time.monotonic()
+            for rank, pid in enumerate(self.pids):
+                if not is_stopped(pid):
+                    ran_s[rank] = now
+                elif now - ran_s[rank] > self._config.silent_s:
+                    self._lose(f"rank {rank} has been stopped for {now - ran_s[rank]:.0f} s")
             if self._calls:
                 self._last_beat_s = [beat_s and now for beat_s in self._last_beat_s]
             for rank, beat_s in enumerate(self._last_beat_s):

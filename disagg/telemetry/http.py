@@ -8,10 +8,11 @@ unless it is opened to others: what it tells is for operators, and it costs more
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import Awaitable, Callable
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from disagg.telemetry.near import Asker, fault_of_asker
 
 REQUEST_TIMEOUT_S = 10.0
 DUMP_TIMEOUT_S = 30.0
@@ -79,7 +80,7 @@ class TelemetryServer:
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
-            method, status, content_type, body = await self._answer(head, _is_local(writer))
+            method, status, content_type, body = await self._answer(head, _asker(writer, head))
             writer.transport.set_write_buffer_limits(0)  # `drain` returns when the system has all of it
             writer.write(_head(status, content_type, len(body)))
             if method != "HEAD":
@@ -94,7 +95,7 @@ class TelemetryServer:
             if not writer.is_closing():
                 writer.transport.abort()  # closing would wait for as long as the client does not read
 
-    async def _answer(self, head: bytes, local: bool) -> tuple[str, int, str, bytes]:
+    async def _answer(self, head: bytes, asker: Asker) -> tuple[str, int, str, bytes]:
         """(method, status, content type, body) for one request head."""
         parts = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
         if len(parts) != 3 or not parts[2].startswith("HTTP/1."):
@@ -102,9 +103,9 @@ class TelemetryServer:
         method, target, _ = parts
         if method not in ("GET", "HEAD"):
             return method, 405, TEXT, b"only GET and HEAD are served here\n"
-        return method, *await self._route(target.partition("?")[0], local)
+        return method, *await self._route(target.partition("?")[0], asker)
 
-    async def _route(self, path: str, local: bool) -> Response:
+    async def _route(self, path: str, asker: Asker) -> Response:
         if path == "/metrics":
             return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
         if path == "/health":
@@ -112,8 +113,8 @@ class TelemetryServer:
             return status, TEXT, text.encode() + b"\n"
         if path == "/live":  # whoever answers lives, whatever it waits for: to be killed would only begin it again
             return 200, TEXT, b"alive\n"
-        if path.startswith("/debug/") and not (local or self._debug_remote):
-            return 403, TEXT, b"/debug answers clients on this host only; debug.remote = true opens it to others\n"
+        if path.startswith("/debug/") and (fault := fault_of_asker(asker, self._debug_remote)) is not None:
+            return 403, TEXT, f"{fault}\n".encode()
         if path == "/debug/dump":
             try:
                 async with asyncio.timeout(DUMP_TIMEOUT_S):
@@ -130,12 +131,10 @@ def _head(status: int, content_type: str, length: int) -> bytes:
     ).encode()
 
 
-def _is_local(writer: asyncio.StreamWriter) -> bool:
-    """The client is on this host, by the address that it comes from."""
+def _asker(writer: asyncio.StreamWriter, head: bytes) -> Asker:
+    """The last of each header counts: who sends several is no browser."""
     peer = writer.get_extra_info("peername")
-    try:
-        address = ipaddress.ip_address(str(peer[0]).partition("%")[0])
-    except (ValueError, TypeError, IndexError):
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
+    address = peer[0] if isinstance(peer, tuple) and peer else ""
+    lines = (line.decode("latin-1").partition(":") for line in head.split(b"\r\n")[1:])
+    headers = {name.strip().lower(): value.strip() for name, _, value in lines}
+    return Asker(str(address), headers.get("host", ""), headers.get("origin", ""), headers.get("sec-fetch-site", ""))

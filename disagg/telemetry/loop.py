@@ -93,7 +93,7 @@ class LoopWatch:
             "Longest time for which the event loop stood still, in the last one to two minutes",
             registry=registry,
         )
-        gap.set_function(lambda: self._gaps.longest(self._clock())[0])
+        gap.set_function(lambda: self.longest_gap_s)
         held = Gauge(
             "disagg_loop_longest_hold_seconds",
             "The same, but only the part of a gap in which this process computed",
@@ -103,6 +103,11 @@ class LoopWatch:
         self._alarms = Counter(
             "disagg_loop_alarms", f"Times that the event loop stood still for {ALARM_S:g} s or more", registry=registry
         )
+
+    @property
+    def longest_gap_s(self) -> float:
+        """In the last one to two minutes."""
+        return self._gaps.longest(self._clock())[0]
 
     def start(self) -> None:
         self._arm()

@@ -60,6 +60,11 @@ class EngineMetrics:
         self.recomputed_tokens = Counter(
             "disagg_recomputed_tokens", "Tokens computed again after a preemption", registry=registry
         )
+        self.handed_over_tokens = Counter(
+            "disagg_handed_over_tokens",
+            "Tokens whose KV was kept for another decode server to go on with",
+            registry=registry,
+        )
         self.parked = Gauge("disagg_parked", "Sequences that gave way and have not gone on", registry=registry)
         self.parked_seconds = Histogram(
             "disagg_parked_seconds",

@@ -18,6 +18,9 @@ from collections.abc import Callable
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
+CRASHES = frozenset(
+    (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGXCPU)
+)  # by which a process ends for what it does itself
 MOST_DESCRIPTORS = 1 << 20  # more are of no use to us, and some systems' hard limit is no number that can be set
 
 
@@ -34,6 +37,13 @@ def die_with_parent(expected_ppid: int) -> None:
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
     if os.getppid() != expected_ppid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ended_from_outside(status: int) -> bool:
+    """Whether a process that ended with this status (negative: by that signal) was ended by others: an operator, a
+    supervisor, the kernel for want of memory. What it was doing is not to blame then. Ask only for what was not killed here.
+    """
+    return status < 0 and -status not in CRASHES
 
 
 def limit_resources(spare_bytes: int, descriptors: int | None = None) -> None:

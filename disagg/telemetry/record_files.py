@@ -9,6 +9,7 @@ take, or what waits behind it beyond MOST_WAITING, is dropped, counted and said.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import logging
 import os
@@ -46,6 +47,8 @@ class RecordFiles:
         require_pyarrow()
         self._directory = directory
         try:
+            if directory.exists() and not directory.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "it is no directory")
             directory.mkdir(parents=True, exist_ok=True)
             if not os.access(directory, os.W_OK | os.X_OK):
                 raise PermissionError(13, "it may not be written to")

@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from disagg.scheduler.fairness import FairQueue
+from disagg.telemetry.process import ended_from_outside
 from disagg.text.chat import RENDER_S, TemplateSource
 from disagg.text.render_messages import HEADER, Ask, Reply, frame, most_reply_bytes, unpacked
 from disagg.text.render_process import SPARE_BYTES
@@ -62,10 +63,13 @@ class Renderer:
 
     @classmethod
     async def start(cls, source: TemplateSource, bounds: RenderBounds | None = None) -> Self:
-        """Compiles the template. Raises ConfigError where it cannot be compiled."""
+        """Compiles the template. Raises ConfigError where it cannot be compiled, DisaggError where somebody else ended the
+        process that was to do it."""
         renderer = cls(source, bounds or RenderBounds())
         try:
             renderer._child = await _Child.start(source)
+        except _Killed as error:
+            raise DisaggError(str(error)) from error
         except _NoChild as error:
             raise ConfigError(str(error)) from error
         renderer._serving = asyncio.create_task(renderer._serve(), name="renderer")
@@ -234,6 +238,10 @@ class _NoChild(Exception):
     """Says why there is no process that could render."""
 
 
+class _Killed(_NoChild):
+    """By others, which says nothing of the template."""
+
+
 class _Child:
     """A process that has compiled the template. Whoever gives it up ends it: after a lost answer it is not asked again."""
 
@@ -256,7 +264,12 @@ class _Child:
             async with asyncio.timeout(START_S):
                 reply = await child.ask(0, source, most_reply_bytes(0))
         except BaseException as error:
+            killed = isinstance(error, OSError | EOFError) and await child.was_killed()
             await child.end()
+            if killed:
+                raise _Killed(
+                    f"whether {_TEMPLATE} can be compiled is not known: the process {child.how_it_ended()}"
+                ) from error
             match error:
                 case TimeoutError():
                     raise _NoChild(f"{_TEMPLATE} cannot be compiled: it takes more than {START_S:g} s") from error
@@ -287,6 +300,14 @@ class _Child:
         self._writer.transport.abort()
         waiting = asyncio.get_running_loop().run_in_executor(None, self.process.wait)
         await asyncio.wait((waiting,), timeout=1.0)
+
+    async def was_killed(self) -> bool:
+        """By others, after it does not answer any more. Its end is waited for no longer than a second."""
+        try:
+            status = await asyncio.to_thread(self.process.wait, 1.0)
+        except subprocess.TimeoutExpired:
+            return False
+        return ended_from_outside(status)
 
     def how_it_ended(self) -> str:
         status = self.process.returncode

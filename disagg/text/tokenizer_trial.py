@@ -19,10 +19,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from disagg.telemetry.process import die_with_parent, limit_resources
+from disagg.telemetry.process import die_with_parent, ended_from_outside, limit_resources
 from disagg.text.model_files import CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, ModelFiles
 from disagg.text.tokenizer import Tokenizer
-from disagg.types.errors import ConfigError
+from disagg.types.errors import ConfigError, DisaggError
 
 SPARE_BYTES = 4 << 30  # the largest file that is read has 128 MiB, and takes ten times as much
 THREAD_BYTES = 128 << 20  # of addresses: the library has a thread per core, each with a stack and an arena
@@ -45,7 +45,8 @@ async def try_out(
 ) -> None:
     """rows: as in `Tokenizer.of`. program: what Python is to run, for tests.
 
-    Raises ConfigError where the files cannot be used, or end the process that tries. Call it on the thread that outlives
+    Raises ConfigError where the files cannot be used, or end the process that tries; DisaggError where somebody else ended
+    it (SIGKILL and its like), which says nothing of the files. Call it on the thread that outlives
     the process: it ends with that.
     """
     contents = {name: files.contents[name] for name in _FILES if name in files.contents}
@@ -68,6 +69,10 @@ async def try_out(
         await process.wait()
     if process.returncode == REFUSED:
         raise ConfigError(said[:_WORDS_BYTES].decode("utf-8", "replace"))
+    if ended_from_outside(process.returncode or 0):
+        raise DisaggError(
+            f"whether {path} can be used is not known: the process that read it was ended {_ended(process.returncode or 0)}"
+        )
     if process.returncode:
         raise ConfigError(f"{path} cannot be used: a process that read it ended {_ended(process.returncode)}")
 

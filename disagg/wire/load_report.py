@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from disagg.messages.legs import GroupMemory, HostMemory, LoadReport, MemoryReport, ServerState, StorageState
+from disagg.messages.legs import (
+    ArenaReport,
+    GroupMemory,
+    HostMemory,
+    LoadReport,
+    MemoryReport,
+    ReceivedFrom,
+    ServerState,
+    StorageState,
+)
 from disagg.wire import pb
-from disagg.wire.fields import read_enum, read_pod, refuse
+from disagg.wire.fields import read_enum, read_pod, read_seconds, refuse, refuse_long
 
 MAX_LOST_PODS = 1024
+MAX_RECEIVED_FROM = 1024
 
-# ServerState.DEAD and MISMATCH have no row: a server never says them of itself.
+# ServerState.DRAINED, DEAD and MISMATCH have no row: a server never says them of itself.
 STATE_TO_PROTO = {
     ServerState.LOADING: pb.server.SERVER_STATE_LOADING,
     ServerState.READY: pb.server.SERVER_STATE_READY,
@@ -34,13 +44,23 @@ def fill_load(out: pb.server.LoadReport, load: LoadReport) -> None:
     out.pages_total = load.pages_total
     out.store = STORAGE_TO_PROTO[load.store]
     out.lost_pods.extend(load.lost_pods)
+    out.loop_gap_s = load.loop_gap_s
     if load.memory is not None:
         _fill_memory(out.memory, load.memory)
+    if load.arena is not None:
+        arena = load.arena
+        out.arena.CopyFrom(pb.server.ArenaReport(free=arena.free, leased=arena.leased, quarantined=arena.quarantined))
+    for each in load.received:
+        out.received.add(
+            peer=each.peer, bytes=each.bytes, transfers=each.transfers, failures=each.failures, seconds=each.seconds
+        )
 
 
 def read_load(message: pb.server.LoadReport) -> LoadReport:
     if len(message.lost_pods) > MAX_LOST_PODS:
         refuse(message, "lost_pods", f"has {len(message.lost_pods)} entries; at most {MAX_LOST_PODS} are read")
+    if len(message.received) > MAX_RECEIVED_FROM:
+        refuse(message, "received", f"has {len(message.received)} entries; at most {MAX_RECEIVED_FROM} are read")
     return LoadReport(
         state=read_enum(message, "state", STATE_FROM_PROTO),
         running=message.running,
@@ -52,6 +72,24 @@ def read_load(message: pb.server.LoadReport) -> LoadReport:
         memory=_read_memory(message.memory) if message.HasField("memory") else None,
         store=read_enum(message, "store", STORAGE_FROM_PROTO) if message.store else StorageState.OFF,
         lost_pods=tuple(read_pod(message, pod) for pod in message.lost_pods),
+        arena=_read_arena(message.arena) if message.HasField("arena") else None,
+        received=tuple(map(_read_received, message.received)),
+        loop_gap_s=read_seconds(message, "loop_gap_s"),
+    )
+
+
+def _read_arena(message: pb.server.ArenaReport) -> ArenaReport:
+    return ArenaReport(free=message.free, leased=message.leased, quarantined=message.quarantined)
+
+
+def _read_received(message: pb.server.ReceivedFrom) -> ReceivedFrom:
+    refuse_long(message, "peer")
+    return ReceivedFrom(
+        peer=message.peer,
+        bytes=message.bytes,
+        transfers=message.transfers,
+        failures=message.failures,
+        seconds=read_seconds(message, "seconds"),
     )
 
 

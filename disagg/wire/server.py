@@ -10,6 +10,8 @@ from msgspec import Struct
 from disagg.messages.channel import Frame
 from disagg.messages.legs import (
     AbortLeg,
+    Drain,
+    HandOver,
     KvEvents,
     LegEnd,
     LegTokens,
@@ -62,6 +64,7 @@ OUTCOME_TO_PROTO = {
     Outcome.BAD_TRANSFER: pb.server.OUTCOME_BAD_TRANSFER,
     Outcome.DRAINED: pb.server.OUTCOME_DRAINED,
     Outcome.GIVEN_BACK: pb.server.OUTCOME_GIVEN_BACK,
+    Outcome.HANDED_OVER: pb.server.OUTCOME_HANDED_OVER,
 }
 OUTCOME_FROM_PROTO = {int(v): k for k, v in OUTCOME_TO_PROTO.items()}
 
@@ -184,6 +187,9 @@ def _fill_start_leg(out: pb.server.StartLeg, leg: StartLeg) -> None:
     out.incarnation = leg.incarnation
     out.tenant = leg.tenant
     out.priority = leg.priority
+    out.moves_attempt = leg.moves_attempt
+    out.moved = leg.moved
+    out.traceparent = leg.traceparent
 
 
 def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
@@ -202,6 +208,7 @@ def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
         refuse(message, "num_prompt", f"is {message.num_prompt}, but there are {len(message.token_ids)} tokens")
     if len(message.tenant) > MAX_TENANT_CHARS:
         refuse(message, "tenant", f"has {len(message.tenant)} characters; at most {MAX_TENANT_CHARS} are allowed")
+    refuse_long(message, "traceparent")
     if abs(message.priority) > MAX_PRIORITY:
         refuse(message, "priority", f"is {message.priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     return StartLeg(
@@ -216,6 +223,9 @@ def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
         incarnation=message.incarnation,
         tenant=message.tenant,
         priority=message.priority,
+        moves_attempt=message.moves_attempt,
+        moved=message.moved,
+        traceparent=message.traceparent,
     )
 
 
@@ -237,15 +247,35 @@ def _read_pod_gone(message: pb.server.PodGone) -> PodGone:
     return PodGone(read_pod(message, message.pod))
 
 
+def _fill_drain(out: pb.server.Drain, drain: Drain) -> None:
+    out.on = drain.on
+
+
+def _read_drain(message: pb.server.Drain) -> Drain:
+    return Drain(message.on)
+
+
+def _fill_hand_over(out: pb.server.HandOver, hand_over: HandOver) -> None:
+    fill_key(out.key, hand_over.key)
+
+
+def _read_hand_over(message: pb.server.HandOver) -> HandOver:
+    return HandOver(read_key(message))
+
+
 _ROUTER_FILL: Mapping[type, tuple[str, Fill]] = {
     StartLeg: ("start_leg", _fill_start_leg),
     AbortLeg: ("abort_leg", _fill_abort_leg),
     PodGone: ("pod_gone", _fill_pod_gone),
+    Drain: ("drain", _fill_drain),
+    HandOver: ("hand_over", _fill_hand_over),
 }
 _ROUTER_READ: Mapping[str, Read[RouterMessage]] = {
     "start_leg": _read_start_leg,
     "abort_leg": _read_abort_leg,
     "pod_gone": _read_pod_gone,
+    "drain": _read_drain,
+    "hand_over": _read_hand_over,
 }
 
 
@@ -309,7 +339,7 @@ def _read_kv(message: pb.server.KvUpdate) -> KvUpdate:
 def _fill_server_hello(out: pb.server.ServerHello, hello: ServerHello) -> None:
     out.name = hello.name
     out.role = ROLE_TO_PROTO[hello.role]
-    out.tp = hello.tp
+    out.tp, out.dp, out.pp = hello.tp, hello.dp, hello.pp
     out.pid = hello.pid
     out.worker_pids.extend(hello.worker_pids)
     out.incarnation = hello.incarnation
@@ -325,6 +355,8 @@ def _fill_server_hello(out: pb.server.ServerHello, hello: ServerHello) -> None:
     out.note = hello.note
     if hello.prefix is not None:
         _fill_prefix(out.prefix, hello.prefix)
+    out.drains = hello.drains
+    out.hands_over = hello.hands_over
 
 
 def _fill_prefix(out: pb.server.PrefixRules, rules: PrefixRules) -> None:
@@ -378,6 +410,10 @@ def _read_server_hello(message: pb.server.ServerHello) -> ServerHello:
         files={file.name: file.sha256 for file in message.files},
         note=message.note,
         prefix=_read_prefix(message.prefix) if message.HasField("prefix") else None,
+        dp=message.dp or 1,
+        pp=message.pp or 1,
+        drains=message.drains,
+        hands_over=message.hands_over,
     )
 
 

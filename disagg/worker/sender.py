@@ -38,10 +38,11 @@ ALL_LAYERS = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class KnownPeer:
-    """arena: of the peer, without what it keeps for wiring up."""
+    """arena: of the peer, without what it keeps for wiring up. metadata: by which it was made known."""
 
     peer: Peer
     arena: Region
+    metadata: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,9 @@ class Sender:
     def remove_link(self, link: int) -> None:
         """Forget the peers of a link and what waits for them. What is under way will be reported as failed."""
         for where in [where for where in self._peers if where[0] == link]:
-            self._backend.remove_peer(self._peers.pop(where).peer)
+            peer = self._peers.pop(where).peer
+            if not self.at(peer):  # by another link, in the other direction
+                self._backend.remove_peer(peer)
             self._left(self._queues.pop(where, ()))
             self._buffers.forget(where)
         for dropped in [dropped for dropped in self._dropping if dropped[0] == link]:
@@ -192,6 +195,10 @@ class Sender:
         clean = link not in self._unsure
         self._unsure.discard(link)
         return clean
+
+    def met(self, metadata: bytes) -> Peer | None:
+        """The peer that said this of itself on another link, if it is known."""
+        return next((known.peer for known in self._peers.values() if known.metadata == metadata), None)
 
     def at(self, peer: Peer) -> list[Where]:
         """Where a peer of the backend is known."""

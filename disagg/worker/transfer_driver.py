@@ -33,8 +33,9 @@ from disagg.messages.transfer import (
 )
 from disagg.models.pool import Pool
 from disagg.staging.mover import create_mover
-from disagg.transfer.backends.base import WARM_UP_BYTES, BackendError, Region, TransferBackend, create
+from disagg.transfer.backends.base import WARM_UP_BYTES, BackendError, Peer, Region, TransferBackend, create
 from disagg.transfer.backends.memory import allocate
+from disagg.types.bounded import forget_oldest
 from disagg.worker.entries import agent_name, entry_of
 from disagg.worker.receiver import Receiver
 from disagg.worker.sender import ALL_LAYERS, KnownPeer, Progress, Sender
@@ -44,6 +45,7 @@ SPIN_S = 0.002  # on a GPU, how long to poll without naps after something has mo
 GPU_NAP_S = 0.0001  # on a GPU, then, while something is under way: what a plan computes, or what comes, waits so long
 BUSY_NAP_S = 0.001  # on CPU a shorter nap would take the core from the model
 IDLE_NAP_S = 0.1
+MAX_BROKEN = 4096
 
 
 def nap_of(busy: bool, on_gpu: bool, still_s: float) -> float:
@@ -88,11 +90,13 @@ class TransferDriver:
         self._arena_bytes = opened.arena_bytes
         self._sender = Sender(pool, mover, self._backend, opened.gather_bytes, opened.gather_buffers, self._events)
         self._receiver = Receiver(pool, mover, arena, self._events)
+        self._follows_layers = opened.follows_layers and self._sender.sends
         self._sender.prepare()
         self._receiver.prepare()
         self._computed = (-1, ALL_LAYERS)
         self._computing: deque[tuple[Progress, torch.cuda.Event | None]] = deque()  # whose kernels may still run
         self._removing: dict[int, None] = {}  # links
+        self._broken: dict[Peer, None] = {}  # whose connection broke; the oldest first
         self._linger_until_s = 0.0
         self._moved_s = 0.0  # when something last moved
         # Pieces are to be sent whose KV a plan has yet to compute. Read by the compute thread.
@@ -117,7 +121,7 @@ class TransferDriver:
         """
         reached = (plan_no, layer + 1)
         awaited = reached in self._sender.awaited
-        if awaited or (self._on_gpu and self._sender.sends):
+        if awaited or (self._on_gpu and self._follows_layers):
             self._reached(reached)
         return awaited
 
@@ -192,6 +196,8 @@ class TransferDriver:
             if entry_id is not None:
                 self._receiver.notified(entry_id, sender)
         for peer in polled.gone:
+            self._broken[peer] = None
+            forget_oldest(self._broken, MAX_BROKEN)
             for link, rank in self._sender.at(peer):
                 self._events.append(PeerAdded(link, rank, f"the agent {peer.name} has disconnected", 0.0))
         if polled.completed or polled.failed:
@@ -248,12 +254,15 @@ class TransferDriver:
     def _add_peer(self, request: AddPeer) -> None:
         started = time.perf_counter()
         try:
-            peer = self._backend.add_peer(request.metadata)
+            # Two servers that send to each other have a link for each direction, and one agent on each side.
+            peer = self._sender.met(request.metadata)
+            if peer is None or peer in self._broken:
+                peer = self._backend.add_peer(request.metadata)
         except BackendError as error:
             self._events.append(PeerAdded(request.link, request.peer_rank, str(error), 0.0))
             return
         arena = Region(request.arena_address, request.arena_bytes, request.arena_device)
-        self._sender.add_peer((request.link, request.peer_rank), KnownPeer(peer, arena))
+        self._sender.add_peer((request.link, request.peer_rank), KnownPeer(peer, arena, request.metadata))
         self._linger()
         self._events.append(PeerAdded(request.link, request.peer_rank, "", time.perf_counter() - started))
 

@@ -33,7 +33,7 @@ def app(router: FakeRouter) -> FastAPI:
 async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     """Talks to the app in memory. Replies come whole: what needs real streams uses `server`."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://face") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
 

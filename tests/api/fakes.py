@@ -49,6 +49,7 @@ class FakeRouter:
     def __init__(self) -> None:
         self.requests: list[GenerateRequest] = []
         self.noted: list[tuple[DisaggError, str]] = []  # refused by the face
+        self.drained: list[tuple[str, bool]] = []
         self.aborted: list[str] = []  # iterators closed before their end
         self.running: set[str] = set()
         self.refusal: DisaggError | None = None  # raised instead of Started
@@ -154,6 +155,9 @@ class FakeRouter:
 
     # ---- the rest of RouterPort
 
+    def drain_server(self, server: str, on: bool) -> None:
+        self.drained.append((server, on))
+
     def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:
         self.noted.append((error, client_request_id))
 
@@ -168,6 +172,9 @@ class FakeRouter:
 
     def timeline(self, request_id: str) -> tuple[TimelineEvent, ...] | None:
         return self.timelines.get(request_id)
+
+    def known_requests(self) -> Mapping[str, object]:
+        return {"running": [], "running_total": 0, "ended": [{"request_id": each} for each in self.timelines]}
 
     async def dump(self) -> object:
         return {"running": sorted(self.running)}

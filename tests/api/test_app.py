@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from disagg.api.app import create_app
@@ -232,7 +233,7 @@ async def test_a_chat_stream_begins_with_roles_and_ends_each_choice_once(http: h
 
 async def test_a_model_without_a_template_cannot_chat_but_completes(router: FakeRouter) -> None:
     app = create_app(router, None, CollectorRegistry(), version="1")
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://face") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
         reply = await http.post("/v1/chat/completions", json=CHAT)
         assert reply.status_code == 400
         assert "/v1/completions works" in reply.json()["error"]["message"]
@@ -341,7 +342,8 @@ async def test_unreadable_json_is_a_400(http: httpx.AsyncClient) -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/v1/nothing", 404, "unknown_url"),
-        ("GET", "/", 404, "unknown_url"),
+        ("GET", "/index.html", 404, "unknown_url"),
+        ("POST", "/", 405, "method_not_supported"),
         ("POST", "/v1/completions/", 404, "unknown_url"),
         ("GET", "/v1/completions", 405, "method_not_supported"),
         ("DELETE", "/v1/models", 405, "method_not_supported"),
@@ -444,3 +446,12 @@ async def test_a_path_or_field_name_of_any_length_is_not_echoed_whole(http: http
     ]
     assert [answer.status_code for answer in answers] == [404, 404, 404, 400, 400, 400, 400]
     assert all(len(answer.content) < 2500 for answer in answers)
+
+
+async def test_servers_are_drained_from_this_machine_only(router: FakeRouter, app: FastAPI) -> None:
+    for client, status in (("127.0.0.1", 200), ("192.0.2.7", 403)):
+        transport = httpx.ASGITransport(app, client=(client, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            assert (await http.post("/servers/d0/drain")).status_code == status
+            assert (await http.post("/servers/d0/undrain")).status_code == status
+    assert router.drained == [("d0", True), ("d0", False)]

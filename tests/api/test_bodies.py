@@ -40,6 +40,7 @@ def test_a_bare_completion_has_the_defaults_of_openai() -> None:
     assert request.add_special_tokens
     assert request.seed is None
     assert request.params == SamplingParams(max_tokens=16)
+    assert request.max_tokens_unasked
     assert not call.stream
     assert not call.logprobs
 
@@ -354,6 +355,11 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
 
 
 # ---- chats
+
+
+def test_a_number_of_tokens_that_was_asked_for_is_not_shrunk() -> None:
+    assert not completion(max_tokens=16).requests[0].max_tokens_unasked
+    assert not chat(max_tokens=16).requests[0].max_tokens_unasked
 
 
 def test_the_two_names_of_max_tokens_mean_the_same() -> None:

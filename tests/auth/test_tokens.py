@@ -209,3 +209,11 @@ def test_keys_and_tokens_count_beside_each_other_and_a_new_file_ends_the_old_key
     with pytest.raises(Unauthenticated):
         gate.tenant_of([b"Bearer " + token])
     assert gate.tenant_of([b"Bearer " + signed("RS256", OTHER_RSA, kid=None, exp=4e9)]) == "someone"
+
+
+def test_a_path_that_cannot_be_read_is_named_with_its_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^auth.jwks_file = .* is no regular file"):
+        read_jwks(tmp_path)
+    (tmp_path / "jwks").write_text("[")
+    with pytest.raises(ConfigError, match=r"^auth.jwks_file = .* cannot be read as JSON"):
+        read_jwks(tmp_path / "jwks")

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg.bench.plan.learn import COLUMNS as MORE_COLUMNS
 from disagg.bench.report.merge import Answer, busiest, merge
 from disagg.bench.report.read import REQUEST_COLUMNS, STEP_COLUMNS, read_records
 from disagg.bench.serve.figures import Answered, Failed
@@ -118,7 +119,7 @@ def test_the_report_is_one_page_with_everything_in_it(tmp_path: Path) -> None:
 
 def test_columns_are_those_that_are_read(tmp_path: Path) -> None:
     make_records(tmp_path)
-    for kind, columns in (("steps", {*STEP_COLUMNS, "runs"}), ("requests", set(REQUEST_COLUMNS))):
+    for kind, columns in (("steps", {*STEP_COLUMNS, *MORE_COLUMNS}), ("requests", set(REQUEST_COLUMNS))):
         assert set(parquet.read_schema(next(tmp_path.glob(f"{kind}*.parquet"))).names) == columns
     records = read_records(tmp_path)
     assert (records.steps.num_rows, records.requests.num_rows, records.passed_over) == (60, 20, [])
@@ -167,3 +168,45 @@ def test_a_load_is_plotted_as_one_svg_also_when_nothing_was_answered() -> None:
     answered = [Answered(n, n + 0.5, n + 1.5, [0.5, 0.5], 10, 3) for n in range(20)]
     assert plot_run([*answered, Failed(0.0, 1.0, "x")], "<load>").count("<svg") == 5
     assert "&lt;load&gt;" in plot_run([], "<load>")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("arrival_s", "x"),
+        ("arrival_s", None),
+        ("arrival_s", float("nan")),
+        ("arrival_s", 1e300),
+        ("end_s", float("inf")),
+        ("token_s", None),
+        ("token_s", [1.0, 1e300]),
+        ("token_s", [1.0, None]),
+        ("prompt_tokens", "x"),
+        ("prompt_tokens", None),
+        ("server", None),
+        ("request_id", None),
+    ],
+)
+def test_a_file_with_values_that_no_server_writes_is_passed_over(tmp_path: Path, column: str, value: object) -> None:
+    import pyarrow as pa
+
+    make_records(tmp_path)
+    path = next(tmp_path.glob("requests-*"))
+    table = parquet.read_table(path)
+    index = table.column_names.index(column)
+    of_type = None if isinstance(value, str) or column == "token_s" else table.schema.field(column).type
+    odd = pa.array([value] * table.num_rows, pa.list_(pa.float64()) if column == "token_s" else of_type)
+    parquet.write_table(table.set_column(index, column, odd), path)
+    done = CliRunner().invoke(cli, ["report", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert f"{path.name} is passed over: " in done.output
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_files_without_rows_are_no_records(tmp_path: Path) -> None:
+    make_records(tmp_path)
+    for path in tmp_path.glob("*.parquet"):
+        parquet.write_table(parquet.read_table(path).slice(0, 0), path)
+    done = CliRunner().invoke(cli, ["report", str(tmp_path)])
+    assert done.exit_code == 2 and "has no records that can be read" in done.output, done.output

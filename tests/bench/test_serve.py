@@ -78,23 +78,45 @@ def test_each_failure_is_counted_with_its_cause_and_the_others_are_measured(tmp_
             [(0.0, CLOSE)],  # not a failure, as nothing was heard: see below
             [(0.0, b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")],
             [(0.0, b"HTTP/nonsense\r\n\r\n")],
+            [(0.0, token(finish="length")), (0.0, usage(8, -3)), (0.0, b"data: [DONE]\n\n")],
+            [(0.0, token(finish="length")), (0.0, usage(10**18, 5)), (0.0, b"data: [DONE]\n\n")],
         ]
         return failures[number] if number < len(failures) else answer(body)
 
-    found, fake, done = measured(tmp_path, script, "--concurrency", "1", "--requests", "13", "--timeout", "2")
+    found, fake, done = measured(tmp_path, script, "--concurrency", "1", "--requests", "15", "--timeout", "2")
     assert found["failures"] == {
         "connection": 2,
         "status 429": 1,
         "an error within the stream": 1,
-        "a malformed stream": 1,
+        "a malformed stream": 3,
         "a stream that was cut off": 1,
         "no end within 2 s": 1,
         "no token": 1,
         "no stream": 1,
     }
-    assert (found["completed"], found["failed"], found["unfinished"]) == (4, 9, 0)
-    assert len(fake.bodies) == 14, "on a kept connection that closes before it says anything, one was sent again"
+    assert (found["completed"], found["failed"], found["unfinished"]) == (4, 11, 0)
+    assert len(fake.bodies) == 16, "on a kept connection that closes before it says anything, one was sent again"
     assert "failed 1 times: status 429" in done.output and "too many" in done.output
+
+
+def test_files_of_results_are_whole_or_as_they_were(tmp_path: Path) -> None:
+    with fake_endpoint(lambda number, body: answer(body)) as fake:
+        gone = fake.url
+    new, old, plot = tmp_path / "new.json", tmp_path / "old.json", tmp_path / "new.svg"
+    old.write_text("old")
+    files = ("--plot", str(plot), "--json")
+    for file in (new, old):
+        done = CliRunner().invoke(cli, ["bench", "serve", "--url", gone, *SHORT, *files, str(file)])
+        assert done.exit_code == 1, done.output
+    assert [each.name for each in tmp_path.iterdir()] == ["old.json"] and old.read_text() == "old"
+    with fake_endpoint(lambda number, body: answer(body)) as fake:
+        done = bench(fake, *SHORT, "--requests", "2", "--plot", str(plot), file=old)
+        assert done.exit_code == 0 and json.loads(old.read_text())["completed"] == 2
+        nowhere = bench(fake, *SHORT, file=tmp_path / "none" / "new.json")
+        assert nowhere.exit_code == 2 and "cannot be written: No such file or directory" in nowhere.output
+        assert "2 requests completed" in bench(fake, *SHORT, "--requests", "2", file=Path("/dev/null")).output
+    assert {each.name for each in tmp_path.iterdir()} == {"old.json", "new.svg"}
+    assert Path("/dev/null").is_char_device()
 
 
 def test_nobody_at_the_url_and_an_endpoint_that_refuses_all_are_one_line() -> None:

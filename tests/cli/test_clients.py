@@ -162,6 +162,21 @@ def test_a_pool_shows_each_server_and_an_empty_one_says_so() -> None:
         assert each in out.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ({"tp": 2, "dp": 1, "pp": 1}, "tp2"),
+        ({"tp": 2, "dp": 3, "pp": 1}, "tp2 dp3"),
+        ({"tp": 1, "pp": 2}, "tp1 pp2"),
+        ({}, ""),
+    ],
+)
+def test_a_pool_shows_how_many_ranks_of_which_kind_a_server_has(said: dict[str, int], shown: str) -> None:
+    table = pool_table("mixed", [{"name": "mixed-0", "state": "ready", **said}])
+    (column,) = (column for column in table.columns if column.header == "ranks")
+    assert [str(cell) for cell in column.cells] == [shown]
+
+
 def test_a_pool_shows_what_its_servers_keep_beyond_the_gpu_where_any_does() -> None:
     def shown(**offload: object) -> str:
         out = io.StringIO()

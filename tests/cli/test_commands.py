@@ -42,6 +42,7 @@ def run(*args: str, env: dict[str, str] | None = None) -> Result:
             ["PROMPT", "--grpc", "--max-tokens", "--temperature", "--stop", "--chat", "--raw", "--timeline", "--json"],
         ),
         (["status"], ["--json", "--http", "--memory"]),
+        (["drain"], ["NAME", "--http", "--wait", "--undo", "--timeout"]),
         (["debug"], ["dump"]),
         (["debug", "dump"], ["--http"]),
         (["model"], ["path", "convert", "inspect", "list"]),
@@ -80,7 +81,7 @@ def test_help_is_there_at_once_and_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (["config", "show", "--set", "engine.page_tokens=0"], 2, "error: engine.page_tokens"),
+        (["config", "show", "--set", "engine.page_tokens=-1"], 2, "error: engine.page_tokens"),
         (["config", "show", "--set", "engine.page_tokens"], 2, "error: --set engine.page_tokens: it must be"),
         (["config", "show", "--config", "/does/not/exist.toml"], 2, "error: configuration file"),
         (["up", "--prefill-tp", "0"], 2, "Invalid value for '--prefill-tp': 0 is not in the range 1<=x<=64."),
@@ -145,7 +146,7 @@ def test_flags_of_up_are_settings_of_every_process_and_win_over_others(monkeypat
     seen.clear()
     assert run("up", "--decode", "2", "--storage", "file:///kv").exit_code == 0
     assert seen[0].storage.url == "file:///kv" and not seen[0].offload.enabled
-    assert seen[0].engine.page_tokens == 16, "what another call was given is forgotten"
+    assert seen[0].engine.page_tokens == 0, "what another call was given is forgotten"
 
 
 def test_config_show_says_what_file_environment_and_flags_come_to(tmp_path: Path) -> None:

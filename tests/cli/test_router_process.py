@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,10 +18,13 @@ import pytest
 import tokenizers
 from safetensors.numpy import save_file
 
+from disagg.cli import router_process
 from disagg.cli.rundir import pick_ports
 from disagg.cli.status import show_dump
 from disagg.config.load import dump_config
 from disagg.config.tree import Config, ModelConfig, RouterConfig, ServerRef
+from disagg.telemetry.process import no_heartbeat
+from disagg.types.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
@@ -138,6 +142,30 @@ def test_a_router_leaves_no_renderer_behind(chatting_router: Running, number: in
     while not has_ended(renderer):
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_router_that_is_told_to_end_while_it_starts_is_not_one_that_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, number: int, status: int
+) -> None:
+    """A signal to the process group ends what the start waits for, too."""
+
+    async def start(config: Config, stopping: asyncio.Event) -> None:
+        os.kill(os.getpid(), number)
+        await stopping.wait()
+        raise ConfigError("a process that it needs was ended")
+
+    monkeypatch.setattr(router_process, "_until", start)
+    assert router_process.run(Config(), no_heartbeat) == status
+
+
+def test_a_router_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(config: Config, stopping: asyncio.Event) -> None:
+        raise ConfigError("it cannot")
+
+    monkeypatch.setattr(router_process, "_until", start)
+    with pytest.raises(ConfigError, match="it cannot"):
+        router_process.run(Config(), no_heartbeat)
 
 
 def test_a_router_without_servers_beats_answers_dumps_and_drains(

@@ -113,3 +113,18 @@ def test_pipeline_stages_are_those_of_mixed_servers_alone() -> None:
     assert (mixed.config.server.tp, mixed.config.server.pp) == (2, 3)
     with pytest.raises(ConfigError, match=r"server\.pp = 2: only a mixed server can have that"):
         plan_cluster(stages, ONE_OF_EACH)
+
+
+@pytest.mark.parametrize(
+    ("flag", "options"),
+    [
+        ("--mixed-tp 2", UpOptions(num_prefill=1, num_decode=1, mixed_tp=2)),
+        ("--mixed-dp 2", UpOptions(num_prefill=1, num_decode=1, mixed_dp=2)),
+        ("--mixed-pp 2", UpOptions(num_prefill=1, num_decode=1, mixed_pp=2)),
+        ("--prefill-tp 2", UpOptions(num_prefill=0, num_decode=0, num_mixed=1, prefill_tp=2)),
+        ("--decode-tp 2", UpOptions(num_prefill=0, num_decode=0, num_mixed=1, decode_tp=2)),
+    ],
+)
+def test_what_is_said_of_servers_that_there_are_none_of_is_refused(flag: str, options: UpOptions) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag}: there are no "):
+        plan_cluster(Config(), options)

@@ -18,7 +18,7 @@ from disagg.memory.layout import PoolLayout, plan_layout, stage_layout
 from disagg.memory.sequence import KvMemory
 from disagg.models.model import PagedModel
 from disagg.models.stage_links import StageLinks
-from disagg.scheduler.pipeline import runs_in_flight
+from disagg.scheduler.pipeline import plans_in_flight
 from tests.cluster.cluster import Cluster
 from tests.models.reference import Answer
 
@@ -51,7 +51,7 @@ def sizes(
     model = PagedModel.load(model_dir, "float32", "cpu", links=StageLinks(0, pp))
     groups = [group.on_rank(tp) for group in model.whole_groups]
     layout: PoolLayout = plan_layout([spec_of(group, page_tokens) for group in groups], page_tokens, checkpoint_tokens)
-    memory = KvMemory(layout, 1, late_runs=runs_in_flight(pp))
+    memory = KvMemory(layout, 1, late_runs=plans_in_flight(pp))
     large_bytes = layout.large_bytes
     if pp > 1:  # the stage with most bytes says how many pages there are
         parts = [[group.on_stage(*span) for group in groups] for span in pairwise(model.cuts)]

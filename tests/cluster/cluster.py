@@ -155,9 +155,9 @@ class Cluster:
 
     def metrics(self, server: str) -> dict[str, float]:
         """Samples by `name` or `name{label="x"}`."""
-        return parse_metrics(self._said_by(server, "/metrics"))
+        return parse_metrics(self.said_by(server, "/metrics"))
 
-    def _said_by(self, server: str, path: str) -> str:
+    def said_by(self, server: str, path: str) -> str:
         port = tomllib.loads((self.run_dir / f"{server}.toml").read_text())["server"]["metrics_port"]
         return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=ANSWER_S).text
 
@@ -194,7 +194,7 @@ class Cluster:
         """No server has anything to copy to the host or to write to storage any more. To be called when it adds up."""
 
         def idle() -> bool:
-            dumps = [self._said_by(server["name"], "/debug/dump") for server in self.status()["servers"]]
+            dumps = [self.said_by(server["name"], "/debug/dump") for server in self.status()["servers"]]
             return all('"idle": true' in dump and '"publishing": []' in dump for dump in dumps)
 
         self.wait(idle, timeout_s, "the end of all offloads")

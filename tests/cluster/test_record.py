@@ -32,7 +32,8 @@ def test_a_load_is_measured_recorded_and_reported(tmp_path: Path) -> None:
     found = json.loads(kept.read_text())
     assert (found["completed"], found["failed"], found["output_tokens"]) == (REQUESTS, 0, REQUESTS * OUTPUTS)
     assert found["input_tokens"] == REQUESTS * 40 and found["target"]["prompts"].startswith("token ids")
-    assert all(found[name][share] > 0 for name in ("ttft_s", "itl_s") for share in ("mean", "p50", "p90", "p99"))
+    assert all(found["ttft_s"][share] > 0 for share in ("mean", "p50", "p90", "p99"))
+    assert found["itl_s"]["mean"] > 0 and found["itl_s"]["p99"] > 0  # tokens that wait for their client come together
 
     answers = [a for a in merge(read_records(records).requests.to_pylist()) if a.prompt_tokens == 40]
     assert len(answers) == REQUESTS + 2 and all(a.completed and len(a.token_s) == OUTPUTS for a in answers)

@@ -27,6 +27,11 @@ LONGEST_PROMPT = 200
 ASKERS = 4
 
 
+def of_second_pair(name: str) -> bool:
+    """name: of a process, as `processes` has it. A router's is of its host and pid, and may have any digits in it."""
+    return name.partition("/")[0] in ("prefill-1", "decode-1")
+
+
 def processes(status: dict) -> dict[str, int]:
     """Name and pid of the router, the servers and their workers."""
     pids = {router["name"]: router["pid"] for router in status["routers"]}
@@ -47,7 +52,7 @@ async def observe(cluster: Cluster, soak: Soak, ledger: Ledger, started_s: float
             stacks = (await client.get(f"{soak.http}/debug/dump")).text
             at_s = time.monotonic() - started_s
             for name, pid in {"up": cluster.process.pid, **processes(status)}.items():
-                who = f"{name} ({pid})" if "-1" in name else name
+                who = f"{name} ({pid})" if of_second_pair(name) else name
                 census = take_census(pid, stacks.count("--- task ") if name.startswith("router") else None)
                 if census is not None:
                     ledger.add(at_s, who, vars(census))
@@ -61,7 +66,7 @@ async def kill(cluster: Cluster, soak: Soak, rng: random.Random) -> None:
         await soak.rest(KILL_EVERY_S)
         async with httpx.AsyncClient(timeout=60) as client:
             status = (await client.get(f"{soak.http}/status")).json()
-        pids = [pid for name, pid in processes(status).items() if "-1" in name]
+        pids = [pid for name, pid in processes(status).items() if of_second_pair(name)]
         if pids and not soak.stop.is_set():
             number = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
             try:

@@ -61,7 +61,7 @@ def test_two_stages_say_what_transformers_says_also_after_a_worker_of_one_is_kil
     asked = Asked(model_dir)
     with Cluster(tmp_path / "run", "--model", str(model_dir), *FLAGS, *ALONE, "--mixed-pp", "2") as cluster:
         first = cluster.server("mixed-0")
-        assert len(first["worker_pids"]) == 2
+        assert len(first["worker_pids"]) == 2 and (first["tp"], first["dp"], first["pp"]) == (1, 1, 2)
         assert strike(cluster, asked, stage=1)
         metrics = cluster.metrics("mixed-0")
         for stage in ("0", "1"):

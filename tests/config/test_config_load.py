@@ -29,7 +29,7 @@ def test_nothing_given_is_the_default_tree() -> None:
 @pytest.mark.parametrize(
     ("in_file", "in_env", "in_flag", "wins"),
     [
-        (None, None, None, 16),
+        (None, None, None, 0),
         (32, None, None, 32),
         (32, "64", None, 64),
         (32, "64", 128, 128),
@@ -87,7 +87,7 @@ def test_lists_in_the_environment_are_json_or_words() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        ("engine.page_tokens", 0, ["engine.page_tokens = 0", "at least 1", "at most 1024"]),
+        ("engine.page_tokens", -1, ["engine.page_tokens = -1", "at least 0", "at most 1024"]),
         ("engine.page_tokens", "many", ['engine.page_tokens = "many"', "a whole number"]),
         ("engine.page_tokens", 1.5, ["engine.page_tokens = 1.5", "a whole number"]),
         ("engine.kv_memory_bytes", "5 apples", ['engine.kv_memory_bytes = "5 apples"', "MiB", "at least 0"]),
@@ -125,7 +125,7 @@ def test_a_wrong_setting_says_its_path_its_value_and_what_is_allowed(path: str, 
 def test_a_wrong_setting_says_where_it_was_given(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="environment variable DISAGG__ENGINE__PAGE_TOKENS"):
         load_config(None, {}, {"DISAGG__ENGINE__PAGE_TOKENS": "x"})
-    file = written(tmp_path, "[engine]\npage_tokens = 0\n")
+    file = written(tmp_path, "[engine]\npage_tokens = -1\n")
     with pytest.raises(ConfigError, match=re.escape(str(file))):
         load_config(file, {}, {})
     with pytest.raises(ConfigError, match=r"nearest: engine\.page_tokens"):

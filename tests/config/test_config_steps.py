@@ -11,20 +11,28 @@ from disagg.config.tree import EngineConfig
 
 def test_a_gpu_has_large_steps_and_a_cpu_small_ones() -> None:
     gpu, why = size_steps(EngineConfig(), "cuda", 8_030_000_000)
-    assert (gpu.chunk_tokens, gpu.max_running) == (8192, 256)
+    assert (gpu.page_tokens, gpu.chunk_tokens, gpu.max_running) == (64, 8192, 256)
     assert why == (
-        "engine.chunk_tokens = 8192 and engine.max_running = 256, chosen for a GPU with 8.0e9 parameters on each rank"
+        "engine.page_tokens = 64, engine.chunk_tokens = 8192 and engine.max_running = 256, chosen for a GPU with 8.0e9 "
+        "parameters on each rank"
     )
     cpu, why = size_steps(EngineConfig(), "cpu", 135_000_000)
-    assert (cpu.chunk_tokens, cpu.max_running) == (256, 64)
+    assert (cpu.page_tokens, cpu.chunk_tokens, cpu.max_running) == (16, 256, 64)
     assert why.endswith("chosen for a CPU")
 
 
 def test_what_is_set_stays() -> None:
-    given_both = EngineConfig(chunk_tokens=100, max_running=7)
-    assert size_steps(given_both, "cuda", 10**9) == (given_both, "")
+    given_all = EngineConfig(page_tokens=32, chunk_tokens=100, max_running=7)
+    assert size_steps(given_all, "cuda", 10**9) == (given_all, "")
     one, why = size_steps(EngineConfig(max_running=7), "cuda", 10**9)
     assert (one.chunk_tokens, one.max_running) == (8192, 7) and "max_running" not in why
+
+
+def test_pages_are_whole_between_checkpoints() -> None:
+    short, _ = size_steps(EngineConfig(checkpoint_tokens=96), "cuda", 10**9)
+    assert short.page_tokens == 16
+    long, _ = size_steps(EngineConfig(checkpoint_tokens=128), "cuda", 10**9)
+    assert long.page_tokens == 64
 
 
 @given(st.integers(1, 10**13))

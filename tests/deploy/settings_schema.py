@@ -1,6 +1,7 @@
 """The part of the chart's schema that is about settings: what `config` in its values may hold, made of the configuration tree.
+And what the chart's templates know of settings, which no schema can say: settings.json beside it.
 
-`python -m tests.deploy.settings_schema` writes it; to be run when settings have changed.
+`python -m tests.deploy.settings_schema` writes both; to be run when settings have changed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from typing import Any
 
 import msgspec
 
-from disagg.config.check import MIXED_ONLY
+from disagg.config.check import LEAST_S, MIXED_ONLY, WHOLE_PROMPTS
+from disagg.config.load import ENV_PREFIX
 from disagg.config.tree import AuthConfig, Config, TlsConfig
 
 SCHEMA = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "disagg" / "values.schema.json"
+KNOWN = SCHEMA.with_name("settings.json")
 SIZE = r"^[0-9]+(\.[0-9]+)? *([KMGTkmgt]i?)?[Bb]?$"
 DURATION = r"^[0-9]+(\.[0-9]+)? *(us|ms|s|m|h)?$"
 # Settings that the chart decides, or that have values of their own. What is left of a section without any is left out.
@@ -38,6 +41,30 @@ OF_THE_CHART = {
     "offload": {"enabled", "host_bytes"},
     "storage": {"url", "options", "budget_bytes", "compression"},
 }
+
+# Settings that templates hold against each other (templates/_fit.tpl), or count GPUs by.
+JUDGED = {
+    "model": ("dtype",),
+    "engine": ("page_tokens", "checkpoint_tokens", "prefix_cache", "policy", "target_step_ms"),
+    "router": ("lease_s", "heartbeat_s"),
+    "server": ("dp", "pp"),
+}
+
+
+def known() -> dict[str, Any]:
+    """What templates know: `defaults` of what they judge, `wholePrompts`, `leastSeconds`, and `environment`: names of variables
+    that would set what the chart decides or judges."""
+    tree = Config()
+    names = [(section, name) for table in (OF_THE_CHART, JUDGED) for section in table for name in table[section]]
+    return {
+        "defaults": {
+            section: {name: getattr(getattr(tree, section), name) for name in names}
+            for section, names in JUDGED.items()
+        },
+        "wholePrompts": list(WHOLE_PROMPTS),
+        "leastSeconds": {each.path: each.least_s for each in LEAST_S},
+        "environment": sorted(f"{ENV_PREFIX}{section}__{name}".upper() for section, name in names),
+    }
 
 
 def definitions() -> dict[str, Any]:
@@ -75,6 +102,7 @@ def main() -> None:
     schema = json.loads(SCHEMA.read_text())
     schema["definitions"].update(definitions())
     SCHEMA.write_text(json.dumps(schema, indent=2) + "\n")
+    KNOWN.write_text(json.dumps(known(), indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -269,8 +269,14 @@ def test_pods_are_confined_probed_and_given_the_time_to_drain(values: Path) -> N
             [shm] = [each["emptyDir"] for each in pod["volumes"] if each["name"] == "shm"]
             assert shm == {"medium": "Memory", "sizeLimit": own["shmSize"]}
             gpu = given(values)["gpu"]
-            wanted = str(own["tp"]) if gpu["enabled"] else None
+            wanted = str(ranks_of(own)) if gpu["enabled"] else None
             assert amounts.get(gpu["resource"]) == wanted
+
+
+def ranks_of(own: dict[str, Any]) -> int:
+    """Each with a GPU of its own."""
+    server = {"dp": 1, "pp": 1, **own["config"].get("server", {})}
+    return int(own["tp"] * server["dp"] * server["pp"])
 
 
 @matrix

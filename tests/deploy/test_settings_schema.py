@@ -7,13 +7,19 @@ import tomllib
 
 from disagg.config.load import dump_config
 from disagg.config.tree import Config
-from tests.deploy.settings_schema import OF_THE_CHART, SCHEMA, definitions
+from tests.deploy.settings_schema import KNOWN, OF_THE_CHART, SCHEMA, definitions, known
 
 
 def test_the_schema_has_the_settings_of_the_configuration_tree() -> None:
     written = json.loads(SCHEMA.read_text())["definitions"]
     for name, made in definitions().items():
         assert written[name] == made, "settings have changed: run `python -m tests.deploy.settings_schema`"
+
+
+def test_templates_know_the_defaults_and_bounds_that_processes_have() -> None:
+    assert json.loads(KNOWN.read_text()) == known(), (
+        "settings have changed: run `python -m tests.deploy.settings_schema`"
+    )
 
 
 def test_what_the_chart_keeps_for_itself_are_settings() -> None:
@@ -37,5 +43,11 @@ def test_every_object_of_the_schema_refuses_what_it_does_not_know() -> None:
 
     walk("", json.loads(SCHEMA.read_text()))
     # Kubernetes' own objects, which it judges, and what Helm gives every chart.
-    own = ("/global", "/affinity", "/valueFrom", "/namespaceSelector", "/podSelector")
+    own = (
+        "/global",
+        "/requiredDuringSchedulingIgnoredDuringExecution",
+        "/valueFrom",
+        "/namespaceSelector",
+        "/podSelector",
+    )
     assert [path for path in free if not path.endswith(own)] == []

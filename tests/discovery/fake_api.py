@@ -35,13 +35,16 @@ def pod(
 
 class FakeApi:
     """faults: what befalls the next calls, one each: a status, "hang", "drop", "nonsense" or "silent" (a watch that hears
-    nothing more, and does not end)."""
+    nothing more, and does not end). always: what befalls every call of its kind ("list", "watch"), until it is taken away: of
+    a watch "end" (at once) or "told" (at once, after a bookmark) or "told 410"; of a list "again" (each page is continued with
+    the same) or "more" (with another, without end)."""
 
     def __init__(self, namespace: str = NAMESPACE) -> None:
         self.namespace = namespace
         self.pods: dict[str, Any] = {}
         self.faults: list[int | str] = []
         self.get_faults: list[int | str] = []  # of calls that ask for one pod
+        self.always: dict[str, str] = {}
         self.calls: list[str] = []
         self.page = 2
         self._version = 100
@@ -124,6 +127,8 @@ class FakeApi:
         def chosen(each: Any) -> bool:
             return bool(wanted.items() <= each["metadata"]["labels"].items())
 
+        if watch and "watch" in self.always:
+            return web.Response(body=self._cut_short(self.always["watch"]))
         if watch:
             response = web.StreamResponse()
             with contextlib.suppress(ConnectionError):
@@ -132,9 +137,20 @@ class FakeApi:
             return response
         names = sorted(name for name, each in self.pods.items() if chosen(each))
         begin = int(request.query.get("continue") or 0)
+        if "list" in self.always:
+            following = "7" if self.always["list"] == "again" else str(begin + 1)
+            return web.json_response({"metadata": {"resourceVersion": "1", "continue": following}, "items": []})
         end = begin + min(self.page, int(request.query["limit"]))
         metadata = {"resourceVersion": str(self._version), "continue": str(end) if end < len(names) else ""}
         return web.json_response({"metadata": metadata, "items": [self.pods[name] for name in names[begin:end]]})
+
+    def _cut_short(self, how: str) -> bytes:
+        mark = _line("BOOKMARK", {"metadata": {"resourceVersion": str(self._version)}})
+        return {
+            "end": b"",
+            "told": mark,
+            "told 410": mark + _line("ERROR", {"kind": "Status", "code": 410, "message": "too old"}),
+        }[how]
 
     async def _fault(self, call: str) -> web.StreamResponse | None:
         self.calls.append(call)

@@ -120,6 +120,73 @@ async def test_a_version_that_is_too_old_is_a_reason_to_list_at_once(api: FakeAp
         await watched.close()
 
 
+@pytest.mark.parametrize("how", ["end", "told", "told 410"])
+async def test_a_server_that_ends_every_watch_at_once_is_asked_ever_more_seldom(
+    api: FakeApi, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what it says nevertheless is heard."""
+    api.put(pod("d0"))
+    api.always["watch"] = how
+    slow = Timing(watch_s=60.0, relist_s=1000.0, first_backoff_s=0.02, max_backoff_s=100.0)
+    watched = Watched(api, tmp_path, slow)
+    try:
+        await watched.until({"d0"})
+        async with asyncio.timeout(WITHIN_S):
+            while api.calls.count("watch") < 3:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(1.0)
+        assert api.calls.count("watch") < 12, "0.02 s doubled each time"
+        said = [record.message for record in caplog.records if "ends a watch at once" in record.message]
+        assert len(said) == (how == "end")
+        del api.always["watch"]
+        api.put(pod("d1"))
+        await watched.until({"d0", "d1"})
+    finally:
+        await watched.close()
+
+
+@pytest.mark.parametrize(("how", "why"), [("again", "has no end"), ("more", "more than 1000 pages")])
+async def test_a_list_without_end_is_given_up_with_one_warning(
+    api: FakeApi, tmp_path: Path, how: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    api.put(pod("d0"))
+    api.always["list"] = how
+    slow = Timing(first_backoff_s=0.02, max_backoff_s=100.0)
+    watched = Watched(api, tmp_path, slow)
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            while not any(why in record.message for record in caplog.records):
+                await asyncio.sleep(0.01)
+        if how == "again":
+            await asyncio.sleep(1.0)
+            assert api.calls.count("list") < 20, "two pages, and 0.02 s doubled each time"
+        assert sum("Kubernetes API" in record.message for record in caplog.records) == 1
+        assert not watched.found
+        del api.always["list"]
+        await watched.until({"d0"})
+    finally:
+        await watched.close()
+
+
+async def test_all_pages_of_a_list_share_one_bound_of_bytes(
+    api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("disagg.discovery.kubernetes.MAX_LIST_BYTES", 2000)  # of five pages, each less
+    for number in range(9):
+        api.put(pod(f"d{number}"))
+    watched = Watched(api, tmp_path)
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            while not any("a list, or a pod, of more than" in record.message for record in caplog.records):
+                await asyncio.sleep(0.01)
+        assert not watched.found
+        for number in range(2, 9):
+            api.delete(f"d{number}")
+        await watched.until({"d0", "d1"})
+    finally:
+        await watched.close()
+
+
 async def test_whether_a_pod_is_gone_is_asked_of_the_api(api: FakeApi, tmp_path: Path) -> None:
     api.put(pod("d0"))
     watched = Watched(api, tmp_path)

@@ -32,6 +32,7 @@ from disagg.memory.sequence import KvMemory
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 from disagg.messages.legs import (
     AbortLeg,
+    HandOver,
     KvEvents,
     LegEnd,
     LegTokens,
@@ -107,6 +108,7 @@ class Faults(Struct, frozen=True):
     lost_dispatches: int = 0
     store_failures: int = 0
     store_outages: int = 0
+    drains: int = 0  # of decode servers, whose answers go on elsewhere; costs no attempt
 
     @property
     def any(self) -> bool:
@@ -302,7 +304,7 @@ class Server:
         self.incarnations = 0
         self.to_router: deque[Any] = deque()
         self.from_router: deque[Any] = deque()
-        self.dispatch = Dispatch(name, facts.tp, lambda: world.now, lambda leg: "", dials=role.dials)
+        self.dispatch = Dispatch(name, facts.tp, lambda: world.now, lambda leg: "")
         self.start()
 
     def start(self) -> None:
@@ -367,7 +369,10 @@ class Request:
     request_id: str
     prompt: tuple[int, ...]
     params: SamplingParams
-    attempt: int = -1
+    attempt: int = 0
+    moves: int = 0  # attempts that went on elsewhere, with all of their KV
+    asked: int = 0  # the attempt that decode was asked to hand over
+    handed_over: set[LegKey] = field(default_factory=set)
     accepted: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, FinishReason | None] = field(default_factory=dict)
     held: dict[int, dict[int, tuple[int, FinishReason | None]]] = field(default_factory=dict)
@@ -506,7 +511,9 @@ class World:
         self.prefills = [
             server(f"P{i}", PREFILL, (to_decode if mixed else to_prefill) * grow) for i in range(rng.choice(counts))
         ]
-        self.decodes = [server(f"D{i}", DECODE, to_decode * grow) for i in range(rng.choice(counts))]
+        num_decodes = max(rng.choice(counts), 2 if faults.drains else 1)
+        self.decodes = [server(f"D{i}", DECODE, to_decode * grow) for i in range(num_decodes)]
+        self.draining: Server | None = None
         self.servers = self.prefills + self.decodes
         self.requests: list[Request] = []
         self.cached_tokens: Counter[str] = Counter()  # that legs had, as their ends say: of all tiers, and by tier
@@ -602,7 +609,7 @@ class World:
         decode, incarnation, peer = dialled
         if decode.facts.incarnation != incarnation:
             return
-        prefill = next(server for server in self.prefills if server.name == peer.name)
+        prefill = next(server for server in self.servers if server.name == peer.name)
         if prefill.facts.incarnation != peer.incarnation:
             decode.hear(lambda dispatch: dispatch.dial_failed(peer, "it has restarted"))
             return
@@ -616,7 +623,7 @@ class World:
         )
         self.links.append(link)
         hello = decode.hello(str(link.decode.number))
-        prefill.hear(lambda dispatch: dispatch.link_up(link.prefill.number, hello))
+        prefill.hear(lambda dispatch: dispatch.link_up(link.prefill.number, hello, dialled=False))
 
     def _greeted(self, link: SimLink) -> None:
         end = link.decode
@@ -631,7 +638,7 @@ class World:
             stale = other.prefill.server.name == hello.name and other.prefill.incarnation != hello.incarnation
             if other.decode.server is end.server and not other.decode.up and stale:
                 end.server.dispatch.link_gone(other.decode.number)
-        end.server.hear(lambda dispatch: dispatch.link_up(end.number, hello))
+        end.server.hear(lambda dispatch: dispatch.link_up(end.number, hello, dialled=True))
 
     def lose(self, server: Server, number: int, reason: str) -> None:
         found = self._end(server, number)
@@ -671,14 +678,15 @@ class World:
 
     # ---- the router
 
-    def _start(self, request: Request) -> None:
-        """The next attempt: one leg for each distinct prefix."""
-        request.attempt += 1
+    def _start(self, request: Request, source: Server | None = None) -> None:
+        """The next attempt: one leg for each distinct prefix. source: who has the KV of the one before, and hands it over."""
+        moves, request.attempt = request.attempt, request.attempt + 1
         assert request.attempt < MAX_ATTEMPTS, f"{request.request_id} is tried for ever"
         request.stalled_since_s = None
         request.legs, request.held = {}, {}
-        prefill, decode = self.rng.choice(self.prefills), self.rng.choice(self.decodes)
-        if self.mixed and self.rng.random() < 0.5:
+        taking = [server for server in self.decodes if server is not self.draining]
+        prefill, decode = source or self.rng.choice(self.prefills), self.rng.choice(taking)
+        if self.mixed and source is None and self.rng.random() < 0.5:
             prefill = decode = self.rng.choice(self.servers)
         request.pair = (prefill, decode)
         request.pair_incarnations = (prefill.facts.incarnation, decode.facts.incarnation)
@@ -695,13 +703,15 @@ class World:
             for server, peer in whole if prefill is decode else pair:
                 start = StartLeg(
                     key,
-                    request.prompt + outputs,
+                    request.prompt + (outputs if source is None else outputs[:-1]),
                     len(request.prompt),
                     request.params,
                     tuple(choices),
                     peer,
                     1e9,
                     tenant=request.request_id[-1] if self.many_tenants else "",
+                    moves_attempt=moves if server is source else 0,
+                    moved=source is not None and server is decode,
                 )
                 if self.spend("lost_dispatches", 0.1):
                     request.stalled_since_s = self.now_s
@@ -787,6 +797,12 @@ class World:
         if end.outcome is Outcome.DONE:
             for choice in request.legs[end.key]:
                 assert choice in request.finished, f"decode says done of {end.key}; choice {choice} has not finished"
+        elif end.outcome is Outcome.HANDED_OVER:
+            request.handed_over.add(end.key)
+            going_on = [key for key, choices in request.legs.items() if set(choices) - request.finished.keys()]
+            if request.handed_over.issuperset(going_on):
+                request.moves += 1
+                self._start(request, source=server)
         else:
             assert self.faults.any, f"an attempt was lost though nothing went wrong: {end}"
             if (
@@ -795,6 +811,22 @@ class World:
                 for prefill in self.prefills:
                     self.lose_workers(prefill)
             self._replay(request)
+
+    def _drain(self) -> None:
+        """One decode server at a time drains, and begins again when it is empty."""
+        if self.draining is None and self.spend("drains", 0.01):
+            self.draining = self.rng.choice(self.decodes)
+        at = self.draining
+        if at is None:
+            return
+        here = [r for r in self.requests if not r.done and r.pair is not None and r.pair[1] is at]
+        for request in here:
+            if request.asked != request.attempt and request.pair is not None and request.pair[0] is not at:
+                request.asked = request.attempt
+                for key in request.legs:
+                    at.from_router.append((request.pair_incarnations[1], HandOver(key)))
+        if not here and at.engine.idle and not at.from_router:
+            self.draining = None
 
     def _router_looks_around(self) -> None:
         """Lost incarnations, and patience."""
@@ -916,7 +948,7 @@ class World:
         if ups and self.spend("lost_links", 0.003):
             self._lose_end(*self.rng.choice(ups), "a fault")
         for request in self.requests:
-            due = request.abort_at is not None and request.attempt >= 0 and request.abort_at <= self.steps
+            due = request.abort_at is not None and request.attempt > 0 and request.abort_at <= self.steps
             if due and not request.done:
                 self._abort(request)
 
@@ -924,6 +956,7 @@ class World:
         """One thing happens. False if only time could pass."""
         self.steps += 1
         self._fault()
+        self._drain()
         for stray in [stray for stray in self.stray if stray[0] <= self.steps or self.settling]:
             self.stray.remove(stray)
             stray[1].land_stray(stray[2])
@@ -968,7 +1001,9 @@ class World:
                 else:
                     assert got == expected, f"{request.request_id} choice {choice}"
             if not self.faults.any:
-                assert request.attempt <= 0, f"{request.request_id} was replayed though nothing went wrong"
+                assert request.attempt <= 1 + request.moves, (
+                    f"{request.request_id} was replayed though nothing went wrong"
+                )
 
     def check_nothing_leaked(self) -> None:
         """At rest: what must be empty is."""
@@ -1002,7 +1037,8 @@ class World:
                 elif isinstance(stage, Receiver):
                     check_receiver_quiet(stage, where)
             assert engine.load(ServerState.READY).waiting == 0
-        for server in self.prefills:
+        others = self.decodes[:1] if self.faults.drains else []
+        for server in self.prefills + others:
             self.lose_workers(server)
         for server in self.decodes:
             assert server.engine.arena_bytes()[2] == 0, f"{server.name}: quarantined though every prefill is gone"

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from msgspec import Struct
 from msgspec.structs import replace
 
+from disagg.engine.handoff.sending import first_held
 from disagg.engine.instructions import Instruction
 from disagg.messages import link as m
 from disagg.messages.channel import Frame
@@ -214,7 +215,7 @@ class HostileDecode:
         self.do(self.prefill.link(m.Grant(self.legs[0].key, self.wants(self.legs[0]))))
 
     def wants(self, leg: StartLeg) -> tuple[int, ...]:
-        return self.prefill.sender._first_held(len(leg.token_ids))
+        return first_held(FACTS, leg)
 
     def do(self, out: list[Instruction]) -> None:
         """Workers obey, and check that they can."""

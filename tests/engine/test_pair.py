@@ -65,6 +65,27 @@ def test_servers_of_both_phases_answer_alone_and_in_pairs(profile: str, seeds: r
         live(World(seed, PROFILES[profile], tight=seed % 2 == 0, mixed=True))
 
 
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(4),
+        pytest.param(range(4, 40), marks=pytest.mark.long),
+        pytest.param(range(40, 400), marks=pytest.mark.slow),
+    ],
+    ids=["some", "many", "very many"],
+)
+@pytest.mark.parametrize("profile", ["nothing", "aborts", "links", "everything"])
+def test_answers_of_a_server_that_drains_go_on_elsewhere_and_nothing_is_computed_again(
+    profile: str, seeds: range
+) -> None:
+    moves = 0
+    for seed in seeds:
+        world = World(seed, replace(PROFILES[profile], drains=4), tight=seed % 3 == 0)
+        live(world)
+        moves += sum(request.moves for request in world.requests)
+    assert moves, "nothing ever moved: this test shows nothing"
+
+
 TIERS = {
     "nothing": Faults(),
     "aborts": Faults(abort_share=0.6),

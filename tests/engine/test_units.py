@@ -707,8 +707,6 @@ def test_messages_that_a_side_may_not_send_are_errors() -> None:
         Decode(FACTS).link(m.Grant(key, (0,)))
     with pytest.raises(ProtocolError, match="prefill worker may not report Bound"):
         Prefill(FACTS).event(Bound(key))
-    with pytest.raises(ProtocolError, match="decode worker may not report SendsDropped"):
-        Decode(FACTS).event(SendsDropped(LINK, key))
 
 
 def test_a_prompt_that_a_ring_would_cut_into_countless_pieces_ends_alone_and_with_the_cause(

@@ -335,7 +335,7 @@ class Decode(Unit):
     def __init__(self, facts: EngineFacts, linked: bool = True) -> None:
         super().__init__()
         self.engine = decode_engine(facts)
-        choices, receiver = self.engine.stages
+        choices, receiver, *_ = self.engine.stages
         assert isinstance(choices, Choices) and isinstance(receiver, Receiver)
         self.choices, self.receiver, self.batch = choices, receiver, self.engine.core.batch
         self._next_piece: dict[LegKey, int] = {}

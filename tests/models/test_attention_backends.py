@@ -17,6 +17,7 @@ from disagg.messages.layout import GroupKind, LayerGroup
 from disagg.models.attention.backend import Ask, Phase, Scoring
 from disagg.models.attention.choice import OFFERS, Offer
 from disagg.models.attention.writer import TorchWriter, TritonWriter
+from disagg.models.model import HOPPER
 from disagg.models.pool import AttentionPages
 from tests.models.attention_work import batch_of, decode_work, expected, prefill_work, run_with_pages, shuffled
 from tests.models.pools import make_pool
@@ -24,7 +25,7 @@ from tests.models.pools import make_pool
 ON_GPU = os.environ["TRITON_INTERPRET"] == "0"
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 LAYER_SLOT = 1
-NEEDS_GPU = {"cudnn"}
+NEEDS_GPU = {"cudnn", "hopper"}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of ‖out - expected‖ / ‖expected‖
 
 
@@ -79,6 +80,8 @@ _LONG = Case(
 GPU_CASES = {
     "llama": _LONG,
     "llama in pages of 128": replace(_LONG, page_tokens=128),
+    "llama in pages of 64": replace(_LONG, page_tokens=64),
+    "llama of 64 dims in pages of 64": replace(_LONG, page_tokens=64, head_dim=64),
     "llama in float16": replace(_LONG, dtype=torch.float16),
     "llama in float32": replace(_LONG, dtype=torch.float32),
     "gemma": replace(_LONG, head_dim=256, kv_heads=4, per_kv_head=2, window=512, softcap=50.0),
@@ -123,7 +126,14 @@ def test_a_backend_gives_what_float64_gives(offer: Offer, name: str) -> None:
     case = BATCHES[name]
     phase = offer.capabilities.phase
     ask = Ask(
-        phase, DEVICE.type, case.dtype, case.head_dim, case.window is not None, case.softcap is not None, case.sinks
+        phase,
+        DEVICE.type,
+        case.dtype,
+        case.head_dim,
+        case.window is not None,
+        case.softcap is not None,
+        case.sinks,
+        hopper=ON_GPU and torch.cuda.get_device_capability()[0] == HOPPER,
     )
     if lacks := replace(offer.capabilities, devices=frozenset({DEVICE.type})).lacks(ask):
         pytest.skip(f"it says it has no {lacks}")
@@ -187,7 +197,8 @@ def assert_right(offer: Offer, case: Case, work: list[tuple[int, int]], view: At
 @pytest.mark.parametrize("offer", offers())
 def test_pages_lie_anywhere_in_a_pool_larger_than_32_bits_count(offer: Offer) -> None:
     """The memory is asked for, but never touched where no page of the test is."""
-    case = Case(page_tokens=16, head_dim=16, dtype=torch.float16, runs=((0, 9), (20, 6)), decodes=(40, 7))
+    dims = max(16, offer.capabilities.head_dims[0])
+    case = Case(page_tokens=16, head_dim=dims, dtype=torch.float16, runs=((0, 9), (20, 6)), decodes=(40, 7))
     group = LayerGroup("seen", (0, 1), case.kv_heads, case.head_dim, "float16")
     stride = 1 << 20
     pages = (5 << 30) // stride  # 2.5 * 2^30 elements

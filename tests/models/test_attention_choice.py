@@ -22,6 +22,7 @@ from disagg.types.errors import ConfigError
 from tests.models.tiny import make_tiny
 
 LLAMA = Ask(Phase.PREFILL, "cuda", torch.bfloat16, 128)
+ON_HOPPER = replace(LLAMA, hopper=True)
 
 
 def both(ask: Ask) -> tuple[Ask, Ask]:
@@ -32,6 +33,9 @@ def both(ask: Ask) -> tuple[Ask, Ask]:
     ("ask", "described"),
     [
         (LLAMA, "prefill cudnn (from 1024 tokens), triton; decode triton"),
+        (ON_HOPPER, "prefill hopper; decode triton"),
+        (replace(ON_HOPPER, head_dim=96), "prefill cudnn (from 1024 tokens), triton; decode triton"),
+        (replace(ON_HOPPER, window=True), "prefill triton; decode triton"),
         (replace(LLAMA, dtype=torch.float32), "prefill triton; decode triton"),
         (replace(LLAMA, window=True), "prefill triton; decode triton"),
         (replace(LLAMA, softcap=True, head_dim=256), "prefill triton; decode triton"),
@@ -51,8 +55,9 @@ def test_a_backend_that_is_wanted_by_name_comes_first() -> None:
 @pytest.mark.parametrize(
     ("ask", "prefill", "decode", "message"),
     [
-        (LLAMA, "flash", AUTO, 'prefill attention "flash" is none of auto, cudnn, triton, torch'),
+        (LLAMA, "flash", AUTO, 'prefill attention "flash" is none of auto, hopper, cudnn, triton, torch'),
         (LLAMA, AUTO, "cudnn", 'decode attention "cudnn" is none of auto, triton, torch'),
+        (LLAMA, "hopper", AUTO, '"hopper" cannot do what this model asks: kernels for other chips than Hopper'),
         (
             replace(LLAMA, window=True, sinks=True),
             "cudnn",

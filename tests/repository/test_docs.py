@@ -18,6 +18,7 @@ from disagg.router.metrics import GrpcMetrics, RouterMetrics
 from disagg.server.exporter import Exporter
 from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.metrics import EngineMetrics
+from disagg.telemetry.traces import TraceMetrics
 from tests.repository.source import PACKAGE, ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -46,6 +47,7 @@ def metrics() -> set[tuple[str, str]]:
     HttpMetrics(registry)
     Audit(registry)
     LoopWatch(registry)
+    TraceMetrics(registry)
     return {(f"{m.name}_total" if m.type == "counter" else m.name, m.type) for m in registry.collect()}
 
 

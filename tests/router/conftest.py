@@ -97,6 +97,7 @@ class Cluster:
 def request(prompt: str | tuple[int, ...] = "hi", **params: Any) -> GenerateRequest:
     names = (
         "model",
+        "max_tokens_unasked",
         "deadline_s",
         "seed",
         "cache_salt",
@@ -106,6 +107,8 @@ def request(prompt: str | tuple[int, ...] = "hi", **params: Any) -> GenerateRequ
         "call",
         "too_large",
         "priority",
+        "traceparent",
+        "operation",
     )
     outer = {name: params.pop(name) for name in names if name in params}
     return GenerateRequest(

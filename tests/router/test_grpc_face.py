@@ -32,6 +32,7 @@ from disagg.wire.services import InferenceStub, is_serving, open_channel
 from disagg.wire.status import PARAM_KEY
 from tests.router.conftest import CONFIG, DEADLINE_S
 from tests.router.fake_server import FakeServer, answer, decode, prefill, silent, write_model
+from tests.router.test_request_spans import PARENT, TRACE, Kept
 
 
 @pytest.fixture
@@ -270,3 +271,14 @@ async def test_a_model_name_of_any_length_and_content_is_refused_in_our_words(
     assert details.isprintable()
     assert len(details.encode()) < 2000
     assert all(len(record.getMessage()) < 2000 for record in caplog.records)
+
+
+async def test_the_trace_that_a_caller_names_goes_on_to_the_servers(face: Face) -> None:
+    kept = face.running.router._dispatch.traces = Kept()
+    sampling = SamplingParams(max_tokens=4)
+    asked = generate_request_to_proto(model="tiny", prompt="hi", params=sampling)
+    metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
+    async for _ in face.stub.generate(asked, metadata=metadata):
+        pass
+    assert {span.context.trace_id for span in kept.spans} == {TRACE} and kept.spans[0].parent_span_id == PARENT
+    assert all(TRACE in server.started[0].traceparent for server in face.servers.values())

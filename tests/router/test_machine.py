@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, Outcome, PeerRef, StartLeg, TimelineEvent
+from disagg.messages.legs import AbortLeg, HandOver, LegEnd, LegTokens, Outcome, PeerRef, StartLeg, TimelineEvent
 from disagg.router import machine as r
 from disagg.router.requests import Asked
 from disagg.router.view import NoPair, NoPairReason, Pair
@@ -255,7 +256,7 @@ def parted() -> r.RequestMachine:
 def test_what_prefill_gives_back_is_tried_again_free_of_charge_after_a_pause() -> None:
     m = running(max_attempts=1)
     again = need(ended(m, "p0", Outcome.GIVEN_BACK))  # at once: decode was never told of it
-    assert (again.cause, again.delay_s) == ("given_back", r.GIVEN_BACK_PAUSE_S)
+    assert (again.cause, again.delay_s) == ("given_back", 0.05)
     m.handle(r.PairPicked(pair("p1"), 0.0))
     assert (m.attempt, m.attempts_counted) == (2, 1)
 
@@ -529,3 +530,79 @@ def test_a_stop_string_and_a_client_that_goes_abort_it_once() -> None:
     tokens(m, "m0", 0, 0, 5)
     assert aborts(m.handle(r.StopFound(0))) == [("m0", 0, 0)]
     assert aborts(m.handle(r.ClientGone("left"))) == [("m0", 0, None)]
+
+
+# ---- a decode server drains
+
+
+def handed_over(n: int = 1) -> tuple[r.RequestMachine, list[r.Instruction]]:
+    """A request whose answer stands still at d0, with two tokens of each choice."""
+    m = running(n=n)
+    for choice in range(n):
+        tokens(m, "d0", choice, 0, 10 + choice, 20)
+    ended(m, "p0")
+    asked = m.handle(r.TargetSeen())
+    assert asked == [r.Send("d0", HandOver(LegKey("r", 1, 0)))]
+    assert m.movable is None and m.stopping == "d0", "it is asked once"
+    return m, ended(m, "d0", Outcome.HANDED_OVER)
+
+
+def moving(m: r.RequestMachine) -> list[tuple[str, StartLeg]]:
+    return starts(m.handle(r.PairPicked(replace(pair("d0", "d1"), moves=True), 41.0)))
+
+
+def test_a_request_moves_with_its_last_token_as_the_first_of_the_next_server() -> None:
+    m, said = handed_over()
+    wish = need(said)
+    assert (wish.cause, wish.source, wish.delay_s) == ("moved", pair().decode, 0.0)
+    (source, sends), (target, receives) = moving(m)
+    assert (source, target) == ("d0", "d1")
+    assert sends.token_ids == receives.token_ids == (*PROMPT, 10), "the KV of the last token is not written yet"
+    assert (sends.moves_attempt, sends.moved) == (1, False) and (receives.moves_attempt, receives.moved) == (0, True)
+    assert (sends.peer.name, receives.peer.name) == ("d1", "d0")
+    assert m.stopping == "d0" and m.attempts_counted == 1, "it costs no attempt"
+    assert tokens(m, "d1", 0, 1, 20) == [], "the router has it"
+    assert m.stopping == "" and m.movable == pair(decode="d1").decode
+    assert tokens(m, "d1", 0, 2, 30)
+    assert m.table.token_ids(0) == (10, 20, 30)
+
+
+def test_choices_that_differ_move_each_by_itself() -> None:
+    m, _ = handed_over(n=2)
+    sent = [start for server, start in moving(m) if server == "d0"]
+    assert [(start.token_ids, start.choices) for start in sent] == [((*PROMPT, 10), (0,)), ((*PROMPT, 11), (1,))]
+
+
+def test_a_move_that_fails_is_replayed_from_every_token() -> None:
+    for fail in (
+        lambda m: ended(m, "d0", Outcome.GIVEN_BACK),
+        lambda m: ended(m, "d1", Outcome.PEER_LOST),
+        lambda m: lost(m, "d1"),
+    ):
+        m, _ = handed_over()
+        moving(m)
+        assert need(fail(m)).source is None
+        again = starts(m.handle(r.PairPicked(pair("p0", "d1"), 42.0)))
+        assert [start.token_ids for _, start in again] == [(*PROMPT, 10, 20)] * 2
+        assert not any(start.moved or start.moves_attempt for _, start in again)
+
+
+def test_the_loss_of_the_source_waits_for_what_the_other_server_says() -> None:
+    m, _ = handed_over()
+    moving(m)
+    assert [type(i) for i in lost(m, "d0")] == [r.ArmVerdictTimer]
+    tokens(m, "d1", 0, 1, 20)
+    assert m.handle(r.VerdictTimeout(2, 0)) == [], "the KV was there"
+
+
+def test_an_answer_that_ends_before_it_stops_moves_nowhere() -> None:
+    m = running()
+    m.handle(r.TargetSeen())
+    tokens(m, "d0", 0, 0, 10, finish=FinishReason.STOP)
+    assert [type(i) for i in ended(m, "d0") + ended(m, "p0")] == [r.Finish]
+
+
+def test_a_mixed_server_is_not_asked_to_hand_over() -> None:
+    m = machine()
+    m.handle(r.PairPicked(pair("m0", "m0"), 40.0))
+    assert m.movable is None

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from disagg.messages.legs import KvEvents, LoadReport, PeerRef, ServerHello, ServerState
-from disagg.router.placement import pick_pair
+from disagg.router.placement import pick_pair, pick_target
 from disagg.router.policies import LeastLoaded, RequestFacts, RoundRobin
 from disagg.router.view import CachedPages, ClusterView, NoPair, NoPairReason, Pair, ServerView
 from disagg.types.ids import Role, ServerName
@@ -32,6 +32,7 @@ def server(name: str, role: Role, state: ServerState = ServerState.READY, **chan
         load=load,
         weights_hash=changes.pop("weights", ""),
         note=changes.pop("note", ""),
+        hands_over=role is Role.DECODE,
     )
     made = ServerView(name=ServerName(name), role=role, address=f"{name}:1", hello=hello, load=load, connected=True)
     return replace(made, **changes)
@@ -253,3 +254,27 @@ def test_why_there_is_no_pair_beside_mixed_servers() -> None:
     assert pick(m("m", weights="v"), p("p", lost=True), d("d", lost=True), facts=begun) == NoPair(
         NoPairReason.EMPTY_POOL
     )
+
+
+def target(source: ServerView, *others: ServerView, facts: RequestFacts = FACTS) -> str | None:
+    found = pick_target(ClusterView((source, *others)), facts, LeastLoaded(), source.peer_ref)
+    assert found is None or (found.moves and found.prefill == source.peer_ref)
+    return found.decode.name if found is not None else None
+
+
+def test_what_drains_goes_to_a_decode_server_that_fits_and_takes_requests() -> None:
+    source = d("d0", ServerState.DRAINING)
+    assert target(source, p("p0"), d("d1", outstanding_choices=3), d("d2")) == "d2"
+    assert target(source, d("d1", fingerprint="g"), d("d2", ServerState.DRAINING), d("d3", pool=19), p("p0")) is None
+    assert target(d("d0"), d("d1")) is None, "it does not drain"
+    assert target(replace(source, lost=True), d("d1")) is None
+
+
+def test_a_server_that_drains_is_drained_when_nobody_has_anything_there() -> None:
+    def state(**changes: Any) -> ServerState:
+        each = d("d0", ServerState.DRAINING, **changes)
+        return ClusterView((each,)).state(each)
+
+    assert state() is ServerState.DRAINED
+    assert state(running=1) is state(waiting=1) is state(outstanding_choices=1) is ServerState.DRAINING
+    assert state(connected=False) is ServerState.DRAINING

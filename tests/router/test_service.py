@@ -158,6 +158,16 @@ async def test_a_bias_that_is_refused_is_named(cluster: Cluster, biases: Any, sa
         await cluster.ask(logit_bias=biases)
 
 
+async def test_a_number_that_nobody_asked_for_is_what_fits(cluster: Cluster) -> None:
+    await cluster.up(NORMAL)
+    found = await cluster.ask("x" * 500, max_tokens=16, min_tokens=16, ignore_eos=True, max_tokens_unasked=True)
+    assert len(found.token_ids[0]) == 12
+    found = await cluster.ask("x" * 400, max_tokens=16, ignore_eos=True, max_tokens_unasked=True)
+    assert len(found.token_ids[0]) == 16
+    with pytest.raises(InvalidRequest, match="the model's context holds 512 tokens, and at least one must be left"):
+        await cluster.ask("x" * 512, max_tokens=16, max_tokens_unasked=True)
+
+
 async def test_an_answer_that_the_face_could_not_hold_is_refused_once_all_else_is_in_order(cluster: Cluster) -> None:
     await cluster.up(NORMAL)
     with pytest.raises(InvalidRequest, match="the model's context holds 512 tokens"):

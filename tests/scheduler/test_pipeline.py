@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from disagg.scheduler.budget import Budget
-from disagg.scheduler.pipeline import Bubbles, decode_share, plans_in_flight, runs_in_flight
+from disagg.scheduler.pipeline import Bubbles, decode_share, plans_in_flight
 from disagg.scheduler.step_times import StepTimes
 
 QUICK = settings(max_examples=200, derandomize=True, deadline=None)
@@ -15,7 +15,6 @@ QUICK = settings(max_examples=200, derandomize=True, deadline=None)
 
 def test_as_many_plans_are_in_flight_as_there_are_stages_and_two_at_least() -> None:
     assert [plans_in_flight(stages) for stages in (1, 2, 3, 8)] == [2, 2, 3, 8]
-    assert [runs_in_flight(stages) for stages in (1, 2, 8)] == [2, 1, 1], "of one sequence"
 
 
 @QUICK

@@ -200,7 +200,7 @@ def test_no_peer_answers_what_a_server_that_dials_does_not_survive(
             return Links(
                 lease_s=30.0,
                 greeting=lambda generation: LinkHello("D", generation, "one", "same", 1, "here", RANKS, "process"),
-                on_up=lambda number, _: ups.append(number),
+                on_up=lambda number, _, dialled: ups.append(number),
                 on_message=lambda number, message: None,
                 on_down=lambda number, gone, reason: downs.append(number),
                 on_gone=lambda number: None,

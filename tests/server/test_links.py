@@ -34,7 +34,7 @@ class Prefill:
         self.links = Links(
             lease_s=30.0,
             greeting=lambda generation: LinkHello("P", generation, "one", "same", 1, "here", RANKS),
-            on_up=lambda number, _: self.up.append(number),
+            on_up=lambda number, _, dialled: self.up.append(number),
             on_message=lambda number, message: None,
             on_down=lambda number, gone, reason: self.lost.append(reason),
             on_gone=self.gone.append,
@@ -260,7 +260,9 @@ async def test_a_link_that_says_no_greeting_is_ended_with_the_reason(monkeypatch
 
 async def test_a_link_that_the_engine_will_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Prefill() as prefill:
-        monkeypatch.setattr(prefill.links, "_on_up", lambda number, _: prefill.links.drop(number, "no slices fit"))
+        monkeypatch.setattr(
+            prefill.links, "_on_up", lambda number, _, dialled: prefill.links.drop(number, "no slices fit")
+        )
         dialled = Dialled(prefill, decode_hello("g1", "process-1"))
         async with asyncio.timeout(30):
             code, _ = await dialled.refusal()

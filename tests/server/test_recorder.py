@@ -148,3 +148,9 @@ def test_what_cannot_be_written_is_said_and_the_next_is_written(
     files.close(60)
     assert [path.name for path in tmp_path.iterdir()] == ["steps-1.parquet"]
     assert "1 files of records are lost" in caplog.text
+
+
+def test_a_file_in_place_of_the_directory_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"^record.dir = .*: it is no directory$"):
+        RecordFiles(tmp_path / "file")

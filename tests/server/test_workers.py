@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,13 @@ async def test_a_rank_that_exits_without_a_word_is_told_from_one_that_is_killed_
 async def test_a_rank_may_be_silent_while_it_does_what_it_was_called_for() -> None:
     async with group_of(3 * SILENT_S) as group:
         assert await group.call(Profile(1, 1), 30.0) == [Profiled(0, 5, 3)]
+
+
+async def test_a_rank_may_not_be_stopped_while_it_does_what_it_was_called_for() -> None:
+    async with group_of(600.0) as group:
+        group._processes[0].send_signal(signal.SIGSTOP)
+        with pytest.raises(GroupLost, match="rank 0 has been stopped for"):
+            await asyncio.wait_for(group.call(Profile(1, 1), 300.0), 60.0)
 
 
 async def test_a_dump_and_another_call_get_their_own_answers() -> None:

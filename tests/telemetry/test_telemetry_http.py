@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from disagg.telemetry import http as telemetry_http
 from disagg.telemetry.http import TelemetryServer
 from disagg.telemetry.metrics import EngineMetrics
+from disagg.telemetry.near import Asker, fault_of_asker
 
 
 class Probed:
@@ -33,9 +34,9 @@ class Probed:
         await asyncio.sleep(self.dump_takes_s)
         return self.text
 
-    async def get(self, path: str, method: str = "GET") -> httpx.Response:
+    async def get(self, path: str, headers: dict[str, str] | None = None, method: str = "GET") -> httpx.Response:
         async with httpx.AsyncClient() as client:
-            return await client.request(method, f"http://127.0.0.1:{self.port}{path}")
+            return await client.request(method, f"http://127.0.0.1:{self.port}{path}", headers=headers)
 
 
 @pytest.fixture
@@ -76,13 +77,13 @@ async def test_the_dump_is_awaited_and_bounded_in_time(probed: Probed, monkeypat
 
 
 async def test_a_head_request_gets_no_body(probed: Probed) -> None:
-    answer = await probed.get("/health", "HEAD")
+    answer = await probed.get("/health", method="HEAD")
     assert (answer.status_code, answer.text) == (200, "")
 
 
 @pytest.mark.parametrize(("path", "method", "status"), [("/", "GET", 404), ("/metrics", "POST", 405)])
 async def test_anything_else_is_refused(probed: Probed, path: str, method: str, status: int) -> None:
-    assert (await probed.get(path, method)).status_code == status
+    assert (await probed.get(path, method=method)).status_code == status
 
 
 async def test_nonsense_is_answered_or_dropped_and_the_server_lives_on(probed: Probed) -> None:
@@ -195,7 +196,7 @@ async def test_debug_answers_clients_on_this_host_only_unless_it_is_opened(
     probed: Probed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (await probed.get("/debug/dump")).status_code == 200
-    monkeypatch.setattr(telemetry_http, "_is_local", lambda writer: False)
+    monkeypatch.setattr(telemetry_http, "_asker", lambda writer, head: Asker("10.0.0.7"))
     for path in ("/debug/dump", "/debug/anything"):
         answer = await probed.get(path)
         assert answer.status_code == 403
@@ -206,6 +207,14 @@ async def test_debug_answers_clients_on_this_host_only_unless_it_is_opened(
     probed.port = await opened.start("127.0.0.1", 0)
     assert (await probed.get("/debug/dump")).text == "everything"
     await opened.close()
+
+
+async def test_debug_is_not_answered_to_pages_of_others(probed: Probed) -> None:
+    for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}, {"host": "evil.example"}):
+        answer = await probed.get("/debug/dump", headers)
+        assert answer.status_code == 403 and "everything" not in answer.text
+        assert (await probed.get("/metrics", headers)).status_code == 200
+    assert (await probed.get("/debug/dump", {"sec-fetch-site": "none"})).text == "everything"
 
 
 @pytest.mark.parametrize(
@@ -225,4 +234,5 @@ async def test_debug_answers_clients_on_this_host_only_unless_it_is_opened(
 )
 def test_which_clients_are_on_this_host(peer: object, local: bool) -> None:
     writer = SimpleNamespace(get_extra_info=lambda name: peer if name == "peername" else None)
-    assert telemetry_http._is_local(writer) is local
+    asker = telemetry_http._asker(writer, b"GET / HTTP/1.1\r\n\r\n")
+    assert (fault_of_asker(asker, remote=False) is None) is local

@@ -8,6 +8,7 @@ import copy
 import json
 import multiprocessing
 import re
+import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -19,11 +20,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from disagg.telemetry.process import CRASHES
 from disagg.text.chat import ChatTemplate
 from disagg.text.model_files import LIMITS, ModelFiles
 from disagg.text.tokenizer import Tokenizer
 from disagg.text.tokenizer_trial import try_out
-from disagg.types.errors import ConfigError, InvalidRequest
+from disagg.types.errors import ConfigError, DisaggError, InvalidRequest
 from tests.campaigns import Campaign, sizes
 from tests.text.conftest import STYLES
 
@@ -269,6 +271,23 @@ def test_files_that_end_whoever_reads_them_are_refused(folder: Path) -> None:
         tried(read + "raise MemoryError")
     with pytest.raises(ConfigError, match="takes more than 1 s"):
         tried("import time; time.sleep(100)", 1.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_a_trial_that_somebody_else_ends_says_nothing_of_the_files(folder: Path, number: signal.Signals) -> None:
+    program = f"import os, signal, sys; signal.signal({number:d}, 0); os.kill(os.getpid(), {number:d})"
+    if number == signal.SIGKILL:
+        program = "import os; os.kill(os.getpid(), 9)"
+    with pytest.raises(DisaggError, match=f"is not known: .* ended with {number.name}$") as caught:
+        asyncio.run(try_out(ModelFiles.read(folder), None, program=("-c", program)))
+    assert not isinstance(caught.value, ConfigError)  # by which a router would be said to be unable to start, ever
+
+
+@pytest.mark.parametrize("number", sorted(CRASHES))
+def test_a_trial_that_crashes_is_the_files_fault(folder: Path, number: int) -> None:
+    program = f"import os; os.kill(os.getpid(), {number})"
+    with pytest.raises(ConfigError, match="cannot be used"):
+        asyncio.run(try_out(ModelFiles.read(folder), None, program=("-c", program)))
 
 
 def test_files_are_tried_as_they_are_read(folder: Path) -> None:

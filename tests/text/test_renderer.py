@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from disagg.text import renderer as module
 from disagg.text.chat import TemplateSource
 from disagg.text.render_messages import packed
 from disagg.text.renderer import RenderBounds, Renderer
-from disagg.types.errors import ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from disagg.types.errors import ConfigError, DeadlineExceeded, DisaggError, InvalidRequest, Overloaded, Unavailable
 
 HELLO = packed([{"role": "user", "content": "hello"}])
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -167,6 +168,23 @@ async def test_a_process_that_ends_while_it_renders_costs_that_chat_only(obeying
         await rendering
     assert caught.value.param == "messages"
     assert (await waiting).strip() == "other"
+
+
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGKILL, DisaggError), (signal.SIGSEGV, ConfigError)])
+async def test_only_a_process_that_crashes_while_it_compiles_is_the_templates_fault(
+    monkeypatch: pytest.MonkeyPatch, number: int, kind: type[DisaggError]
+) -> None:
+    spawn = module._spawned
+
+    def doomed() -> Any:
+        process, ours = spawn()
+        os.kill(process.pid, number)
+        return process, ours
+
+    monkeypatch.setattr(module, "_spawned", doomed)
+    with pytest.raises(DisaggError, match=f"was killed by signal {number:d}") as caught:
+        await Renderer.start(TemplateSource(PLAIN))
+    assert type(caught.value) is kind
 
 
 async def test_a_process_that_ended_while_nothing_was_rendered_costs_nobody_anything(

@@ -160,7 +160,16 @@ def test_generate_request_survives(fields):
 
 def test_generate_fields_are_the_routers_generate_request():
     names = {field.name for field in structs.fields(requests.GenerateRequest)}
-    of_faces = {"tenant", "owner", "prompt_name", "call", "too_large"}  # which no message says
+    of_faces = {
+        "tenant",
+        "owner",
+        "prompt_name",
+        "call",
+        "too_large",
+        "traceparent",
+        "operation",
+        "max_tokens_unasked",
+    }  # which no message says
     assert names - of_faces == set(inference.GenerateFields.__annotations__)
 
 

@@ -82,6 +82,9 @@ def start_legs(draw):
         incarnation=draw(text),
         tenant=draw(text),
         priority=draw(st.integers(-1000, 1000)),
+        moves_attempt=draw(u32),
+        moved=draw(st.booleans()),
+        traceparent=draw(text),
     )
 
 
@@ -99,7 +102,7 @@ def leg_tokens(draw):
     )
 
 
-verdicts = {legs.ServerState.DEAD, legs.ServerState.MISMATCH}  # of routers
+verdicts = {legs.ServerState.DRAINED, legs.ServerState.DEAD, legs.ServerState.MISMATCH}  # of routers
 states = st.sampled_from([state for state in legs.ServerState if state not in verdicts])
 group_memories = st.builds(legs.GroupMemory, text, text, u64, u64, u64, u64)
 hosts = st.builds(legs.HostMemory, u64, u64, u64)
@@ -117,6 +120,9 @@ loads = st.builds(
     st.none() | memories,
     stores,
     st.lists(text, max_size=3).map(tuple),
+    st.none() | st.builds(legs.ArenaReport, u64, u64, u64),
+    tuples(st.builds(legs.ReceivedFrom, text, u64, u64, u64, st.floats(0, 1e9))),
+    st.floats(0, 1e9),
 )
 cached_pages = tuples(st.tuples(st.integers(0, MAX_GROUPS - 1), st.binary(max_size=36)))
 kv_updates = st.builds(KvUpdate, st.builds(legs.KvEvents, cached_pages, cached_pages), st.booleans())
@@ -138,6 +144,10 @@ server_hellos = st.builds(
     st.dictionaries(name, text, max_size=3),
     text,
     st.none() | prefix_rules,
+    st.integers(1, 2**32 - 1),
+    st.integers(1, 2**32 - 1),
+    st.booleans(),
+    st.booleans(),
 )
 router_hellos = st.builds(RouterHello, name, name, name, u64, text, text)
 attach_replies = st.builds(AttachReply, u64, st.booleans())
@@ -146,6 +156,8 @@ attach_replies = st.builds(AttachReply, u64, st.booleans())
 ROUTER_MESSAGES = {
     legs.StartLeg: start_legs(),
     legs.PodGone: st.builds(legs.PodGone, text),
+    legs.Drain: st.builds(legs.Drain, st.booleans()),
+    legs.HandOver: st.builds(legs.HandOver, keys),
     legs.AbortLeg: st.builds(legs.AbortLeg, keys, st.none() | u32),
 }
 SERVER_MESSAGES = {

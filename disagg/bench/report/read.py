@@ -28,6 +28,10 @@ _REQUESTS = (
     "server role incarnation request_id attempt trunk choice tenant arrival_s admitted_s first_token_s end_s prompt_tokens "
     "cached_tokens first_index output_tokens finish_reason outcome preemptions token_s"
 )
+_NESTED = frozenset(["pools", "runs"])  # which whoever uses them reads row by row
+_TEXTS = frozenset(["server", "role", "incarnation", "request_id", "tenant", "finish_reason", "outcome"])
+_MAY_LACK = frozenset(["admitted_s", "first_token_s", "finish_reason"])
+LEAST, MOST = -1e9, 1e11  # of every number: as seconds since 1970, from 1938 until the year 5138
 STEP_COLUMNS, REQUEST_COLUMNS = _STEPS.split(), _REQUESTS.split()
 
 
@@ -40,13 +44,13 @@ class Records(Struct):
     files: int
 
 
-def read_records(directory: Path) -> Records:
-    """Raises ConfigError if there is nothing to read."""
+def read_records(directory: Path, more: Sequence[str] = ()) -> Records:
+    """more: columns of steps that are wanted, too. Raises ConfigError if there is nothing to read."""
     require_pyarrow()
     if not directory.is_dir():
         raise ConfigError(f"{directory} is no directory")
     passed_over: list[tuple[str, str]] = []
-    steps, step_files = _read_kind(directory, "steps", STEP_COLUMNS, MOST_STEPS, passed_over)
+    steps, step_files = _read_kind(directory, "steps", [*STEP_COLUMNS, *more], MOST_STEPS, passed_over)
     requests, request_files = _read_kind(directory, "requests", REQUEST_COLUMNS, MOST_REQUESTS, passed_over)
     passed_over += [(path.name, "was being written when its server ended") for path in directory.glob(f".*{PART}")]
     if steps is None and requests is None:
@@ -95,13 +99,36 @@ def _read_kind(
 
 
 def _plain(table: Any) -> Any:
-    """Names that are the same for a whole file, as text: each file has a dictionary of its own."""
+    """The same with one type for each column, whichever a file has. Raises ValueError or ArrowException for values that no
+    server writes: of another type, without a value, not finite, or beyond all sense."""
     import pyarrow as pa
 
-    for name in ("server", "role", "incarnation"):
-        index = table.schema.get_field_index(name)
-        table = table.set_column(index, name, table.column(name).cast(pa.string()))
+    if not table.num_rows:
+        raise ValueError("it has no rows")
+    for index, name in enumerate(table.column_names):
+        column = table.column(name)
+        if name not in _NESTED:
+            kind = (
+                pa.string()
+                if name in _TEXTS
+                else pa.float64()
+                if name.endswith("_s") or name == "seconds"
+                else pa.int64()
+            )
+            column = column.cast(pa.list_(pa.float32()) if name == "token_s" else kind)
+            table = table.set_column(index, name, column)
+        if column.null_count and name not in _MAY_LACK:
+            raise ValueError(f"{name} is without a value in some rows")
+        if name not in _TEXTS | _NESTED:
+            _check_numbers(name, column)
     return table
+
+
+def _check_numbers(name: str, column: Any) -> None:
+    flat = column.combine_chunks().flatten() if name == "token_s" else column.drop_null().combine_chunks()
+    values = np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.float64)
+    if len(values) and not (np.isfinite(values).all() and values.min() >= LEAST and values.max() <= MOST):
+        raise ValueError(f"{name} has values that are none, or not from {LEAST:g} to {MOST:g}")
 
 
 def numbers(table: Any, column: str) -> np.ndarray:

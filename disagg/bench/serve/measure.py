@@ -24,6 +24,7 @@ from disagg.bench.serve.arrivals import random_arrivals, trace_arrivals
 from disagg.bench.serve.figures import Answered, Failed, Outcome, duration_of, figures, times_of
 from disagg.bench.serve.goodput import RateSearch, Slo
 from disagg.bench.serve.http import Client, Origin
+from disagg.bench.serve.keep import keep, try_to_write
 from disagg.bench.serve.load import Load, Plan, Prompts, Run, warm_up_plan
 from disagg.bench.serve.show import Progress, say_run, show_goodput, show_run
 from disagg.bench.serve.target import Form, Target
@@ -95,11 +96,11 @@ def run_serve_bench(options: ServeOptions, say: Callable[[str], None]) -> int:
     workload = _workload(options, np.random.default_rng((seed, 1)))
     for file in (options.json_file, options.plot_file):
         if file is not None:
-            _try_to_write(file)
+            try_to_write(file)
     raise_descriptor_limit()
     status, kept = uvloop.run(_Bench(options, workload, slo, seed, say).run())
-    if options.json_file is not None:
-        options.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(_without_infinity(kept))) + b"\n")
+    if options.json_file is not None and kept:
+        keep(options.json_file, msgspec.json.format(msgspec.json.encode(_without_infinity(kept))) + b"\n")
         say(f"figures kept in {options.json_file}")
     return status
 
@@ -159,15 +160,6 @@ def _trace_moments(options: ServeOptions, traced: tuple[Traced, ...]) -> tuple[f
             f"{options.trace} has no timestamps: it gives lengths only, so --rate or --concurrency is needed"
         )
     return tuple(trace_arrivals(moments_s, options.speed))
-
-
-def _try_to_write(file: Path) -> None:
-    """What a run has found must not be lost for want of a directory."""
-    try:
-        with file.open("ab"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from error
 
 
 def _token_range(text: str | None) -> tuple[int, int] | None:
@@ -320,7 +312,7 @@ class _Bench:
         if options.plot_file is not None:
             from disagg.bench.serve.plot import plot_run
 
-            options.plot_file.write_text(plot_run(run.outcomes, self._workload.words), "utf-8")
+            keep(options.plot_file, plot_run(run.outcomes, self._workload.words).encode())
             self._say(f"plots in {options.plot_file}")
         return kept
 
@@ -396,7 +388,7 @@ class _Bench:
         if options.plot_file is not None:
             from disagg.bench.serve.plot import plot_goodput
 
-            options.plot_file.write_text(plot_goodput(trials, slo, self._workload.words), "utf-8")
+            keep(options.plot_file, plot_goodput(trials, slo, self._workload.words).encode())
             self._say(f"plots in {options.plot_file}")
         return {**chosen, "goodput": goodput}
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as RichProgress
 from rich.table import Table
 
+from disagg.bench.progress import PacedProgress
 from disagg.bench.serve.figures import Answered, Failed, Outcome
 from disagg.bench.serve.goodput import Slo
 from disagg.bench.serve.load import Run
 
 FILE_COLUMNS = 120
-SAY_EVERY_S = 10.0
 TIMES = (
     ("ttft", "time to first token"),
     ("itl", "between chunks (ITL)"),
@@ -28,31 +24,13 @@ TIMES = (
 MISSED = 0.05  # of the tokens that were asked for
 
 
-class Progress:
-    """On a terminal a bar, elsewhere a line every 10 s."""
+class Progress(PacedProgress):
+    """Of the requests of one load."""
 
     def __init__(self, total: int, say: Callable[[str], None]) -> None:
+        super().__init__(total, say)
         self._total = total
-        self._say = say
         self._sent = self._ended = self._failed = 0
-        self._said_s = time.monotonic()
-        self._bar: RichProgress | None = None
-        if sys.stderr.isatty():
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[more]}"), TimeElapsedColumn())
-            # Drawn by hand: its own thread would take the interpreter from the loop that is timed.
-            self._bar = RichProgress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
-            self._task = self._bar.add_task("", total=total, more="")
-
-    def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
     def sent(self) -> None:
         self._sent += 1
@@ -60,16 +38,12 @@ class Progress:
     def heard(self, outcome: Outcome) -> None:
         self._ended += 1
         self._failed += isinstance(outcome, Failed)
-        now_s = time.monotonic()
-        if now_s - self._said_s < (0.25 if self._bar is not None else SAY_EVERY_S) and self._ended < self._total:
+        is_last = self._ended >= self._total
+        if not self.is_due(at_once=is_last):
             return
-        self._said_s = now_s
         under_way = max(0, self._sent - self._ended)
         words = f"{under_way} under way" + (f", {self._failed} failed" if self._failed else "")
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._ended, more=words, refresh=True)
-        elif self._ended < self._total:
-            self._say(f"{self._ended} of {self._total} requests have ended, {words}")
+        self.show(self._ended, words, "" if is_last else f"{self._ended} of {self._total} requests have ended, {words}")
 
 
 def show_run(kept: dict[str, Any], slo: Slo | None) -> None:

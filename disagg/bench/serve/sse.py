@@ -6,13 +6,14 @@ no JSON of a completion, is a `MalformedStream`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 LINE_BYTES = 1 << 20
 DONE = b"[DONE]"
+Count = Annotated[int, Meta(ge=0, le=1 << 31)]  # of tokens, or one's id: what is beyond is no answer's
 
 
 class MalformedStream(Exception):
@@ -48,13 +49,13 @@ class EventParser:
 
 class Choice(Struct):
     text: str | None = None
-    token_ids: list[int] | None = None
+    token_ids: list[Count] | None = None
     finish_reason: str | None = None
 
 
 class Usage(Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
 
 
 class Event(Struct):

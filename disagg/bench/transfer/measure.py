@@ -316,30 +316,37 @@ class PairBench:
 
     def _staged_once(self, tokens: int, piece_bytes: int, first: bool = False) -> _Run:
         """first: these ranks have sent nothing before, and this starts at once."""
-        plan, seed = self._plan, self._next_seed()
+        plan = self._plan
         lead = 0 if first else plan.lead_tokens
         delay_s = 0.0 if first else IDLE_S if plan.idle else START_DELAY_S
-        src_pages, dst_pages = self._pick_pages(lead + tokens), self._pick_pages(lead + tokens)
-        rings = trial.Rings.of(plan.arena_bytes, piece_bytes)
+        pages = self._pick_pages(lead + tokens), self._pick_pages(lead + tokens)
+        asked = trial.Asked(self._next_seed(), tokens, *pages, self._entries, lead)
         try:
-            planned = trial.plan_trial(
-                plan.shape,
-                self._pair,
-                tokens,
-                plan.page_tokens,
-                piece_bytes,
-                rings,
-                seed,
-                src_pages,
-                dst_pages,
-                self._entries,
-                lead,
-            )
+            means = self._means(piece_bytes)
+            planned = trial.plan_trial(means, asked)
         except ValueError as error:
             raise ConfigError(f"--piece: {error}") from error
         self._entries += sum(map(len, planned.sends))
-        self._fill(seed, src_pages, dst_pages)
-        deadline_s = time.monotonic() + STEP_TIMEOUT_S
+        self._fill(asked.number, asked.src_pages, asked.dst_pages)
+        self._prepare(planned, means.rings, time.monotonic() + STEP_TIMEOUT_S)
+        start_s = time.monotonic() + delay_s
+        for process in self._ranks.src:
+            process.tell(trial.Start(start_s))
+        sent = [process.hear(trial.Sent) for process in self._ranks.src]
+        received = [process.hear(trial.Received) for process in self._ranks.dst]
+        landed_s = max(each.landed_s for each in received)
+        intervals = [interval for each in sent for interval in each.intervals]
+        intervals += [interval for each in received for interval in each.intervals]
+        spent = trial.spent(start_s, landed_s, intervals)
+        return _Run(asked.number, lead + tokens, pages[1], planned, landed_s, spent)
+
+    def _means(self, piece_bytes: int) -> trial.Means:
+        plan = self._plan
+        rings = trial.Rings.of(plan.arena_bytes, piece_bytes)
+        return trial.Means(plan.shape, self._pair, plan.page_tokens, piece_bytes, rings)
+
+    def _prepare(self, planned: trial.Trial, rings: trial.Rings, deadline_s: float) -> None:
+        """Every rank knows what it receives, or sends, and what was computed before has gone."""
         for rank, process in enumerate(self._ranks.dst):
             process.tell(
                 trial.Receive(
@@ -366,15 +373,6 @@ class PairBench:
             )
         for process in self._ranks.src:
             process.hear(trial.Done)
-        start_s = time.monotonic() + delay_s
-        for process in self._ranks.src:
-            process.tell(trial.Start(start_s))
-        sent = [process.hear(trial.Sent) for process in self._ranks.src]
-        received = [process.hear(trial.Received) for process in self._ranks.dst]
-        landed_s = max(each.landed_s for each in received)
-        intervals = [interval for each in sent for interval in each.intervals]
-        intervals += [interval for each in received for interval in each.intervals]
-        return _Run(seed, lead + tokens, dst_pages, planned, landed_s, trial.spent(start_s, landed_s, intervals))
 
     def _unstaged(self, tokens: int, copy_s: float) -> Row:
         slices = trial.unstaged_slices(self._plan.shape, self._pair)

@@ -309,89 +309,122 @@ class Trial(Struct, frozen=True):
     largest_piece_bytes: int
 
 
-def plan_trial(
-    shape: Shape,
-    pair: Pair,
-    num_tokens: int,
-    page_tokens: int,
-    piece_bytes: int,
-    rings: Rings,
-    number: int,
-    src_pages: Sequence[int],
-    dst_pages: Sequence[int],
-    first_entry_id: int,
-    lead_tokens: int = 0,
-) -> Trial:
-    """src_pages, dst_pages: of the sequence, in order; the same on every rank of a side. number: of the trial.
+class Means(Struct, frozen=True):
+    """What all trials of a pair of TP sizes with pieces of one size have in common. piece_bytes: of rows, at most."""
 
-    lead_tokens: whole pages before the num_tokens, of a chunk that was computed before: payload_bytes, pieces and
-    largest_piece_bytes are without them.
+    shape: Shape
+    pair: Pair
+    page_tokens: int
+    piece_bytes: int
+    rings: Rings
+
+
+class Asked(Struct, frozen=True):
+    """One trial's sequence. src_pages, dst_pages: its pages in order, the same on every rank of a side. number: of the trial.
+
+    lead_tokens: whole pages before the num_tokens, of a chunk that was computed before.
+    """
+
+    number: int
+    num_tokens: int
+    src_pages: tuple[int, ...]
+    dst_pages: tuple[int, ...]
+    first_entry_id: int
+    lead_tokens: int = 0
+
+    @property
+    def plan_no(self) -> int:
+        """Of the plan that computes the num_tokens; the one before it computes the lead."""
+        return 2 * self.number + 1
+
+
+def plan_trial(means: Means, asked: Asked) -> Trial:
+    """payload_bytes, pieces and largest_piece_bytes are without the lead.
 
     Raises SliceError if the TP sizes cannot hold the heads, ValueError if not one row fits into a piece.
     """
-    key = LegKey(f"trial-{number}", 0, 0)
-    group = shape.on_rank(1)
-    slices = head_slices(pair.src_tp, pair.dst_tp, shape.kv_heads)
+    page_tokens = means.page_tokens
+    assert asked.lead_tokens % page_tokens == 0
+    slices = head_slices(means.pair.src_tp, means.pair.dst_tp, means.shape.kv_heads)
+    entries = _Entries(means, asked)
+    lead, plan_no = asked.lead_tokens, asked.plan_no
+    for computed_by, start, stop in ((plan_no - 1, 0, lead), (plan_no, lead, lead + asked.num_tokens)):
+        for piece in _pieces(means, slices, start, stop):
+            for part in slices:
+                entries.add(piece, part, computed_by)
+    return entries.trial()
+
+
+def _pieces(means: Means, slices: Sequence[HeadSlice], start: int, stop: int) -> Iterable[Piece]:
+    """Of these tokens of the sequence."""
+    if start == stop:
+        return ()
+    whole = Piece(0, 0, means.shape.layers, start, stop)
     widest = max(part.heads for part in slices)
-    assert lead_tokens % page_tokens == 0
-    plan_no = 2 * number + 1
-    chunks = ((plan_no - 1, 0, lead_tokens), (plan_no, lead_tokens, lead_tokens + num_tokens))
-    pieces = [
-        (computed_by, piece)
-        for computed_by, start, stop in chunks
-        if start < stop
-        for piece in split_group_piece(
-            Piece(0, 0, shape.layers, start, stop), widest, group, piece_bytes + TRAILER_BYTES, page_tokens
+    limit = means.piece_bytes + TRAILER_BYTES
+    return split_group_piece(whole, widest, means.shape.on_rank(1), limit, means.page_tokens)
+
+
+class _Entries:
+    """A trial's ring entries, one after the other, as ranks of both sides are told of them."""
+
+    def __init__(self, means: Means, asked: Asked) -> None:
+        self._means, self._asked = means, asked
+        self._key = LegKey(f"trial-{asked.number}", 0, 0)
+        self._group = means.shape.on_rank(1)
+        src, dst = range(means.pair.src_tp), range(means.pair.dst_tp)
+        self._allocators = [RingAllocator(means.rings.capacity_bytes, means.rings.segment_bytes) for _ in dst]
+        self._sends: list[list[SendPiece]] = [[] for _ in src]
+        self._send_positions: list[list[int]] = [[] for _ in src]
+        self._expects: list[list[ExpectPiece]] = [[] for _ in dst]
+        self._expect_positions: list[list[int]] = [[] for _ in dst]
+        self._leads = [0 for _ in src]
+        self._entry_id = asked.first_entry_id
+        self._payload = self._largest = 0
+
+    def add(self, piece: Piece, part: HeadSlice, computed_by: int) -> None:
+        """One piece's heads of one pair of ranks."""
+        src, dst, page_tokens = part.src_rank, part.dst_rank, self._means.page_tokens
+        rank_slice = RankSlice(self._key, piece, part, "P", "D")
+        nbytes = group_piece_bytes(piece, part.heads, self._group)
+        position = self._allocators[dst].assign(nbytes).position
+        offset = position % self._means.rings.capacity_bytes
+        pages = slice(piece.token_start // page_tokens, ceil_div(piece.token_stop, page_tokens))
+        send = SendPiece(
+            link=LINK,
+            entry_id=self._entry_id,
+            slice=rank_slice,
+            pages=self._asked.src_pages[pages],
+            arena_offset=offset,
+            nbytes=nbytes,
+            after_plan=computed_by,
         )
-    ]
-    allocators = [RingAllocator(rings.capacity_bytes, rings.segment_bytes) for _ in range(pair.dst_tp)]
-    sends: list[list[SendPiece]] = [[] for _ in range(pair.src_tp)]
-    expects: list[list[ExpectPiece]] = [[] for _ in range(pair.dst_tp)]
-    send_positions: list[list[int]] = [[] for _ in range(pair.src_tp)]
-    expect_positions: list[list[int]] = [[] for _ in range(pair.dst_tp)]
-    entry_id, payload, largest = first_entry_id, 0, 0
-    leads = [0] * pair.src_tp
-    for computed_by, piece in pieces:
-        first, stop = piece.token_start // page_tokens, ceil_div(piece.token_stop, page_tokens)
-        for part in slices:
-            rank_slice = RankSlice(key, piece, part, "P", "D")
-            nbytes = group_piece_bytes(piece, part.heads, group)
-            position = allocators[part.dst_rank].assign(nbytes).position
-            offset = position % rings.capacity_bytes
-            sends[part.src_rank].append(
-                SendPiece(
-                    link=LINK,
-                    entry_id=entry_id,
-                    slice=rank_slice,
-                    pages=tuple(src_pages[first:stop]),
-                    arena_offset=offset,
-                    nbytes=nbytes,
-                    after_plan=computed_by,
-                )
-            )
-            expects[part.dst_rank].append(ExpectPiece(LINK, entry_id, rank_slice, offset, nbytes))
-            send_positions[part.src_rank].append(position)
-            expect_positions[part.dst_rank].append(position)
-            entry_id += 1
-            if computed_by == plan_no:
-                of_rows = group_payload_bytes(piece, part.heads, group)
-                payload += of_rows
-                largest = max(largest, of_rows)
-            else:
-                leads[part.src_rank] += 1
-    bind = Bind(key, (GroupPages(0, tuple(dst_pages)),))
-    return Trial(
-        plan_no=plan_no,
-        leads=tuple(leads),
-        sends=tuple(map(tuple, sends)),
-        send_positions=tuple(map(tuple, send_positions)),
-        binds=(bind,) * pair.dst_tp,
-        expects=tuple(map(tuple, expects)),
-        expect_positions=tuple(map(tuple, expect_positions)),
-        payload_bytes=payload,
-        pieces=entry_id - first_entry_id - sum(leads),
-        largest_piece_bytes=largest,
-    )
+        self._sends[src].append(send)
+        self._send_positions[src].append(position)
+        self._expects[dst].append(ExpectPiece(LINK, self._entry_id, rank_slice, offset, nbytes))
+        self._expect_positions[dst].append(position)
+        self._entry_id += 1
+        if computed_by == self._asked.plan_no:
+            of_rows = group_payload_bytes(piece, part.heads, self._group)
+            self._payload += of_rows
+            self._largest = max(self._largest, of_rows)
+        else:
+            self._leads[src] += 1
+
+    def trial(self) -> Trial:
+        bind = Bind(self._key, (GroupPages(0, self._asked.dst_pages),))
+        return Trial(
+            plan_no=self._asked.plan_no,
+            leads=tuple(self._leads),
+            sends=tuple(map(tuple, self._sends)),
+            send_positions=tuple(map(tuple, self._send_positions)),
+            binds=(bind,) * self._means.pair.dst_tp,
+            expects=tuple(map(tuple, self._expects)),
+            expect_positions=tuple(map(tuple, self._expect_positions)),
+            payload_bytes=self._payload,
+            pieces=self._entry_id - self._asked.first_entry_id - sum(self._leads),
+            largest_piece_bytes=self._largest,
+        )
 
 
 def unstaged_slices(shape: Shape, pair: Pair) -> tuple[tuple[HeadSlice, ...], ...]:

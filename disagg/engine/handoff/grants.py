@@ -135,7 +135,10 @@ class Grants:
             return alone or self._lookahead.enough(self._begun(transfer, choices, leg.cached_tokens))
 
         clock = self._batch.pipeline.clock
-        return self._pool.kv.receive(transfer.hashes, leg.num_tokens, self._spare(leg), choices, clock, enough)
+        moved = leg.start.moved
+        return self._pool.kv.receive(
+            transfer.hashes, leg.num_tokens, self._spare(leg), choices, clock, enough, moved=moved
+        )
 
     def _begun(self, transfer: Receiving, choices: int, cached_tokens: int) -> Begun:
         """What a grant of so many choices comes to."""

@@ -90,6 +90,7 @@ class Receiver(Handoff):
         if session.abandon():
             if outcome in (Outcome.BAD_TRANSFER, Outcome.PEER_LOST):
                 self._counters.transfer_failures[outcome.value] += 1
+                self._counters.from_peer(leg.start.peer.name).failures += 1
             if transfer.link in self.links and announced:
                 assert transfer.link is not None
                 self._out.append(ToLink(transfer.link, m.Revoke(leg.key, reason, leg.aborted)))
@@ -346,6 +347,7 @@ class Receiver(Handoff):
             return
         self._counters.pieces_landed += 1
         self._counters.payload_bytes_received += message.payload_bytes
+        self._counters.from_peer(leg.start.peer.name).payload_bytes += message.payload_bytes
         transfer.progress_s = now.s
         if session.state is ReceiveState.RECEIVING:
             at = message.landed_unix_s
@@ -400,6 +402,9 @@ class Receiver(Handoff):
         if ever_received:
             leg.timeline.append(TimelineEvent("transfer", transfer.granted.unix_s, now.unix_s))
             self._counters.observe("transfer", now.s - transfer.granted.s)
+            of_peer = self._counters.from_peer(leg.start.peer.name)
+            of_peer.transfers += 1
+            of_peer.seconds += now.s - transfer.granted.s
         self._out.append(ToLink(transfer.link, m.Complete(leg.key)))
         goes_on = self._choices.kv_here(leg, session.first_tokens, len(transfer.slots), now)
         self._unbind(transfer)

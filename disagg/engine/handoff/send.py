@@ -13,22 +13,20 @@ that it has removed the peer. Knows links, rings and transfers; nothing of who c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from disagg.engine.core import Core
 from disagg.engine.handoff.fitting import Fitting, uncut
 from disagg.engine.handoff.handoff import Handoff
 from disagg.engine.handoff.lost_links import LostLinks, peer_of
 from disagg.engine.handoff.send_link import SendLink
+from disagg.engine.handoff.sending import Sending, first_held
 from disagg.engine.instructions import DropLink, ForgetLink, ToLink, ToTransfer
 from disagg.engine.legs import Leg
 from disagg.engine.now import Now
 from disagg.engine.onward import Onward
 from disagg.engine.sequences import Sequence
 from disagg.memory.sequence import SequencePages
-from disagg.memory.spans import pages_for, window_start
+from disagg.memory.spans import pages_for
 from disagg.messages import link as m
-from disagg.messages.layout import GroupKind
 from disagg.messages.legs import Outcome, StartLeg
 from disagg.messages.pieces import RankSlice
 from disagg.messages.transfer import (
@@ -50,28 +48,7 @@ from disagg.transfer.states import SendState
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
 
-
-@dataclass(slots=True, eq=False)
-class Sending:
-    """One leg's transfer."""
-
-    leg: Leg
-    session: SendSession
-    link: int | None = None
-    sequence: Sequence | None = None  # whose KV it is, from the first chunk on
-    large_pages: int = 0  # what the prompt came to hold, once all of it is scheduled
-    last_plan: int = -1  # that computes a chunk of it
-    checkpoint_offered: bool = False
-    announced: bool = False
-    first_tokens: m.FirstTokens | None = None
-    granted_choices: int = 0  # how many of its choices, the first ones, have slots on decode
-    dropping: set[int] = field(default_factory=set)  # ranks that have yet to say SendsDropped
-    tell_drained: bool = False
-    withdraw_reason: str = ""
-
-    @property
-    def key(self) -> LegKey:
-        return self.leg.key
+COMPUTED = -1  # as the number of a plan: one that has long been computed
 
 
 class Sender(Handoff, Onward):
@@ -92,20 +69,12 @@ class Sender(Handoff, Onward):
     # ---- a leg
 
     def start(self, leg: Leg, now: Now) -> None:
-        session = SendSession(leg.num_tokens, self._facts.model.groups, self._first_held(leg.num_tokens))
+        session = SendSession(leg.num_tokens, self._facts.model.groups, first_held(self._facts, leg.start))
         transfer = self.transfers[leg.key] = Sending(leg, session)
         peer = leg.start.peer
         for number, link in self.links.items():
             if peer_of(link.hello) == (peer.name, peer.incarnation):
                 transfer.link = number
-
-    def _first_held(self, num_tokens: int) -> tuple[int, ...]:
-        """Per layer group, the first token that pages still hold when so many have been computed."""
-        page_tokens = self._facts.memory.page_tokens
-        return tuple(
-            window_start(num_tokens, group.window - 1, page_tokens) if group.kind is GroupKind.WINDOW else 0
-            for group in self._facts.model.groups
-        )
 
     def close(self, leg: Leg, outcome: Outcome, reason: str) -> None:
         transfer = self.transfers[leg.key]
@@ -207,6 +176,17 @@ class Sender(Handoff, Onward):
             self._out.append(ToLink(transfer.link, transfer.first_tokens))
         if transfer.session.finish_if_sent():
             self._sent_all(transfer)
+
+    def send_held(self, leg: Leg, sequence: Sequence) -> None:
+        """A sequence that stands still has all of the leg's tokens in its pages, and one more, which the router knows."""
+        transfer = self.transfers[leg.key]
+        choices, token_id = leg.start.choices, sequence.tokens[-1]
+        leg.told.update(choices)
+        transfer.sequence = sequence
+        tokens = tuple(m.FirstToken(choice, token_id, None, None) for choice in choices)
+        transfer.first_tokens = m.FirstTokens(leg.key, tokens)
+        transfer.session.chunk(0, leg.num_tokens, COMPUTED, uncut)  # to be offered with the grant
+        self._announce(transfer)
 
     def _tell_first(self, transfer: Sending) -> None:
         """To the router, of those choices that decode has begun, and of those that end here."""

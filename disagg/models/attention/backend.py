@@ -47,7 +47,8 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What the layers of one group ask, taken together. device: its type; window, softcap, sinks: whether any has one."""
+    """What the layers of one group ask, taken together. device: its type; window, softcap, sinks: whether any has one; hopper:
+    whether the device is a chip of that generation."""
 
     phase: Phase
     device: str
@@ -56,13 +57,15 @@ class Ask:
     window: bool = False
     softcap: bool = False
     sinks: bool = False
+    hopper: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a backend can do, declared. head_dims: (multiple of, most). least_tokens, step_tokens, prefix_tokens: see
     `share`. captured: `plan` and `run` may be part of a CUDA graph, whose replays find other numbers in the same
-    tables. whole_pages: slots of a run's pages that no row sees are read, too, and given no weight: they must be finite."""
+    tables. whole_pages: slots of a run's pages that no row sees are read, too, and given no weight: they must be finite.
+    hopper: only on chips of that generation."""
 
     phase: Phase
     devices: frozenset[str]
@@ -76,6 +79,7 @@ class Capabilities:
     step_tokens: int = 1
     prefix_tokens: int = 0
     whole_pages: bool = False
+    hopper: bool = False
 
     def share(self, run: PrefillRun) -> tuple[int, int]:
         """(rows before, rows) of a run that this backend is to take; the others are left to another one.
@@ -100,6 +104,7 @@ class Capabilities:
             "windows": ask.window and not self.windows,
             "softcaps": ask.softcap and not self.softcaps,
             "sinks": ask.sinks and not self.sinks,
+            "kernels for other chips than Hopper's": self.hopper and not ask.hopper,
         }
         return ", ".join(name for name, lacking in missing.items() if lacking)
 

@@ -41,9 +41,26 @@ class Offer:
         return getattr(importlib.import_module(module), name)()
 
 
-# In order of preference, of those that can do what is asked. Measured on an H200 in bfloat16 (docs/benchmarks.md): cuDNN is
-# the fastest for long chunks, Triton for all that cuDNN cannot do, and for decode. torch runs anywhere.
+# In order of preference, of those that can do what is asked. Measured on an H200 in bfloat16 (docs/benchmarks.md): the own
+# kernel for Hopper is the fastest for chunks of any length; on other chips cuDNN is for long ones. Triton is for all that these
+# cannot do, and for decode. torch runs anywhere.
 OFFERS = (
+    Offer(
+        "hopper",
+        "disagg.models.attention.hopper.prefill:HopperPrefill",
+        Capabilities(
+            Phase.PREFILL,
+            _GPU,
+            HALF_DTYPES,
+            head_dims=(64, 128),
+            windows=False,
+            softcaps=False,
+            sinks=False,
+            captured=True,
+            whole_pages=True,
+            hopper=True,
+        ),
+    ),
     Offer(
         "cudnn",
         "disagg.models.attention.cudnn_prefill:CudnnPrefill",

@@ -92,17 +92,31 @@ class TritonDecodePlan:
         out: torch.Tensor,
     ) -> None:
         """See AttentionPlan."""
-        view, run, table = self._work.view, self._work.run, self._work.table
-        group, rows = view.group, run.num_sequences
-        _, query_heads, head_dim = out.shape
-        query, out = query[:, run.start : run.start + rows], out[run.start : run.start + rows]
+        run = self._work.run
+        rows = slice(run.start, run.start + run.num_sequences)
+        query, out = query[:, rows], out[rows]
         assert query.stride(2) == 1 and out.is_contiguous(), "dims of a head are contiguous"
-        per_kv_head = query_heads // group.kv_heads
-        heads = min(max(LEAST_HEADS, triton.next_power_of_2(per_kv_head)), MOST_HEADS)
-        if self._splits_any and self._part_top.numel() < self._most_items * query_heads * 2:
+        if self._splits_any:
+            self._make_parts(out)
+        self._split(layer_slot, query, scoring, out)
+        if self._splits_any:
+            self._merge(scoring, out)
+
+    def _make_parts(self, out: torch.Tensor) -> None:
+        """Room for what items of sequences of several parts come to, for so many heads; kept for the other layers."""
+        _, query_heads, head_dim = out.shape
+        if self._part_top.numel() < self._most_items * query_heads * 2:
             parts = (self._most_items, query_heads)
             self._part_acc = out.new_empty((*parts, head_dim), dtype=torch.float32)
             self._part_top = out.new_empty((*parts, 2), dtype=torch.float32)
+
+    def _split(self, layer_slot: int, query: torch.Tensor, scoring: Scoring, out: torch.Tensor) -> None:
+        """Every item by itself. Of a sequence of one part, that is what comes out."""
+        view, table = self._work.view, self._work.table
+        group = view.group
+        rows, query_heads, head_dim = out.shape
+        per_kv_head = query_heads // group.kv_heads
+        heads = min(max(LEAST_HEADS, triton.next_power_of_2(per_kv_head)), MOST_HEADS)
         head_blocks = group.kv_heads * -(-per_kv_head // heads)
         few = query.element_size() == 2 and heads * max(self._dims, self._block) <= FEW_ELEMENTS
         sinks = out if scoring.sinks is None else scoring.sinks  # any pointer, where there are none
@@ -135,22 +149,25 @@ class TritonDecodePlan:
             num_warps=NUM_WARPS // 2 if few else NUM_WARPS,
             **overlap(view.device),
         )
-        if self._splits_any:
-            kernels._merge[(query_heads, self._most_splits)](
-                self._part_acc,
-                self._part_top,
-                self._splits,
-                self._num_splits,
-                sinks,
-                out,
-                QUERY_HEADS=query_heads,
-                HEAD_DIM=head_dim,
-                DIMS=self._dims,
-                PARTS=self._merged_parts,
-                SINKS=scoring.sinks is not None,
-                num_warps=1 if self._merged_parts <= FEW_PARTS else NUM_WARPS,
-                **overlap(view.device),
-            )
+
+    def _merge(self, scoring: Scoring, out: torch.Tensor) -> None:
+        """The parts of each sequence that has several, put together."""
+        _, query_heads, head_dim = out.shape
+        kernels._merge[(query_heads, self._most_splits)](
+            self._part_acc,
+            self._part_top,
+            self._splits,
+            self._num_splits,
+            out if scoring.sinks is None else scoring.sinks,
+            out,
+            QUERY_HEADS=query_heads,
+            HEAD_DIM=head_dim,
+            DIMS=self._dims,
+            PARTS=self._merged_parts,
+            SINKS=scoring.sinks is not None,
+            num_warps=1 if self._merged_parts <= FEW_PARTS else NUM_WARPS,
+            **overlap(self._work.view.device),
+        )
 
 
 def scales(scoring: Scoring) -> tuple[float, float]:

@@ -36,8 +36,7 @@ class TritonPrefillPlan:
         self._dims = triton.next_power_of_2(view.group.head_dim)
         self._block_m, self._block, self._warps, self._stages = _blocks(self._dims, view.kv.element_size())
         self._window = view.group.window or NO_WINDOW
-        tiles = work.tiles
-        self._tiles = upload(tiles_of(view, work.runs, work.rows), view.device) if tiles is None else tiles
+        self._tiles = tiles_on_device(work)
 
     def run(
         self,
@@ -87,6 +86,13 @@ def tiles_of(view: AttentionPages, runs: Sequence[PrefillRun], table_rows: Seque
     """[tiles, 4] int64 on the host, as `kernels._chunk` takes them, the longest first."""
     block_m, *_ = _blocks(triton.next_power_of_2(view.group.head_dim), view.kv.element_size())
     return torch.tensor(_tiles(runs, table_rows, block_m, view.group.window or NO_WINDOW), dtype=torch.int64)
+
+
+def tiles_on_device(work: PrefillWork) -> torch.Tensor:
+    """Those that a graph was captured with, or those of these runs: as `tiles_of`, where the kernel reads them."""
+    if work.tiles is not None:
+        return work.tiles
+    return upload(tiles_of(work.view, work.runs, work.rows), work.view.device)
 
 
 def most_tiles(view: AttentionPages, rows: int, runs: int) -> int:

@@ -27,6 +27,15 @@
 {{- range $role := list "router" "prefill" "decode" "mixed" -}}
 {{- include "disagg.checkRole" (dict "role" $role "own" (index $values $role) "root" $) -}}
 {{- end -}}
+{{- include "disagg.checkPairs" . -}}
+{{- $common := include "disagg.labels" (dict "root" . "role" "router") | fromYaml -}}
+{{- range $part := list "serviceMonitor" "prometheusRule" "dashboard" -}}
+{{- range $name, $_ := (index $values $part).labels -}}
+{{- if hasKey $common $name -}}
+{{- fail (printf "%s.labels: %s is a label of the chart; take another name" $part $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.offload.hostMemory (not .Values.offload.enabled) -}}
 {{- fail "offload.hostMemory: it is used with offload.enabled only" -}}
 {{- end -}}
@@ -38,6 +47,9 @@
 {{- end -}}
 {{- if and (hasPrefix "file:" .Values.storage.url) (not .Values.storage.pvc.claimName) -}}
 {{- fail "storage.url: a directory in a pod is lost with it, and no other pod sees it: name a volume in storage.pvc.claimName" -}}
+{{- end -}}
+{{- if and .Values.serviceMonitor.enabled (or .Values.auth.apiKeys.secretName .Values.auth.jwks.secretName) (not .Values.serviceMonitor.credentials.secretName) -}}
+{{- fail "serviceMonitor.credentials.secretName: routers ask for keys (auth), also for their metrics, and Prometheus would have none" -}}
 {{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
 {{- fail "ingress.hosts: an Ingress needs one at least" -}}
@@ -67,6 +79,8 @@
 {{- end -}}
 {{- if .enabled -}}{{- include "disagg.checkScaling" $ -}}{{- end -}}
 {{- end -}}
+{{- include "disagg.checkAdded" . -}}
+{{- if or (ne .role "mixed") $own.enabled -}}{{- include "disagg.checkFit" . -}}{{- include "disagg.checkAmounts" . -}}{{- end -}}
 {{- if ne .role "router" -}}{{- include "disagg.checkGpus" . -}}{{- end -}}
 {{- end }}
 
@@ -91,8 +105,9 @@
 {{- define "disagg.checkGpus" -}}
 {{- $gpu := .root.Values.gpu -}}
 {{- $said := dig "limits" $gpu.resource "" .own.resources | default (dig "requests" $gpu.resource "" .own.resources) -}}
-{{- if and $gpu.enabled (ne (toString $said) "") (lt (int64 $said) (int64 .own.tp)) -}}
-{{- fail (printf "%s.resources.limits: %s is %v and %s.tp is %d: each rank needs a GPU" .role $gpu.resource $said .role (int64 .own.tp)) -}}
+{{- $ranks := include "disagg.ranks" . -}}
+{{- if and $gpu.enabled (ne (toString $said) "") (lt (int64 $said) (int64 $ranks)) -}}
+{{- fail (printf "%s.resources.limits: %s is %v and %s.tp is %d (x server.dp x server.pp: %s ranks): each rank needs a GPU" .role $gpu.resource $said .role (int64 .own.tp) $ranks) -}}
 {{- end -}}
 {{- if and (not $gpu.enabled) (ne (toString $said) "") -}}
 {{- fail (printf "%s.resources: %s is asked for and gpu.enabled is false, so nothing would use it" .role $gpu.resource) -}}

@@ -1,12 +1,17 @@
 {{/* What is a server's alone. */}}
 
-{{/* Its resources: a GPU for each rank, unless they are named: (root, own). */}}
+{{/* How many ranks it has, of all data-parallel groups and pipeline stages: (root, role). */}}
+{{- define "disagg.ranks" -}}
+{{- with (include "disagg.effective" . | fromJson).server -}}{{ mul .tp .dp .pp }}{{- end -}}
+{{- end }}
+
+{{/* Its resources: a GPU for each rank, unless they are named: (root, role, own). */}}
 {{- define "disagg.poolResources" -}}
 {{- $gpu := .root.Values.gpu -}}
 {{- $resources := deepCopy .own.resources -}}
 {{- $named := dig "limits" $gpu.resource (dig "requests" $gpu.resource "" $resources) $resources -}}
 {{- if and $gpu.enabled (eq (toString $named) "") -}}
-{{- $resources = mergeOverwrite $resources (dict "limits" (dict $gpu.resource .own.tp)) -}}
+{{- $resources = mergeOverwrite $resources (dict "limits" (dict $gpu.resource (include "disagg.ranks" .))) -}}
 {{- else if and $gpu.enabled (eq (toString (dig "limits" $gpu.resource "" $resources)) "") -}}
 {{- $resources = mergeOverwrite $resources (dict "limits" (dict $gpu.resource $named)) -}}
 {{- end -}}

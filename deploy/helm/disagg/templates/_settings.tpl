@@ -33,6 +33,12 @@
 {{- mergeOverwrite $given $decided | toJson -}}
 {{- end }}
 
+{{/* The same, with the defaults of the settings that templates judge: (root, role). */}}
+{{- define "disagg.effective" -}}
+{{- $known := .root.Files.Get "settings.json" | fromJson -}}
+{{- mergeOverwrite $known.defaults (include "disagg.settings" . | fromJson) | toJson -}}
+{{- end }}
+
 {{/* Whom routers ask for keys, as JSON: files that secrets are mounted as. */}}
 {{- define "disagg.auth" -}}
 {{- $auth := dict -}}

@@ -1,0 +1,112 @@
+{{/* Settings that do not fit together: every process would refuse them at its start (or no pair be found), again and again. */}}
+
+{{/* Where a setting of a role was given: (root, role, section, name). */}}
+{{- define "disagg.where" -}}
+{{- if hasKey (dig .section dict (index .root.Values .role).config) .name -}}
+{{ .role }}.config.{{ .section }}.{{ .name }}
+{{- else -}}
+config.{{ .section }}.{{ .name }}
+{{- end -}}
+{{- end }}
+
+{{/* A duration of the settings in seconds: "500ms". */}}
+{{- define "disagg.seconds" -}}
+{{- if kindIs "string" . -}}
+{{- $scale := dict "us" 0.000001 "ms" 0.001 "" 1.0 "s" 1.0 "m" 60.0 "h" 3600.0 -}}
+{{- mulf (float64 (regexFind "^[0-9.]+" .)) (get $scale (regexFind "[a-z]*$" .)) -}}
+{{- else -}}
+{{ . }}
+{{- end -}}
+{{- end }}
+
+{{/* (root, role, own) */}}
+{{- define "disagg.checkFit" -}}
+{{- $set := include "disagg.effective" . | fromJson -}}
+{{- $server := $set.server -}}
+{{- $engine := $set.engine -}}
+{{- $at := dict -}}
+{{- range $section, $settings := $set -}}
+{{- range $name, $_ := $settings -}}
+{{- $_ := set $at (printf "%s.%s" $section $name) (include "disagg.where" (dict "root" $.root "role" $.role "section" $section "name" $name)) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name := list "dp" "pp" -}}
+{{- if and (has $.role (list "prefill" "decode")) (gt (int (get $server $name)) 1) -}}
+{{- fail (printf "%s is %d: only mixed servers can have more than 1, and %s servers would have it; say mixed.config.server.%s" (get $at (printf "server.%s" $name)) (int (get $server $name)) $.role $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (gt (int $server.dp) 1) (gt (int $server.pp) 1) -}}
+{{- fail (printf "%s is %d and %s is %d: data-parallel ranks have no pipeline stages; one of the two must be 1" (get $at "server.dp") (int $server.dp) (get $at "server.pp") (int $server.pp)) -}}
+{{- end -}}
+{{- if dig "offload" "enabled" false $set -}}
+{{- range $name := list "dp" "pp" -}}
+{{- if gt (int (get $server $name)) 1 -}}
+{{- fail (printf "offload.enabled, and %s is %d: what data-parallel ranks or pipeline stages have is not offloaded; one of the two must be left out" (get $at (printf "server.%s" $name)) (int (get $server $name))) -}}
+{{- end -}}
+{{- end -}}
+{{- if not $engine.prefix_cache -}}
+{{- fail (printf "offload.enabled, and %s is false: what is offloaded is found again by the prefix cache" (get $at "engine.prefix_cache")) -}}
+{{- end -}}
+{{- end -}}
+{{- /* 0: each server chooses, and minds checkpoint_tokens. */ -}}
+{{- if and (int64 $engine.page_tokens) (mod (int64 $engine.checkpoint_tokens) (max 1 (int64 $engine.page_tokens))) -}}
+{{- fail (printf "%s is %d: it must be a multiple of %s, %d" (get $at "engine.checkpoint_tokens") (int64 $engine.checkpoint_tokens) (get $at "engine.page_tokens") (int64 $engine.page_tokens)) -}}
+{{- end -}}
+{{- $known := .root.Files.Get "settings.json" | fromJson -}}
+{{- if and (gt (float64 $engine.target_step_ms) 0.0) (has $engine.policy $known.wholePrompts) -}}
+{{- fail (printf "%s is %v: %s = %s computes prompts in one step, however long that takes" (get $at "engine.target_step_ms") $engine.target_step_ms (get $at "engine.policy") $engine.policy) -}}
+{{- end -}}
+{{- range $path, $least := $known.leastSeconds -}}
+{{- $parts := splitList "." $path -}}
+{{- $value := dig (first $parts) (last $parts) "" $set -}}
+{{- if and (ne (toString $value) "") (lt (include "disagg.seconds" $value | float64) (float64 $least)) -}}
+{{- fail (printf "%s is %v: it must be at least %v s" (get $at $path) $value $least) -}}
+{{- end -}}
+{{- end -}}
+{{- $lease := include "disagg.seconds" $set.router.lease_s | float64 -}}
+{{- $beat := include "disagg.seconds" $set.router.heartbeat_s | float64 -}}
+{{- if gt (mulf $beat 2.0) $lease -}}
+{{- fail (printf "%s is %v: it must be at most half of %s, %v, or one late heartbeat loses every request" (get $at "router.heartbeat_s") $set.router.heartbeat_s (get $at "router.lease_s") $set.router.lease_s) -}}
+{{- end -}}
+{{- end }}
+
+{{/* What prefill and decode servers must have alike, or they never pair. */}}
+{{- define "disagg.checkPairs" -}}
+{{- $prefill := include "disagg.effective" (dict "root" . "role" "prefill") | fromJson -}}
+{{- $decode := include "disagg.effective" (dict "root" . "role" "decode") | fromJson -}}
+{{- range $path := list "engine.page_tokens" "engine.checkpoint_tokens" "model.dtype" -}}
+{{- $parts := splitList "." $path -}}
+{{- $one := toString (dig (first $parts) (last $parts) "" $prefill) -}}
+{{- $other := toString (dig (first $parts) (last $parts) "" $decode) -}}
+{{- if ne $one $other -}}
+{{- fail (printf "prefill.config.%s, decode.config.%s: they are %s and %s, and only servers that have them alike make a pair; say config.%s, for both" $path $path $one $other $path) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* A quantity of Kubernetes, or a size of ours, as a number: "1.5Gi", "500m", "64GiB". */}}
+{{- define "disagg.amount" -}}
+{{- $text := toString . -}}
+{{- $unit := regexFind "([KMGTPEkm]i?)?B?$" $text -}}
+{{- $power := dict "" 1.0 "m" 0.001 "k" 1e3 "K" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 -}}
+{{- $binary := dict "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 -}}
+{{- mulf (float64 (trimSuffix $unit $text)) (get (merge $power $binary) (trimSuffix "B" $unit)) -}}
+{{- end }}
+
+{{/* Amounts that no pod could have: (root, role, own). */}}
+{{- define "disagg.checkAmounts" -}}
+{{- $limits := .own.resources.limits | default dict -}}
+{{- range $name, $amount := .own.resources.requests -}}
+{{- $limit := get $limits $name | toString -}}
+{{- if and $limit (gt (include "disagg.amount" $amount | float64) (include "disagg.amount" $limit | float64)) -}}
+{{- fail (printf "%s.resources.requests.%s is %v: it must be at most %s.resources.limits.%s, %s" $.role $name $amount $.role $name $limit) -}}
+{{- end -}}
+{{- end -}}
+{{- $offload := .root.Values.offload -}}
+{{- if and (ne .role "router") $offload.enabled $offload.hostMemory $limits.memory -}}
+{{- $all := mulf (include "disagg.amount" $offload.hostMemory | float64) (include "disagg.ranks" . | float64) -}}
+{{- if gt $all (include "disagg.amount" $limits.memory | float64) -}}
+{{- fail (printf "offload.hostMemory is %v for each of %s ranks: that is more than %s.resources.limits.memory, %v" $offload.hostMemory (include "disagg.ranks" .) .role $limits.memory) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,134 @@
+"""What an operator must know now: what servers say, and what has become of requests in the last minute. Pure.
+
+An alarm goes away by itself when what it says is over. The texts are for people; who wants numbers reads metrics.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from disagg.messages.legs import ServerState, StorageState
+from disagg.router.view import ClusterView, ServerView
+
+WINDOW_S = 60
+LOOP_GAP_S = 0.25  # as telemetry.loop warns of
+FULL_SHARE = 0.95  # of a KV pool that running sequences need, with others waiting
+MAX_ALARMS = 200
+
+
+class Level(enum.StrEnum):
+    BAD = "bad"  # requests fail, or a server is not there
+    WARN = "warn"  # less is served, or served slower, than could be
+
+
+class Alarm(Struct, frozen=True):
+    """subject: a server's name, or "router" or "requests"."""
+
+    level: Level
+    subject: str
+    text: str
+
+
+_STATES = {
+    ServerState.DEAD: (Level.BAD, "is lost: its stream is silent, or nothing answers at its address"),
+    ServerState.MISMATCH: (Level.BAD, "is not used: its model files are not those of this router"),
+    ServerState.LOADING: (Level.WARN, "is loading"),
+    ServerState.NO_PEER: (Level.WARN, "is ready, but no ready server of the other role has its KV layout and model"),
+    ServerState.DRAINING: (Level.WARN, "is draining, and takes nothing new"),
+    ServerState.DRAINED: (Level.WARN, "is drained: end it, or have it take requests again by `disagg drain --undo`"),
+}
+# Of requests that ended; "invalid" and "cancelled" are their clients' doing.
+_OUTCOMES = {
+    "failed": (Level.BAD, "failed after as many attempts as are allowed"),
+    "unavailable": (Level.BAD, "found no servers"),
+    "no_compatible_peer": (Level.BAD, "found no prefill and decode server that fit together"),
+    "deadline": (Level.WARN, "ran into their deadline"),
+    "overloaded": (Level.WARN, "were refused, because the queue was full or the router had no memory for them"),
+}
+
+
+def alarms(view: ClusterView, ended: Mapping[str, int], loop_gap_s: float, rival: str = "") -> tuple[Alarm, ...]:
+    """The worst first; at most MAX_ALARMS, of which the last then says how many are left out.
+
+    ended: requests of the last WINDOW_S, by outcome. loop_gap_s: of the router. rival: another router's claim on its name.
+    """
+    found = [*_of_requests(view, ended), *_of_router(loop_gap_s, rival)]
+    for server in view.servers:
+        found += _of_server(server, view)
+    found.sort(key=lambda alarm: alarm.level is not Level.BAD)
+    if len(found) > MAX_ALARMS:
+        left = len(found) - (MAX_ALARMS - 1)
+        found = [*found[: MAX_ALARMS - 1], Alarm(Level.WARN, "router", f"{left} alarms more are not listed")]
+    return tuple(found)
+
+
+def _of_requests(view: ClusterView, ended: Mapping[str, int]) -> list[Alarm]:
+    found = []
+    if not view.has_pair:
+        found.append(Alarm(Level.BAD, "requests", "none can be served: no ready servers fit together"))
+    whole = sum(ended.values())
+    for outcome, (level, words) in _OUTCOMES.items():
+        if count := ended.get(outcome, 0):
+            found.append(Alarm(level, "requests", f"{count} of {whole} in the last minute {words}"))
+    return found
+
+
+def _of_router(loop_gap_s: float, rival: str) -> list[Alarm]:
+    found = [Alarm(Level.BAD, "router", rival)] if rival else []
+    return found + _of_loop("router", loop_gap_s)
+
+
+def _of_loop(subject: str, gap_s: float) -> list[Alarm]:
+    if gap_s < LOOP_GAP_S:
+        return []
+    return [Alarm(Level.WARN, subject, f"its event loop stood still for {gap_s:.2f} s in the last two minutes")]
+
+
+def _of_server(server: ServerView, view: ClusterView) -> list[Alarm]:
+    state, load = view.state(server), server.load
+    found = []
+    if state in _STATES:
+        level, words = _STATES[state]
+        more = server.error if state is ServerState.DEAD else server.reason
+        found.append(Alarm(level, server.name, f"{words}: {more}" if more else words))
+    elif server.reason:
+        found.append(Alarm(Level.WARN, server.name, server.reason))
+    if state is ServerState.DEAD or load is None:
+        return found  # what it last said is not what is
+    if load.store is StorageState.DEGRADED:
+        found.append(Alarm(Level.WARN, server.name, "storage for KV fails, and is left alone until it works again"))
+    if load.arena is not None and load.arena.quarantined:
+        mib = load.arena.quarantined / (1 << 20)
+        words = f"{mib:.1f} MiB of its staging arena are quarantined: a lost peer may still write there"
+        found.append(Alarm(Level.WARN, server.name, words))
+    if load.waiting and load.pages_total and load.pages_used >= FULL_SHARE * load.pages_total:
+        found.append(Alarm(Level.WARN, server.name, f"its KV memory is full, and {load.waiting} wait for it"))
+    return found + _of_loop(server.name, load.loop_gap_s)
+
+
+class Recent:
+    """How many requests ended in the last `window_s` seconds, by outcome, to the second. Time is an argument."""
+
+    def __init__(self, window_s: int = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._seconds: dict[int, dict[str, int]] = {}  # oldest first
+
+    def note(self, outcome: str, now_s: float) -> None:
+        self._forget(now_s)
+        counts = self._seconds.setdefault(int(now_s), {})
+        counts[outcome] = counts.get(outcome, 0) + 1
+
+    def counts(self, now_s: float) -> dict[str, int]:
+        self._forget(now_s)
+        sums: dict[str, int] = {}
+        for counts in self._seconds.values():
+            for outcome, count in counts.items():
+                sums[outcome] = sums.get(outcome, 0) + count
+        return sums
+
+    def _forget(self, now_s: float) -> None:
+        for second in [second for second in self._seconds if second <= int(now_s) - self._window_s]:
+            del self._seconds[second]

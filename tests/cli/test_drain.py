@@ -1,0 +1,50 @@
+"""`disagg drain --wait`: what it says, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from disagg.cli.drain import wait_drained
+from disagg.types.errors import DisaggError
+from disagg.types.status import DONE
+
+
+def waited(states: Iterator[dict[str, Any] | None], timeout_s: float = 100.0) -> int:
+    """states: what the router says of d0, look by look; None: nothing."""
+    now_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    def status() -> dict[str, Any]:
+        server = next(states)
+        return {"servers": [] if server is None else [server]}
+
+    return wait_drained("d0", timeout_s, status, lambda: now_s, sleep)
+
+
+def says(state: str, running: int = 0, waiting: int = 0) -> dict[str, Any]:
+    return {"name": "d0", "state": state, "running": running, "waiting": waiting}
+
+
+def test_it_waits_until_nothing_is_left_and_says_what_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    states = [says("draining", 2), says("draining", 2), says("draining", 1), says("drained")]
+    assert waited(iter(states)) == DONE
+    assert capsys.readouterr().out.splitlines() == [
+        "d0: draining, 2 running, 0 waiting",
+        "d0: draining, 1 running, 0 waiting",
+        "d0: drained",
+    ]
+
+
+def test_a_server_that_is_gone_has_nothing_left() -> None:
+    assert waited(iter([says("draining", 1), None])) == DONE
+
+
+def test_a_wait_ends_at_its_deadline() -> None:
+    with pytest.raises(DisaggError, match="d0 is not empty after 1 s: 3 running"):
+        waited(iter([says("draining", 3)] * 10), timeout_s=1.0)

@@ -1,0 +1,146 @@
+"""A decode server that drains hands its answers over, KV and all: no client notices, and nothing is computed again."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.cluster import CLI, Cluster
+from tests.cluster.test_tp import MixedCluster
+from tests.models.tiny import VOCAB_SIZE, make_tiny
+
+OUTPUTS = 200
+POOLS = ("--decode", "2", "--page-tokens", "4", "--chunk-tokens", "32", "--kv-memory", "16MiB", "--dtype", "float32")
+HYBRID = "jamba"  # full attention and recurrent states
+MODELS = [HYBRID, *(pytest.param(model, marks=pytest.mark.slow) for model in ("llama", "gemma3_text", "falcon_h1"))]
+
+
+def asked(rng: random.Random, count: int) -> list[dict[str, Any]]:
+    """Greedy and sampled, of one choice and of several."""
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 90))] for _ in range(count)]
+    return [
+        {"prompt": prompt, "n": 1 + 2 * (i % 4 == 3), "temperature": 0.9 * (i % 2), "seed": i}
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def drain(cluster: Cluster, name: str, *flags: str) -> str:
+    command = [*CLI, "drain", name, "--http", cluster.http, *flags]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+
+
+def recomputed(cluster: Cluster) -> float:
+    """Tokens that were computed more than once, as all servers say."""
+    decodes = [cluster.metrics(name)["disagg_recomputed_tokens_total"] for name in cluster.servers("decode")]
+    return cluster.router_metrics()["disagg_router_replayed_tokens_total"] + sum(decodes)
+
+
+def moved(cluster: Cluster) -> float:
+    return cluster.router_metrics().get('disagg_router_attempts_total{cause="moved"}', 0.0)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", MODELS)
+def test_answers_move_from_a_server_that_drains_with_nothing_computed_again(model: str, tmp_path: Path) -> None:
+    requests = asked(random.Random(1), 8)
+    with (
+        Cluster(tmp_path / "run", "--model", str(make_tiny(model, tmp_path / model)), *POOLS) as cluster,
+        ThreadPoolExecutor(len(requests)) as pool,
+    ):
+
+        def ask(request: dict[str, Any]) -> list[list[int]]:
+            return cluster.complete(max_tokens=OUTPUTS, ignore_eos=True, **request).token_ids
+
+        def all_at_work(name: str) -> list[Future[list[list[int]]]]:
+            answers = [pool.submit(ask, request) for request in requests]
+            cluster.wait(lambda: cluster.server(name)["running"] >= 2, 120, f"work on {name}")
+            return answers
+
+        undisturbed = list(pool.map(ask, requests))
+
+        answers = all_at_work("decode-0")
+        assert drain(cluster, "decode-0", "--wait").splitlines()[-1] == "decode-0: drained"
+        assert cluster.server("decode-0")["state"] == "drained" and moved(cluster) > 0
+        assert [answer.result() for answer in answers] == undisturbed
+        assert recomputed(cluster) == 0
+
+        drain(cluster, "decode-0", "--undo")  # and the other way round, over the same two servers
+        cluster.wait_healthy()
+        before = moved(cluster)
+        answers = all_at_work("decode-1")
+        drain(cluster, "decode-1", "--wait")
+        assert [answer.result() for answer in answers] == undisturbed
+        assert moved(cluster) > before and recomputed(cluster) == 0
+
+        drain(cluster, "decode-1", "--undo")
+        cluster.wait_healthy()
+        before, replayed = moved(cluster), cluster.router_metrics()["disagg_router_replayed_tokens_total"]
+        answers = all_at_work("decode-1")
+        cluster.kill(cluster.server("decode-1")["pid"], 15)
+        assert [answer.result() for answer in answers] == undisturbed
+        assert moved(cluster) > before
+        assert cluster.router_metrics()["disagg_router_replayed_tokens_total"] == replayed
+        cluster.wait_healthy()
+        cluster.check_adds_up()
+
+
+SIX = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tps", [(1, 2), (2, 1), (3, 1)], ids=str)
+def test_answers_move_between_servers_of_two_tp_sizes(tps: tuple[int, int], tmp_path: Path) -> None:
+    """From the first to the second."""
+    requests = asked(random.Random(2), 6)
+    model_dir = make_tiny("llama", tmp_path / "llama", **SIX)
+    with MixedCluster(tmp_path / "run", model_dir, (1,), tps) as cluster, ThreadPoolExecutor(len(requests)) as pool:
+
+        def ask(request: dict[str, Any]) -> list[list[int]]:
+            return cluster.complete(max_tokens=OUTPUTS, ignore_eos=True, **request).token_ids
+
+        drain(cluster, "decode-0", "--wait")
+        undisturbed = list(pool.map(ask, requests))  # on decode-1 alone
+        drain(cluster, "decode-0", "--undo")
+        cluster.wait_healthy()
+        answers = [pool.submit(ask, request) for request in requests]
+        cluster.wait(lambda: cluster.server("decode-0")["running"] >= 2, 120, "work on decode-0")
+        drain(cluster, "decode-0", "--wait")
+        assert [answer.result() for answer in answers] == undisturbed
+        assert moved(cluster) > 0 and recomputed(cluster) == 0
+        cluster.check_adds_up()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", ["decode-0", "decode-1"])
+def test_the_loss_of_either_end_of_a_move_costs_no_answer(victim: str, tmp_path: Path) -> None:
+    """Answers move from decode-0 to decode-1, of which one is killed."""
+    requests = asked(random.Random(3), 16)
+    with (
+        Cluster(tmp_path / "run", "--model", str(make_tiny("llama", tmp_path / "llama")), *POOLS) as cluster,
+        ThreadPoolExecutor(len(requests)) as pool,
+    ):
+
+        def ask(request: dict[str, Any]) -> list[list[int]]:
+            return cluster.complete(max_tokens=OUTPUTS, ignore_eos=True, **request).token_ids
+
+        undisturbed = list(pool.map(ask, requests))
+        for pause_s in (0.0, 0.1, 0.4):
+            answers = [pool.submit(ask, request) for request in requests]
+            cluster.wait(lambda: cluster.server("decode-0")["running"] >= 1, 120, "work on decode-0")
+            pid = cluster.server(victim)["pid"]
+            drain(cluster, "decode-0")
+            time.sleep(pause_s)  # somewhere in the moves
+            cluster.kill(pid)
+            assert [answer.result() for answer in answers] == undisturbed
+            if victim != "decode-0":
+                drain(cluster, "decode-0", "--undo")
+            cluster.wait_healthy()
+        cluster.check_adds_up()
