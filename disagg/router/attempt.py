@@ -4,10 +4,13 @@ bounds attempts. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from msgspec import Struct
 
-from disagg.messages.legs import StartLeg
+from disagg.messages.legs import AbortLeg, StartLeg
 from disagg.router.acceptance import AcceptanceTable
+from disagg.router.events import Instruction, LegEnded, Send, ServerLost
 from disagg.router.requests import Asked
 from disagg.router.view import Pair
 from disagg.types.ids import LegKey
@@ -61,9 +64,73 @@ class AttemptLeg:
         self.verdict_armed = False
 
 
-def legs_of(
+class Legs:
+    """The legs of one attempt, and what the pair that it was sent to still owes of them. Empty between attempts."""
+
+    __slots__ = ("_legs", "_pair", "_table")
+
+    def __init__(
+        self, table: AcceptanceTable, pair: Pair | None = None, legs: Mapping[LegKey, AttemptLeg] | None = None
+    ) -> None:
+        self._table = table
+        self._pair = pair
+        self._legs = dict(legs or {})
+
+    def __iter__(self) -> Iterator[AttemptLeg]:
+        return iter(self._legs.values())
+
+    def __contains__(self, key: LegKey) -> bool:
+        return key in self._legs
+
+    def get(self, key: LegKey) -> AttemptLeg | None:
+        return self._legs.get(key)
+
+    def goes_on(self, leg: AttemptLeg) -> bool:
+        return any(self._table.finished(choice) is None for choice in leg.choices)
+
+    def verdict_owed(self, leg: AttemptLeg) -> bool:
+        """Prefill has failed, and whether decode holds all it needs is for decode to say."""
+        return leg.prefill_failed and not (leg.decode_spoke or leg.decode_ended) and self.goes_on(leg)
+
+    def abort(self, leg: AttemptLeg) -> list[Instruction]:
+        """Ends the leg on its servers, as far as they have not said its end. The answer may still come, or not."""
+        assert self._pair is not None
+        sides = zip(
+            self._pair.servers, (leg.prefill_ended, leg.decode_ended), strict=False
+        )  # a mixed one ends both at once
+        return [Send(name, AbortLeg(leg.key)) for name, ended in sides if not ended]
+
+    def note_end(self, event: LegEnded) -> AttemptLeg | None:
+        """Marks a side's end; the leg, unless it is not ours or had ended there."""
+        leg = self._legs.get(event.end.key)
+        if leg is None or self._pair is None:
+            return None
+        prefill, decode = event.server == self._pair.prefill.name, event.server == self._pair.decode.name
+        if not prefill and not decode:
+            return None
+        known = leg.prefill_ended if prefill else leg.decode_ended
+        leg.prefill_ended |= prefill
+        leg.decode_ended |= decode
+        return None if known else leg
+
+    def note_loss(self, event: ServerLost) -> tuple[bool, bool]:
+        """Marks what the lost incarnation owed; whether that hit the prefill side, and the decode side."""
+        prefill_hit = decode_hit = False
+        if self._pair is None:
+            return prefill_hit, decode_hit
+        lost = (event.server, event.incarnation)
+        for leg in self._legs.values():
+            if lost == (self._pair.prefill.name, self._pair.prefill.incarnation) and not leg.prefill_ended:
+                leg.prefill_ended = leg.prefill_failed = prefill_hit = True
+            if lost == (self._pair.decode.name, self._pair.decode.incarnation) and not leg.decode_ended:
+                leg.decode_ended = True
+                decode_hit = decode_hit or self.goes_on(leg)
+        return prefill_hit, decode_hit
+
+
+def begin_legs(
     asked: Asked, params: SamplingParams, pair: Pair, table: AcceptanceTable, attempt: int, now_s: float
-) -> tuple[dict[LegKey, AttemptLeg], list[tuple[str, StartLeg]]]:
+) -> tuple[Legs, list[tuple[str, StartLeg]]]:
     """The legs, and what is sent to which server. A mixed server hears of each leg once.
 
     Of a request that moves, the KV of each choice's last token is not written yet: it is what a first token is elsewhere.
@@ -93,4 +160,4 @@ def legs_of(
                 moved=pair.moves and server is pair.decode,
             )
             sends.append((server.name, start))
-    return legs, sends
+    return Legs(table, pair, legs), sends

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from disagg.messages.legs import AbortLeg, HandOver, Outcome, PeerRef, TimelineEvent
 from disagg.router.acceptance import AcceptanceTable, Accepted, Dropped
-from disagg.router.attempt import GIVEN_BACK_PAUSE_S, PEER_LOST_PAUSE_S, AttemptLeg, Bounds, legs_of, pause_s
+from disagg.router.attempt import GIVEN_BACK_PAUSE_S, PEER_LOST_PAUSE_S, AttemptLeg, Bounds, Legs, begin_legs, pause_s
 from disagg.router.events import (
     ArmLingerTimer,
     ArmVerdictTimer,
@@ -87,7 +87,7 @@ class RequestMachine:
         self.table = AcceptanceTable(asked.params.n)
         self.error: DisaggError | None = None
         self._bounds = bounds
-        self._legs: dict[LegKey, AttemptLeg] = {}
+        self._legs = Legs(self.table)
         self._crashes: set[tuple[str, str]] = set()
         self._landed_at: PeerRef | None = None  # the decode server that has part of the KV, from an attempt before
         self._cause = "first"
@@ -107,7 +107,7 @@ class RequestMachine:
     @property
     def answers(self) -> bool:
         """Decode has begun to speak of everything."""
-        return self.phase is Phase.RUNNING and all(leg.decode_spoke for leg in self._legs.values())
+        return self.phase is Phase.RUNNING and all(leg.decode_spoke for leg in self._legs)
 
     @property
     def stopping(self) -> str:
@@ -138,8 +138,8 @@ class RequestMachine:
         if self.phase not in (Phase.RUNNING, Phase.CLOSING):
             return False
         if work is Work.PREFILL:
-            return any(not (leg.prefill_ended or leg.decode_spoke) for leg in self._legs.values())
-        return any(not leg.decode_ended for leg in self._legs.values())
+            return any(not (leg.prefill_ended or leg.decode_spoke) for leg in self._legs)
+        return any(not leg.decode_ended for leg in self._legs)
 
     def handle(self, event: Event) -> list[Instruction]:
         row = _ROWS.get((self.phase, type(event)))
@@ -159,7 +159,7 @@ class RequestMachine:
             room = min(pair.max_total_tokens, self._bounds.max_total_tokens) - len(self.prompt_token_ids)
             self.params = replace(self.params, max_tokens=room, min_tokens=min(self.params.min_tokens, room))
         self.table.begin(self.attempt)
-        self._legs, sends = legs_of(self.asked, self.params, pair, self.table, self.attempt, event.now_s)
+        self._legs, sends = begin_legs(self.asked, self.params, pair, self.table, self.attempt, event.now_s)
         lengths = {start.key: len(start.token_ids) for _, start in sends}
         prefill_tokens = 0 if pair.moves else sum(lengths.values())
         begun = Attempted(self.attempt, pair, self._cause, prefill_tokens, len(self.table.unfinished()))
@@ -225,7 +225,7 @@ class RequestMachine:
                 return self._replay(end.outcome.value, f"{event.server}: {end.reason}", landed_at=self._landed_at)
             leg.prefill_failed = True
             return self._await_verdicts()
-        if all(self.table.finished(choice) is not None for choice in leg.choices):
+        if not self._legs.goes_on(leg):
             return []
         if end.outcome is Outcome.HANDED_OVER and self._asked_to_stop:
             leg.handed_over = True
@@ -242,21 +242,18 @@ class RequestMachine:
         if source is None:
             return []
         self._asked_to_stop = True
-        return [Send(source.name, HandOver(leg.key)) for leg in self._legs.values() if not leg.decode_ended]
+        return [Send(source.name, HandOver(leg.key)) for leg in self._legs if not leg.decode_ended]
 
     def _move_if_stopped(self) -> list[Instruction]:
         """Everything that is not finished stands still at decode: the next attempt goes on from there."""
         assert self.pair is not None
-        if any(self._goes_on(leg) and not leg.handed_over for leg in self._legs.values()):
+        if any(self._legs.goes_on(leg) and not leg.handed_over for leg in self._legs):
             return []
         if not all(self.table.token_ids(choice) for choice in self.table.unfinished()):
             return self._replay("incomplete", f"{self.pair.decode.name} handed over what had not begun")
         self.attempts_counted -= 1
         source = self.pair.decode
         return [*self._abort_all(), self._wait_again("moved", f"{source.name} drains", source=source)]
-
-    def _goes_on(self, leg: AttemptLeg) -> bool:
-        return any(self.table.finished(choice) is None for choice in leg.choices)
 
     def _server_lost(self, event: ServerLost) -> list[Instruction]:
         prefill_hit, decode_hit = self._note_loss(event)
@@ -266,21 +263,14 @@ class RequestMachine:
 
     def _await_verdicts(self) -> list[Instruction]:
         """A timer for each leg that needs one and has none."""
-        owing = [leg for leg in self._legs.values() if self._verdict_owed(leg) and not leg.verdict_armed]
+        owing = [leg for leg in self._legs if self._legs.verdict_owed(leg) and not leg.verdict_armed]
         for leg in owing:
             leg.verdict_armed = True
         return [ArmVerdictTimer(self.attempt, self._bounds.verdict_s, leg.key.trunk) for leg in owing]
 
-    def _verdict_owed(self, leg: AttemptLeg) -> bool:
-        return (
-            leg.prefill_failed
-            and not (leg.decode_spoke or leg.decode_ended)
-            and any(self.table.finished(choice) is None for choice in leg.choices)
-        )
-
     def _verdict_timeout(self, event: VerdictTimeout) -> list[Instruction]:
         leg = self._legs.get(LegKey(self.request_id, event.attempt, event.trunk))
-        if leg is None or not self._verdict_owed(leg):
+        if leg is None or not self._legs.verdict_owed(leg):
             return []
         assert self.pair is not None
         wait_s = self._bounds.verdict_s
@@ -292,13 +282,13 @@ class RequestMachine:
             return []
         assert self.pair is not None
         instructions: list[Instruction] = []
-        for leg in self._legs.values():
+        for leg in self._legs:
             if event.choice not in leg.choices or leg.decode_ended:
                 continue
-            if any(self.table.finished(choice) is None for choice in leg.choices):
+            if self._legs.goes_on(leg):
                 instructions.append(Send(self.pair.decode.name, AbortLeg(leg.key, event.choice)))
             else:
-                instructions.extend(self._abort(leg))
+                instructions.extend(self._legs.abort(leg))
         return instructions + self._closing_if_finished()
 
     def _replay(self, cause: str, reason: str, landed_at: PeerRef | None = None) -> list[Instruction]:
@@ -350,7 +340,7 @@ class RequestMachine:
         return self._ended_if_closed()
 
     def _ended_if_closed(self) -> list[Instruction]:
-        if any(not leg.prefill_ended or not leg.decode_ended for leg in self._legs.values()):
+        if any(not leg.prefill_ended or not leg.decode_ended for leg in self._legs):
             return []
         self.phase = Phase.ENDED
         return [Finish()]
@@ -405,17 +395,9 @@ class RequestMachine:
         self.error = error
         return [*aborts, Fail(error)]
 
-    def _abort(self, leg: AttemptLeg) -> list[Instruction]:
-        """Ends the leg on its servers, as far as they have not said its end. The answer may still come, or not."""
-        assert self.pair is not None
-        sides = zip(
-            self.pair.servers, (leg.prefill_ended, leg.decode_ended), strict=False
-        )  # a mixed one ends both at once
-        return [Send(name, AbortLeg(leg.key)) for name, ended in sides if not ended]
-
     def _abort_all(self) -> list[Instruction]:
-        aborts = [instruction for leg in self._legs.values() for instruction in self._abort(leg)]
-        self._legs = {}
+        aborts = [instruction for leg in self._legs for instruction in self._legs.abort(leg)]
+        self._legs = Legs(self.table)
         return aborts
 
     def _record(self, event: LegEnded) -> None:
@@ -424,33 +406,17 @@ class RequestMachine:
     def _note_end(self, event: LegEnded) -> AttemptLeg | None:
         """Records a leg's last word; the leg, unless it is not ours or had ended."""
         self._record(event)
-        leg = self._legs.get(event.end.key)
-        if leg is None or self.pair is None:
-            return None
-        prefill, decode = event.server == self.pair.prefill.name, event.server == self.pair.decode.name
-        if not prefill and not decode:
-            return None
-        known = leg.prefill_ended if prefill else leg.decode_ended
-        if prefill and not known:
+        leg = self._legs.note_end(event)
+        if leg is not None and self.pair is not None and event.server == self.pair.prefill.name:
             cached_tokens = min(event.end.cached_tokens, len(self.prompt_token_ids))
             self.cached_tokens = max(self.cached_tokens, cached_tokens)
-        leg.prefill_ended |= prefill
-        leg.decode_ended |= decode
-        return None if known else leg
+        return leg
 
     def _note_loss(self, event: ServerLost) -> tuple[bool, bool]:
-        """Marks what the lost incarnation owed; whether that hit the prefill side, and the decode side."""
-        assert self.pair is not None
-        lost = (event.server, event.incarnation)
-        prefill_hit = decode_hit = False
-        for leg in self._legs.values():
-            if lost == (self.pair.prefill.name, self.pair.prefill.incarnation) and not leg.prefill_ended:
-                leg.prefill_ended = leg.prefill_failed = prefill_hit = True
-            if lost == (self.pair.decode.name, self.pair.decode.incarnation) and not leg.decode_ended:
-                leg.decode_ended = True
-                decode_hit = decode_hit or any(self.table.finished(choice) is None for choice in leg.choices)
+        """Whether the loss hit the prefill side, and the decode side."""
+        prefill_hit, decode_hit = self._legs.note_loss(event)
         if event.crashed and (prefill_hit or decode_hit):
-            self._crashes.add(lost)
+            self._crashes.add((event.server, event.incarnation))
         return prefill_hit, decode_hit
 
 
