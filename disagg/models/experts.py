@@ -8,8 +8,8 @@ Each rank keeps some of the experts of each layer and computes them for the rows
 which weights, each row's own rank says. So every rank takes part in each step in which any has rows: one without rows comes in
 for its experts only (`join`). Ranks of one attention group have the same rows, and say them once.
 
-Knows transformers' modules of experts, which can be told that some of the experts are elsewhere; nothing of attention, pools
-or batches.
+Knows transformers' modules of experts, which can be told that some of the experts are elsewhere (later versions want to be told
+so beforehand, earlier ones always look); nothing of attention, pools or batches.
 """
 
 from __future__ import annotations
@@ -58,10 +58,15 @@ def noting_experts(module: PreTrainedModel) -> Iterator[list[ExpertsCall]]:
             hook.remove()
 
 
+# What transformers' `use_experts_implementation` says of a module, in every version: its products are transformers' own, which
+# skip choices of experts that are elsewhere.
+_SAID_OF_EXPERTS = ("has_gate", "has_bias", "is_transposed")
+
+
 def _can_be_spread(part: torch.nn.Module) -> bool:
-    """It says how many experts it has, skips those that it is told are elsewhere, and all its parameters are theirs, in order."""
+    """It says how many experts it has, its products are transformers' own, and all its parameters are the experts', in order."""
     count = getattr(part, "num_experts", None)
-    if not isinstance(count, int) or not hasattr(part, "_is_expert_parallel"):
+    if not isinstance(count, int) or not all(isinstance(getattr(part, name, None), bool) for name in _SAID_OF_EXPERTS):
         return False
     own = list(part.parameters(recurse=False))
     return bool(own) and len(list(part.parameters())) == len(own) and all(each.shape[0] == count for each in own)
@@ -99,6 +104,9 @@ class SpreadExperts(torch.nn.Module):
             setattr(experts, name, torch.nn.Parameter(kept, requires_grad=False))
         experts.num_experts = self.count
         experts._is_expert_parallel = True
+        # transformers' products skip what is elsewhere; what modules compute by themselves may refuse it: they get an expert that
+        # is here instead, with a weight of 0.
+        self._elsewhere = 0 if experts.config._experts_implementation in (None, "eager") else self.count
         self.experts = experts
         self._call = call
         self._spread = spread
@@ -118,7 +126,7 @@ class SpreadExperts(torch.nn.Module):
         own = index - self.first
         elsewhere = (own < 0) | (own >= self.count)
         if self.count:
-            own, weights = own.masked_fill(elsewhere, self.count), weights.masked_fill(elsewhere, 0)
+            own, weights = own.masked_fill(elsewhere, self._elsewhere), weights.masked_fill(elsewhere, 0)
             part: Tensor = self.experts(hidden, own, weights)
         else:
             part = torch.zeros_like(hidden)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from disagg.models.experts import Spread
+from disagg.models.experts import ExpertsCall, Spread, SpreadExperts
+from disagg.models.loader import load
 from disagg.models.model import PagedModel
 from disagg.models.ranks import Ranks
 from tests.models.driver import Driver, Sequence
@@ -121,6 +122,33 @@ def test_a_dense_model_has_nothing_to_spread(tmp_path: Path) -> None:
     ranks = Ranks(0, 2)
     model = PagedModel.load(make_tiny("llama", tmp_path), "float32", "cpu", Ranks(), spread=Spread(ranks, ranks))
     assert model.spread is None
+
+
+class OneOfTwo(Ranks):
+    """A rank whose peer has nothing to add: sums are this one's part."""
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_parts_add_up_however_transformers_computes_experts(family: str, implementation: str, tmp_path: Path) -> None:
+    """Which of them it takes depends on its version, on torch's and on the device."""
+    model_dir = make_tiny(family, tmp_path / family)
+    parts = []
+    for rank in (0, 1):
+        module = load(model_dir, "float32", "cpu").module
+        module.set_experts_implementation(implementation)
+        experts = next(part for name, part in module.named_modules() if name.endswith(".experts"))
+        torch.manual_seed(1)
+        hidden, weights = torch.randn(9, module.config.hidden_size), torch.rand(9, 2)
+        index = torch.stack([torch.randperm(4)[:2] for _ in range(9)])
+        whole = experts(hidden, index, weights).clone()
+        call = ExpertsCall(experts, hidden.shape[1], 2, hidden.dtype, weights.dtype)
+        parts.append(SpreadExperts(call, Spread(OneOfTwo(rank, 2), Ranks()))(hidden, index, weights))
+    assert all(part.any() for part in parts)
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-6)
 
 
 def stays_away(ranks: Ranks, model_dir: Path, meeting: Path) -> str:
