@@ -28,7 +28,7 @@ from disagg.messages.legs import Drain, PrefixRules, TimelineEvent
 from disagg.router.alarms import alarms
 from disagg.router.attempt import Bounds
 from disagg.router.budget import Budget, Held
-from disagg.router.dispatch import Dispatch, outcome_of
+from disagg.router.dispatch import Dispatch
 from disagg.router.events import ClientGone, Phase
 from disagg.router.intake import Intake, checked_deadline_s
 from disagg.router.live import Live
@@ -36,6 +36,7 @@ from disagg.router.machine import RequestMachine
 from disagg.router.mailbox import Mailbox
 from disagg.router.metrics import RouterMetrics
 from disagg.router.names import drawn_name
+from disagg.router.outcomes import outcome_of
 from disagg.router.policies import POLICIES
 from disagg.router.prefixes import PAGE_BYTES, PromptHashing, PromptPages, num_pages
 from disagg.router.requests import Asked, GenerateRequest, Started, Update
@@ -99,7 +100,7 @@ class Router:
         self.tls = open_wire_tls(config.tls)  # Raises ConfigError
         policy = POLICIES[self._config.policy]()
         self._dispatch = Dispatch(self._config, caller, policy, self._metrics, tokenizer, self, self.tls)
-        self._dispatch.traces = traces
+        self._dispatch.outcomes.traces = traces
         self._bounds = Bounds(
             max_total_tokens=max_model_len,
             max_attempts=self._config.max_attempts,
@@ -143,7 +144,7 @@ class Router:
         await self.drain(drain_s)
         await self._dispatch.close(FLUSH_S)
         self._intake.close()
-        await asyncio.to_thread(self._dispatch.traces.close)
+        await asyncio.to_thread(self._dispatch.outcomes.traces.close)
 
     # ---- what faces call
 
@@ -169,7 +170,7 @@ class Router:
 
     def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:
         """Counts a request that was not accepted; faces say so of those that they could not even read."""
-        self._dispatch.note_outcome(outcome_of(error))
+        self._dispatch.outcomes.note(outcome_of(error), self._clock())
         logger.info("request refused: %s", error, extra={"request_id": "", "client_request_id": client_request_id})
 
     def abort(self, request_id: str, abort_token: str) -> bool:
@@ -217,7 +218,7 @@ class Router:
     def status(self) -> dict[str, Any]:
         view = self._dispatch.fleet.view()
         state = "draining" if self._closing else "ready" if view.has_pair else "unavailable"
-        ended = self._dispatch.recent.counts(self._clock())
+        ended = self._dispatch.outcomes.recent.counts(self._clock())
         return {
             "state": state,
             "alarms": to_builtins(alarms(view, ended, self.loop_gap_s(), self._dispatch.fleet.rival)),
@@ -261,7 +262,7 @@ class Router:
         live = self._dispatch.live.get(request_id)
         if live is not None:
             return in_order(live.events)
-        return self._dispatch.timelines.of(request_id)
+        return self._dispatch.outcomes.timelines.of(request_id)
 
     def known_requests(self) -> dict[str, Any]:
         """What runs, oldest first, and what ended last: enough to ask for timelines by id. Bounded."""
@@ -269,7 +270,7 @@ class Router:
         return {
             "running": [each.dump(now_s) for each in islice(live.values(), MAX_LISTED)],
             "running_total": len(live),
-            "ended": self._dispatch.timelines.summaries(),
+            "ended": self._dispatch.outcomes.timelines.summaries(),
         }
 
     async def dump(self) -> dict[str, Any]:
@@ -293,7 +294,7 @@ class Router:
             await asyncio.sleep(0)
         prompt = await self._read(request)
         params = self._intake.params(request, prompt)
-        salt, ways = salt_of(request.owner, request.cache_salt), self._dispatch.ways
+        salt, ways = salt_of(request.owner, request.cache_salt), self._dispatch.pairing.ways
         limit_s = self._config.request_deadline_s if request.deadline_s is None else request.deadline_s
         checked_deadline_s(limit_s)
         held = self._budget.hold()
@@ -319,7 +320,7 @@ class Router:
             serial=self._serial,
             priority=request.priority,
             pages=pages,
-            trace=self._dispatch.traces.begin(request.traceparent),
+            trace=self._dispatch.outcomes.traces.begin(request.traceparent),
             client_traceparent=request.traceparent,
             operation=request.operation,
         )

@@ -274,7 +274,7 @@ async def test_a_model_name_of_any_length_and_content_is_refused_in_our_words(
 
 
 async def test_the_trace_that_a_caller_names_goes_on_to_the_servers(face: Face) -> None:
-    kept = face.running.router._dispatch.traces = Kept()
+    kept = face.running.router._dispatch.outcomes.traces = Kept()
     sampling = SamplingParams(max_tokens=4)
     asked = generate_request_to_proto(model="tiny", prompt="hi", params=sampling)
     metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)

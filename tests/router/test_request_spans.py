@@ -31,7 +31,7 @@ class Kept(Traces):
 
 async def test_a_request_leaves_a_span_in_its_clients_trace_and_its_legs_are_given_it(cluster: Cluster) -> None:
     await cluster.up({"p0": prefill, "d0": decode})
-    kept = cluster.router._dispatch.traces = Kept()
+    kept = cluster.router._dispatch.outcomes.traces = Kept()
     await cluster.ask("hi there", max_tokens=4, n=2, traceparent=f"00-{TRACE}-{PARENT}-01", operation="chat")
     whole, *rest = kept.spans
     assert (whole.name, whole.kind, whole.error) == ("chat tiny", "server", "")
@@ -49,7 +49,7 @@ async def test_a_request_leaves_a_span_in_its_clients_trace_and_its_legs_are_giv
 
 async def test_a_request_that_fails_says_why_and_one_that_is_not_sampled_says_nothing(cluster: Cluster) -> None:
     await cluster.up({"p0": prefill, "d0": silent})
-    kept = cluster.router._dispatch.traces = Kept(ratio=0.0)
+    kept = cluster.router._dispatch.outcomes.traces = Kept(ratio=0.0)
     for said in (f"00-{TRACE}-{PARENT}-00", f"00-{TRACE}-{PARENT}-01", ""):
         with pytest.raises(DeadlineExceeded):
             await cluster.ask("hi", max_tokens=4, deadline_s=0.5, traceparent=said)

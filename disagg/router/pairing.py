@@ -1,0 +1,108 @@
+"""Who may be sent to servers now, and to which: the view and the policy put to the requests that wait. Sends nothing, and changes
+no request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from disagg.messages.legs import LegEnd, Outcome, PrefixRules
+from disagg.router.fleet import Fleet
+from disagg.router.live import Live
+from disagg.router.outstanding import Outstanding, call_may_go, tenant_may_go
+from disagg.router.placement import pick_pair, pick_target
+from disagg.router.places import Places
+from disagg.router.policies import Policy
+from disagg.router.view import NoPair, NoPairReason, Pair, Work
+from disagg.types.ids import Role
+
+MOVES_AT_ONCE = 8  # answers that stand still, of each server that drains
+CHUNK = "chunk"  # of a prompt, in what servers say of a leg's time
+
+
+class Pairing:
+    """Of one router."""
+
+    def __init__(self, fleet: Fleet, policy: Policy, places: Places[Live], outstanding: Outstanding) -> None:
+        self._fleet = fleet
+        self._policy = policy
+        self._places = places
+        self._outstanding = outstanding
+
+    @property
+    def ways(self) -> tuple[PrefixRules, ...]:
+        """In which servers name pages, if the policy asks what they have of a prompt."""
+        return self._fleet.ways() if self._policy.uses_caches else ()
+
+    def pick(self, live: Live) -> Pair | NoPair:
+        wish, view = live.wish, self._fleet.view()
+        if wish is not None and wish.source is not None:
+            target = pick_target(view, live.machine.facts, self._policy, wish.source)
+            if target is not None:
+                return target
+        return pick_pair(
+            view,
+            live.machine.facts,
+            self._policy,
+            prefer_decode=wish.prefer_decode if wish is not None else None,
+            avoid=wish.avoid if wish is not None else (),
+        )
+
+    def next_ones(self) -> Iterator[Live]:
+        """Of those that wait for a place, tenants in turns, who may take one. What has been given may be taken meanwhile."""
+        prefills = self._num_prefills()
+        for live in self._places.next_ones(lambda tenant: self._tenant_may_go(tenant, prefills)):
+            if self._call_may_go(live, prefills):
+                yield live
+
+    def why_not(self, live: Live) -> Pair | NoPair:
+        """What a request waits for; the pair that it would have now, if for nothing."""
+        if live.dispatched:
+            return self.pick(live)
+        if self._places.free <= 0:
+            return NoPair(NoPairReason.NO_PLACE)
+        if not self._places.may_take(live.machine.asked.tenant):
+            return NoPair(NoPairReason.NO_SHARE)
+        prefills = self._num_prefills()
+        if not (self._tenant_may_go(live.machine.asked.tenant, prefills) and self._call_may_go(live, prefills)):
+            return NoPair(NoPairReason.COMPUTING)
+        return self.pick(live)
+
+    def to_move(self, lives: Iterable[Live]) -> Iterator[Live]:
+        """Of decode servers that drain, what can go on elsewhere: what has not begun to answer at once, since that moves when it
+        does; of the rest so much at once that nobody stands still for long. What has been given may be driven meanwhile.
+        """
+        view = self._fleet.view()
+        sources = {server.peer_ref for server in view.servers if server.hands_over}
+        if not sources:
+            return
+        lives = list(lives)
+        stopping = Counter(live.machine.stopping for live in lives)
+        for live in lives:
+            machine, source = live.machine, live.machine.movable
+            if source not in sources or (machine.answers and stopping[source.name] >= MOVES_AT_ONCE):
+                continue
+            if pick_target(view, machine.facts, self._policy, source) is not None:
+                yield live
+                stopping[source.name] += machine.answers
+
+    def leg_ended(self, live: Live, name: str, end: LegEnd) -> None:
+        """What a server says of a prompt that it computed, by its own clock."""
+        chunks = [event for event in end.timeline if event.name == CHUNK]
+        if end.outcome is Outcome.DONE and chunks and end.key.attempt == live.machine.attempt:
+            tokens = len(live.machine.prompt_token_ids) - end.cached_tokens
+            began_s = min(chunk.start_unix_s for chunk in chunks)
+            self._fleet.speeds.ended(name, tokens, began_s, max(chunk.end_unix_s for chunk in chunks))
+
+    def _call_may_go(self, live: Live, prefills: int) -> bool:
+        call = live.machine.asked.call
+        return not call or call_may_go(self._outstanding.of_call(call, Work.PREFILL), live.machine.params.n, prefills)
+
+    def _tenant_may_go(self, tenant: str, prefills: int) -> bool:
+        computing = self._outstanding.of_tenant(tenant, Work.PREFILL)
+        return tenant_may_go(computing, self._places.others(tenant), prefills)
+
+    def _num_prefills(self) -> int:
+        """Servers that prompts can be sent to now."""
+        return sum(server.usable and server.role is not Role.DECODE for server in self._fleet.view().servers)
