@@ -17,7 +17,7 @@ from kubernetes_validate import utils as kubernetes_utils
 
 from disagg.cli.flags import overrides_of
 from disagg.cli.main import cli
-from disagg.config.check import check_role
+from disagg.config.check import check_exposure, check_role
 from disagg.config.load import load_config
 from disagg.config.tree import Config, ServerRef
 from disagg.discovery.pods import found_in
@@ -231,7 +231,65 @@ def test_routers_ask_for_the_keys_that_a_secret_holds_and_else_say_that_they_ask
                 assert volumes[mounts[directory]]["secret"]["secretName"] == secret
             else:
                 assert directory not in mounts
-        assert said == (expected or {"insecure": True})
+        seen = process.role != "router" and has_tls(given(values))
+        assert said == (expected or ({} if seen else {"insecure": True}))
+
+
+def has_tls(values: dict[str, Any]) -> bool:
+    return bool(values["tls"]["certManager"]["enabled"] or values["tls"]["routerSecret"])
+
+
+@matrix
+def test_routers_and_servers_show_certificates_and_whoever_asks_a_router_speaks_tls(
+    values: Path, tmp_path: Path
+) -> None:
+    manifests, said = rendered("helm-4", values), given(values)
+    made = {each["spec"]["secretName"]: each["spec"] for each in of_kind(manifests, "Certificate")}
+    secure = has_tls(said)
+    for process in processes(manifests):
+        mounts = [each for each in process.container["volumeMounts"] if each["mountPath"] == "/etc/disagg-tls"]
+        assert bool(mounts) is bool(tomllib.loads(process.config).get("tls")) is secure
+        if not secure:
+            continue
+        (file := tmp_path / "disagg.toml").write_text(process.config)
+        config = load_config(file, {}, {})
+        assert config.tls.ca == "/etc/disagg-tls/ca.crt"
+        check_exposure(config, process.role)
+        [secret] = [each["secret"] for each in process.pod["volumes"] if each["name"] == mounts[0]["name"]]
+        whose = "router" if process.role == "router" else "server"
+        named = said["tls"][f"{whose}Secret"]
+        assert secret["secretName"] == (named or f"{RELEASE}-disagg-{whose}-tls")
+        if not named:
+            shown = made[secret["secretName"]]
+            assert {"server auth", "client auth"} <= set(shown["usages"])
+            assert process.role == "router" or shown["dnsNames"] == [config.tls.server_name]
+    assert bool(made) is said["tls"]["certManager"]["enabled"]
+    [service] = [each for each in of_kind(manifests, "Service") if each["spec"].get("clusterIP") != "None"]
+    assert [each["appProtocol"] for each in service["spec"]["ports"]] == (
+        ["https", "https"] if secure else ["http", "kubernetes.io/h2c"]
+    )
+    for test in of_kind(manifests, "Pod"):
+        [container] = test["spec"]["containers"]
+        volumes = {each["name"]: each for each in test["spec"]["volumes"]}
+        assert ("--ca=/etc/disagg-tls/ca.crt" in container["args"]) is ("tls" in volumes) is secure
+        if secure:  # but no key of the routers
+            assert volumes["tls"]["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
+    for monitor in of_kind(manifests, "ServiceMonitor"):
+        [endpoint] = monitor["spec"]["endpoints"]
+        of_router = monitor["metadata"]["labels"]["disagg/role"] == "router"
+        assert endpoint.get("scheme", "http") == ("https" if secure and of_router else "http")
+
+
+def test_an_issuer_of_the_release_signs_unless_one_is_named() -> None:
+    own = rendered("helm-4", HERE / "values" / "tls-cert-manager.yaml")
+    signing = {each["spec"]["issuerRef"]["name"] for each in of_kind(own, "Certificate")}
+    assert signing <= {each["metadata"]["name"] for each in of_kind(own, "Issuer")}
+    [authority] = [each["spec"] for each in of_kind(own, "Certificate") if each["spec"].get("isCA")]
+    assert {"ca": {"secretName": authority["secretName"]}} in [each["spec"] for each in of_kind(own, "Issuer")]
+    named = rendered("helm-4", HERE / "values" / "tls-issuer.yaml")
+    assert not of_kind(named, "Issuer")
+    references = [each["spec"]["issuerRef"] for each in of_kind(named, "Certificate")]
+    assert references == [{"name": "company", "kind": "ClusterIssuer", "group": "cert-manager.io"}] * 2
 
 
 @matrix
@@ -256,11 +314,12 @@ def test_pods_are_confined_probed_and_given_the_time_to_drain(values: Path) -> N
         assert grace >= 35
         assert grace >= slept + own["drainSeconds"] + 5
         port = "http" if process.role == "router" else "metrics"
+        scheme = {"scheme": "HTTPS"} if process.role == "router" and has_tls(given(values)) else {}
         paths = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
         assert paths == {
-            "startup": {"path": "/live", "port": port},
-            "readiness": {"path": "/health", "port": port},
-            "liveness": {"path": "/live", "port": port},
+            "startup": {"path": "/live", "port": port, **scheme},
+            "readiness": {"path": "/health", "port": port, **scheme},
+            "liveness": {"path": "/live", "port": port, **scheme},
         }
         writable = {each["mountPath"] for each in container["volumeMounts"] if not each.get("readOnly")}
         assert {"/tmp", "/var/cache/disagg"} <= writable

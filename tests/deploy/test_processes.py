@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,16 +12,18 @@ import httpx
 import pytest
 import yaml
 
+from disagg.auth.tls import trusting
 from disagg.cli.rundir import pick_ports
 from disagg.convert.model_dir import resolve
+from tests.auth.certs import Authority
 from tests.cluster.cluster import parse_metrics
-from tests.deploy.chart import NAMESPACE, ROOT, of_kind, processes, rendered
+from tests.deploy.chart import NAMESPACE, RELEASE, ROOT, of_kind, processes, rendered
 from tests.deploy.pods import IP, Pod
 from tests.discovery.fake_api import ApiThread
 
 pytestmark = pytest.mark.cluster
 READY_S = 240.0  # computing on a CPU that others use, too
-SECRETS = {"keys": {"keys": "# who\nsome-key alice\nscrape-key prometheus\n"}, "scrape": {"token": "scrape-key"}}
+KEYS = {"keys": {"keys": "# who\nsome-key alice\nscrape-key prometheus\n"}, "scrape": {"token": "scrape-key"}}
 ALICE = {"authorization": "Bearer some-key"}
 SMALL = {"requests": {"cpu": 1, "memory": "1Gi"}}
 
@@ -43,6 +46,7 @@ def values(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": {"servedName": "smol", "hostPath": {"path": str(model)}},
         "config": {"engine": {"kv_memory_bytes": "64MiB"}, "model": {"max_model_len": 512}},
         "auth": {"apiKeys": {"secretName": "keys"}},
+        "tls": {"routerSecret": "router-cert", "serverSecret": "server-cert"},
         "serviceMonitor": {"enabled": True, "credentials": {"secretName": "scrape", "key": "token"}},
         "prometheusRule": {"enabled": True},
         "router": {"replicas": 1, "ports": {"http": http, "grpc": grpc}},
@@ -54,7 +58,28 @@ def values(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pods(values: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """What is in each, by its name."""
+    authority, found = Authority(), dict(KEYS)
+    for name, host in (("router-cert", IP), ("server-cert", f"{RELEASE}-disagg-servers.{NAMESPACE}")):
+        files = authority.write(tmp_path_factory.mktemp(name), host=host)
+        of_secret = {"tls.crt": files.cert, "tls.key": files.key, "ca.crt": files.ca}
+        found[name] = {each: Path(path).read_text() for each, path in of_secret.items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def trusted(secrets: dict[str, dict[str, str]], tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
+    """What clients of the routers trust."""
+    file = tmp_path_factory.mktemp("trusted") / "ca.crt"
+    file.write_text(secrets["router-cert"]["ca.crt"])
+    return trusting(file)
+
+
+@pytest.fixture(scope="module")
+def pods(
+    values: Path, model: Path, secrets: dict[str, dict[str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Pod]]:
     """All of them, by their role; ready."""
     found = {}
     with ExitStack() as stack:
@@ -62,7 +87,7 @@ def pods(values: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
         environ = {"KUBECONFIG": api.fake.kubeconfig(tmp_path_factory.mktemp("api"))}
         for process in processes(rendered("helm-4", values)):
             assert process.replicas == 1
-            pod = found[process.role] = Pod(process, f"{process.name}-0", model, environ, SECRETS)
+            pod = found[process.role] = Pod(process, f"{process.name}-0", model, environ, secrets)
             stack.callback(pod.close)
             api.put(process.as_pod(pod.name, IP, ready=False))
         for pod in found.values():
@@ -81,20 +106,28 @@ def pods(values: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def url(pod: Pod, name: str = "http") -> str:
     [port] = [each["containerPort"] for each in pod.process.container["ports"] if each["name"] == name]
-    return f"http://{IP}:{port}"
+    return f"{'https' if name == 'http' else 'http'}://{IP}:{port}"
 
 
-def test_it_answers_through_the_router(pods: dict[str, Pod]) -> None:
+def test_it_answers_through_the_router(pods: dict[str, Pod], trusted: ssl.SSLContext) -> None:
     body = {"model": "smol", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
     where = f"{url(pods['router'])}/v1/completions"
-    assert httpx.post(where, json=body, timeout=120, trust_env=False).status_code == 401
-    reply = httpx.post(where, json=body, headers=ALICE, timeout=120, trust_env=False)
+    assert httpx.post(where, json=body, timeout=120, trust_env=False, verify=trusted).status_code == 401
+    reply = httpx.post(where, json=body, headers=ALICE, timeout=120, trust_env=False, verify=trusted)
     assert reply.status_code == 200, reply.text
     assert "Paris" in reply.json()["choices"][0]["text"]
 
 
+def test_whoever_has_no_certificate_reaches_no_server(pods: dict[str, Pod]) -> None:
+    for role in ("prefill", "decode"):
+        for scheme in ("http", "https"):
+            where = url(pods[role], "grpc").replace("http", scheme)
+            with pytest.raises(httpx.TransportError):
+                httpx.get(where, timeout=30, trust_env=False, verify=False)
+
+
 def test_prometheus_finds_metrics_where_the_chart_sends_it_and_kv_has_crossed(
-    pods: dict[str, Pod], values: Path
+    pods: dict[str, Pod], values: Path, secrets: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
     monitors = of_kind(rendered("helm-4", values), "ServiceMonitor")
     scraped = {}
@@ -104,9 +137,15 @@ def test_prometheus_finds_metrics_where_the_chart_sends_it_and_kv_has_crossed(
         headers = {}
         if "authorization" in endpoint:
             credentials = endpoint["authorization"]["credentials"]
-            headers["authorization"] = f"Bearer {SECRETS[credentials['name']][credentials['key']]}"
-        where = f"{url(pods[role], endpoint['port'])}{endpoint['path']}"
-        reply = httpx.get(where, headers=headers, timeout=30, trust_env=False)
+            headers["authorization"] = f"Bearer {secrets[credentials['name']][credentials['key']]}"
+        where = f"{url(pods[role], endpoint['port'])}{endpoint['path']}".partition("://")[2]
+        verify: ssl.SSLContext | bool = True
+        if "tlsConfig" in endpoint:  # its serverName, the Service, is IP here
+            ca = endpoint["tlsConfig"]["ca"]["secret"]
+            (tmp_path / "ca").write_text(secrets[ca["name"]][ca["key"]])
+            verify = trusting(tmp_path / "ca")
+        where = f"{endpoint.get('scheme', 'http')}://{where}"
+        reply = httpx.get(where, headers=headers, timeout=30, trust_env=False, verify=verify)
         scraped[role] = parse_metrics(reply.text)
     assert set(scraped) == set(pods)
     assert scraped["router"]["disagg_router_completion_tokens_total"] > 0
@@ -114,8 +153,9 @@ def test_prometheus_finds_metrics_where_the_chart_sends_it_and_kv_has_crossed(
     assert sent == scraped["decode"]['disagg_transfer_payload_bytes_total{direction="received"}'] > 0
 
 
-def test_servers_have_the_names_of_their_pods(pods: dict[str, Pod]) -> None:
-    status = httpx.get(f"{url(pods['router'])}/status", headers=ALICE, timeout=30, trust_env=False).json()
+def test_servers_have_the_names_of_their_pods(pods: dict[str, Pod], trusted: ssl.SSLContext) -> None:
+    where = f"{url(pods['router'])}/status"
+    status = httpx.get(where, headers=ALICE, timeout=30, trust_env=False, verify=trusted).json()
     servers = {each["name"]: each["state"] for each in status["servers"]}
     assert servers == {pods["prefill"].name: "ready", pods["decode"].name: "ready"}
 

@@ -28,6 +28,7 @@
 {{- include "disagg.checkRole" (dict "role" $role "own" (index $values $role) "root" $) -}}
 {{- end -}}
 {{- include "disagg.checkPairs" . -}}
+{{- include "disagg.checkTls" . -}}
 {{- $common := include "disagg.labels" (dict "root" . "role" "router") | fromYaml -}}
 {{- range $part := list "serviceMonitor" "prometheusRule" "dashboard" -}}
 {{- range $name, $_ := (index $values $part).labels -}}

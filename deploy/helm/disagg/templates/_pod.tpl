@@ -20,21 +20,21 @@ capabilities:
 {{- end }}
 {{- end }}
 
-{{/* Probes of a role: (port, startupSeconds). A process that answers /live lives, also while it loads for minutes; one that
+{{/* Probes of a role: (port, secure, startupSeconds). The kubelet shows no certificate, and neither port asks for one. A process that answers /live lives, also while it loads for minutes; one that
 answers /health with 200 can serve. */}}
 {{- define "disagg.probes" -}}
 startupProbe:
-  httpGet: {path: /live, port: {{ .port }}}
+  httpGet: {path: /live, port: {{ .port }}{{ if .secure }}, scheme: HTTPS{{ end }}}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: {{ max 1 (div .startupSeconds 5) }}
 readinessProbe:
-  httpGet: {path: /health, port: {{ .port }}}
+  httpGet: {path: /health, port: {{ .port }}{{ if .secure }}, scheme: HTTPS{{ end }}}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 2
 livenessProbe:
-  httpGet: {path: /live, port: {{ .port }}}
+  httpGet: {path: /live, port: {{ .port }}{{ if .secure }}, scheme: HTTPS{{ end }}}
   periodSeconds: 10
   timeoutSeconds: 10
   failureThreshold: 6

@@ -16,8 +16,9 @@
 {{- if $values.model.servedName -}}{{- $_ := set $model "served_name" $values.model.servedName -}}{{- end -}}
 {{- $given := mergeOverwrite (deepCopy $values.config) (deepCopy $own.config) -}}
 {{- $decided := dict -}}
-{{- /* Certificates are not mounted yet: NetworkPolicies stand before servers, and NOTES say what is open. */ -}}
-{{- $auth := dict "insecure" true -}}
+{{- $tls := include "disagg.tls" . | fromJson -}}
+{{- /* Without certificates NetworkPolicies alone stand before servers, and NOTES say what is open. */ -}}
+{{- $auth := ternary (dict) (dict "insecure" true) (hasKey $tls "ca") -}}
 {{- if eq .role "router" -}}
 {{- $router := dict "host" "0.0.0.0" "http_port" $own.ports.http "grpc_port" $own.ports.grpc "drain_s" $own.drainSeconds -}}
 {{- $router = mergeOverwrite $router (include "disagg.fleet" .root | fromJson) -}}
@@ -30,6 +31,7 @@
 {{- /* Pods reach each other over their network, not over a loopback that they share: UCX sees all that there is. */ -}}
 {{- $given = mergeOverwrite (dict "transfer" (dict "ucx_tls" "" "ucx_net_devices" "")) $given -}}
 {{- end -}}
+{{- if $tls -}}{{- $_ := set $decided "tls" $tls -}}{{- end -}}
 {{- mergeOverwrite $given $decided | toJson -}}
 {{- end }}
 
