@@ -49,6 +49,7 @@ def two_layers(directory: Path, prompts: int, shortest: int, longest: int, outpu
 
 @dataclass
 class Outcome:
+    answered: int = 0  # as far as it was counted
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
