@@ -50,7 +50,7 @@ def print_pools(console: Console, status: Mapping[str, Any]) -> None:
     }
     for role, servers in pools.items():
         if servers or (role != "mixed" and not pools["mixed"]):
-            console.print(pool_table(role, servers))
+            console.print(pool_table(role, servers, versions=_several_versions(status)))
     for server in status.get("servers", []):
         if reason := server.get("reason"):
             console.print(f"{server.get('name')}: {reason}", markup=False, soft_wrap=True)
@@ -61,7 +61,7 @@ def print_pools(console: Console, status: Mapping[str, Any]) -> None:
         console.print(
             _cell(
                 f"router {router.get('name')} (pid {router.get('pid')}): {router.get('inflight')} in flight, "
-                f"{router.get('queued')} queued{draining}"
+                f"{router.get('queued')} queued{draining}{_version(router)}"
             )
         )
         if router.get("error"):
@@ -78,8 +78,8 @@ def print_memory(console: Console, status: Mapping[str, Any]) -> None:
     console.print(legend() if servers else "no servers")
 
 
-def pool_table(role: str, servers: Sequence[Mapping[str, Any]]) -> Table:
-    """One pool as a table. servers: of /status."""
+def pool_table(role: str, servers: Sequence[Mapping[str, Any]], *, versions: bool = False) -> Table:
+    """One pool as a table. servers: of /status. versions: show theirs, since several serve together."""
     table = Table(title=f"{role} pool", title_justify="left", box=box.SIMPLE)
     table.add_column("name", overflow="fold")
     table.add_column("state", no_wrap=True)
@@ -90,6 +90,8 @@ def pool_table(role: str, servers: Sequence[Mapping[str, Any]]) -> Table:
     if tiers:
         table.add_column("host pages", justify="right", overflow="fold")
         table.add_column("store", no_wrap=True)
+    if versions:
+        table.add_column("version", overflow="fold")
     table.add_column("address", overflow="fold")
     for server, offload in zip(servers, offloads, strict=True):
         state = str(server.get("state", ""))
@@ -104,6 +106,7 @@ def pool_table(role: str, servers: Sequence[Mapping[str, Any]]) -> Table:
             _cell(server.get("pid") or "-"),
             _cell(" ".join(str(pid) for pid in server.get("worker_pids", [])) or "-"),
             *(_tier_cells(offload) if tiers else ()),
+            *([_cell(server.get("version") or "-")] if versions else ()),
             _cell(server.get("address", "")),
         )
     if not servers:
@@ -122,6 +125,19 @@ def _tier_cells(offload: Mapping[str, Any]) -> tuple[Text, Text]:
     total, store = offload.get("host_pages_total", 0), str(offload.get("store", "off"))
     pages = _cell(f"{offload.get('host_pages_used', 0)}/{total}" if total else "-")
     return pages, Text(one_line(store, NAME_CHARS), style=_STORE_STYLES.get(store, "white"))
+
+
+def _version(process: Mapping[str, Any]) -> str:
+    """Of a router; empty where it does not say."""
+    return f", version {process['version']}, protocol {process.get('protocol')}" if process.get("version") else ""
+
+
+def _several_versions(status: Mapping[str, Any]) -> bool:
+    """Of servers that are there, and routers. Those that do not say theirs have one, too."""
+    there = [
+        server for server in status.get("servers", []) if server.get("incarnation") and server.get("state") != "dead"
+    ]
+    return len({(each.get("version"), each.get("protocol")) for each in (*there, *status.get("routers", []))}) > 1
 
 
 def _cell(value: object) -> Text:

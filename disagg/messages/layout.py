@@ -25,7 +25,7 @@ from disagg.types.arithmetic import round_up
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
-PROTOCOL_VERSION = 3
+KV_FORMAT = 3  # raised only when equal bytes come to mean something else: it parts servers that could pair before
 
 STATE_ALIGN_BYTES = 16
 
@@ -150,7 +150,9 @@ class GroupPages(Struct, frozen=True, array_like=True):
 
 
 class Fingerprint(Struct, frozen=True):
-    """What two servers must have in common before KV may cross between them."""
+    """What two servers must have in common before KV may cross between them. Nothing of it is the software's version: a field
+    added here or to LayerGroup parts old servers from new ones. protocol: KV_FORMAT.
+    """
 
     protocol: int
     weights_hash: str

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from disagg.messages.plan import TokenLogprobs
 from disagg.types.ids import FinishReason, LegKey, Role
+from disagg.types.protocol import BEFORE_NUMBERS, Version
 from disagg.types.sampling import SamplingParams
 
 
@@ -32,7 +33,7 @@ class ServerState(enum.StrEnum):
     DRAINING = "draining"
     DRAINED = "drained"  # it drains, and nothing is left of what it had
     DEAD = "dead"
-    MISMATCH = "mismatch"  # its model's files are not the router's
+    MISMATCH = "mismatch"  # its model's files are not the router's, or its version cannot speak with the router's
 
 
 # ---- router -> server
@@ -274,6 +275,7 @@ class ServerHello(Struct, frozen=True):
     while it loads, and of a server that does not say them. note: what the operator should know, if anything. prefix: None
     while it loads, and of a server that has no prefix cache or does not say it. dp, pp: data-parallel ranks and pipeline
     stages, of tp worker ranks each. drains: it knows `Drain`. hands_over: it knows `HandOver`, and can send what it kept.
+    version: what the server's process speaks.
     """
 
     name: str
@@ -296,6 +298,7 @@ class ServerHello(Struct, frozen=True):
     pp: int = 1
     drains: bool = False
     hands_over: bool = False
+    version: Version = BEFORE_NUMBERS
 
 
 RouterMessage = StartLeg | AbortLeg | PodGone | Drain | HandOver

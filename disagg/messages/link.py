@@ -26,6 +26,7 @@ from msgspec import Struct
 from disagg.messages.pieces import Piece
 from disagg.messages.plan import TokenLogprobs
 from disagg.types.ids import FinishReason, LegKey
+from disagg.types.protocol import BEFORE_NUMBERS, Version
 
 
 class RankInfo(Struct, frozen=True):
@@ -44,7 +45,8 @@ class LinkHello(Struct, frozen=True):
     """First message each way. generation: drawn by the decode side, new for every link. host_id: equal on one host.
 
     ranks: 0 to tp - 1, in order. server_id: new for every server process; empty from one that is too old to say.
-    pod: NAMESPACE/NAME/UID of the Kubernetes pod that it and its workers run in; empty where that is not known.
+    pod: NAMESPACE/NAME/UID of the Kubernetes pod that it and its workers run in; empty where that is not known. version: what
+    the server's process speaks.
     """
 
     name: str
@@ -56,6 +58,7 @@ class LinkHello(Struct, frozen=True):
     ranks: tuple[RankInfo, ...]
     server_id: str = ""
     pod: str = ""
+    version: Version = BEFORE_NUMBERS
 
 
 class Announce(Struct, frozen=True):

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from disagg.messages.legs import ServerState, StorageState
+from disagg.router.versions import mixed_versions
 from disagg.router.view import ClusterView, ServerView
+from disagg.types.protocol import BEFORE_NUMBERS, Version
 
 WINDOW_S = 60
 LOOP_GAP_S = 0.25  # as telemetry.loop warns of
@@ -34,7 +36,7 @@ class Alarm(Struct, frozen=True):
 
 _STATES = {
     ServerState.DEAD: (Level.BAD, "is lost: its stream is silent, or nothing answers at its address"),
-    ServerState.MISMATCH: (Level.BAD, "is not used: its model files are not those of this router"),
+    ServerState.MISMATCH: (Level.BAD, "is not used"),
     ServerState.LOADING: (Level.WARN, "is loading"),
     ServerState.NO_PEER: (Level.WARN, "is ready, but no ready server of the other role has its KV layout and model"),
     ServerState.DRAINING: (Level.WARN, "is draining, and takes nothing new"),
@@ -50,12 +52,17 @@ _OUTCOMES = {
 }
 
 
-def alarms(view: ClusterView, ended: Mapping[str, int], loop_gap_s: float, rival: str = "") -> tuple[Alarm, ...]:
+def alarms(
+    view: ClusterView, ended: Mapping[str, int], loop_gap_s: float, rival: str = "", own: Version = BEFORE_NUMBERS
+) -> tuple[Alarm, ...]:
     """The worst first; at most MAX_ALARMS, of which the last then says how many are left out.
 
     ended: requests of the last WINDOW_S, by outcome. loop_gap_s: of the router. rival: another router's claim on its name.
+    own: this router's version.
     """
     found = [*_of_requests(view, ended), *_of_router(loop_gap_s, rival)]
+    if mixed := mixed_versions(view, own):
+        found.append(Alarm(Level.WARN, "router", mixed))
     for server in view.servers:
         found += _of_server(server, view)
     found.sort(key=lambda alarm: alarm.level is not Level.BAD)

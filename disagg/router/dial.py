@@ -10,7 +10,7 @@ import grpc
 
 from disagg.messages.channel import Frame
 from disagg.messages.legs import RouterMessage
-from disagg.router.streams import Connection, NameTaken, Refused
+from disagg.router.streams import Connection, NameTaken, Refused, VersionRefused
 from disagg.types.errors import ProtocolError, Unavailable
 from disagg.wire.server import (
     RouterHello,
@@ -60,8 +60,8 @@ class GrpcConnection:
 async def dial_server(
     address: str, hello: RouterHello, timeout_s: float, channel_to: Callable[[str], grpc.aio.Channel] = open_channel
 ) -> tuple[Connection, ServerSays]:
-    """Opens the stream, on a channel of its own, and exchanges hellos. Raises Refused, NameTaken, Unavailable or
-    ProtocolError."""
+    """Opens the stream, on a channel of its own, and exchanges hellos. Raises Refused, NameTaken, VersionRefused,
+    Unavailable or ProtocolError."""
     try:
         async with asyncio.timeout(timeout_s):
             await _probe(address)
@@ -97,4 +97,6 @@ async def _probe(address: str) -> None:
 def _broken(error: grpc.aio.AioRpcError) -> Unavailable:
     if error.code() is grpc.StatusCode.ALREADY_EXISTS:
         return NameTaken(f"this router is refused: {error.details()}")
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return VersionRefused(f"this router is refused: {error.details()}")
     return Unavailable(f"{error.code().name}: {error.details()}")

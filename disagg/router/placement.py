@@ -7,7 +7,7 @@ staleness are wishes, not rules: a server to avoid is better than none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from msgspec import Struct
@@ -16,6 +16,7 @@ from disagg.messages.legs import PeerRef, ServerState
 from disagg.router.policies import Policy, RequestFacts, cached_tokens
 from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView
 from disagg.types.ids import Role
+from disagg.types.protocol import circles
 
 DRAWN = 2  # servers, of those that nothing was heard of lately
 
@@ -31,12 +32,7 @@ def pick_pair(
 
     prefer_decode: whose prefix cache has what landed there of an attempt before; as another incarnation it has nothing.
     """
-    layouts: dict[tuple[str, str], _Layout] = {}
-    for server in view.servers:
-        if server.usable and server.hello is not None and facts.weights in ("", server.weights):
-            layout = layouts.setdefault((server.hello.fingerprint, server.hello.model), _Layout([], [], []))
-            layout.of(server.role).append(server)
-    whole = [layout for layout in layouts.values() if layout.mixed or (layout.prefill and layout.decode)]
+    whole = [layout for layout in _layouts(view, facts.weights) if layout.mixed or (layout.prefill and layout.decode)]
     if not whole:
         return NoPair(_why_none(view, facts.weights))
     routes = [route for layout in whole for route in _best(layout, _Wanted(facts, policy, prefer_decode, avoid))]
@@ -141,6 +137,23 @@ def _least(
     return min((rank(server, index, servers), server) for index, server in enumerate(servers))
 
 
+def _layouts(view: ClusterView, weights: str) -> Iterable[_Layout]:
+    """Usable servers that fit together. Where versions part them, one is in every layout with whose servers it speaks."""
+    taken = [
+        (server, server.hello)
+        for server in view.servers
+        if server.usable and server.hello is not None and weights in ("", server.weights)
+    ]
+    protocols = circles(hello.version for _, hello in taken)
+    layouts: dict[tuple[int, str, str], _Layout] = {}
+    for server, hello in taken:
+        for protocol in protocols:
+            if hello.version.oldest <= protocol <= hello.version.protocol:
+                layout = layouts.setdefault((protocol, hello.fingerprint, hello.model), _Layout([], [], []))
+                layout.of(server.role).append(server)
+    return layouts.values()
+
+
 class _Layout(Struct):
     """Servers that fit together, by role."""
 
@@ -204,6 +217,7 @@ def _routes(roles: Collection[Role]) -> list[tuple[Role, ...]]:
 
 
 def _all_have_others(view: ClusterView, role: Role, weights: str) -> bool:
-    """Every server of a role is known to have other weights. One that loads or is lost may come with these again."""
+    """Every server of a role is known to have other weights. One that loads, is lost or is refused may come with these again."""
     servers = view.of_role(role)
-    return all((server.usable or server.mismatched) and server.weights != weights for server in servers)
+    known = (server.usable or (server.mismatched and not server.refused) for server in servers)
+    return all(known) and all(server.weights != weights for server in servers)

@@ -51,6 +51,7 @@ from disagg.text.limits import TextLimits
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import DisaggError, InvalidRequest, Unavailable
 from disagg.types.plain import quoted
+from disagg.types.version import own_version
 from disagg.wire.inference import ModelInfo
 from disagg.wire.tls import open_wire_tls
 
@@ -89,7 +90,9 @@ class Router:
         self._clock = time.monotonic
         self._metrics = RouterMetrics(registry)
         self._name = self._config.name or drawn_name()
+        self._version = own_version()
         caller = Caller(
+            version=self._version,
             model=model_name,
             name=self._name,
             incarnation=secrets.token_hex(8),
@@ -221,13 +224,15 @@ class Router:
         ended = self._dispatch.outcomes.recent.counts(self._clock())
         return {
             "state": state,
-            "alarms": to_builtins(alarms(view, ended, self.loop_gap_s(), self._dispatch.fleet.rival)),
+            "alarms": to_builtins(alarms(view, ended, self.loop_gap_s(), self._dispatch.fleet.rival, self._version)),
             "ended_last_minute": ended,
             "servers": [server_status(server, view) for server in view.servers],
             "routers": [
                 {
                     "name": self._name,
                     "pid": os.getpid(),
+                    "version": self._version.software,
+                    "protocol": self._version.protocol,
                     "inflight": self._dispatch.places.inflight,
                     "queued": len(self._dispatch.places.waiting),
                     "error": self._dispatch.fleet.rival,

@@ -37,6 +37,8 @@ def server_status(server: ServerView, view: ClusterView) -> dict[str, Any]:
         "incarnation": hello.incarnation if hello is not None else "",
         "connected": server.connected,
         "error": server.error,
+        "version": hello.version.software if hello is not None else "",
+        "protocol": hello.version.protocol if hello is not None else 0,
         "weights": hello.weights_hash if hello is not None else "",
         "reason": server.reason,
     }

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from disagg.discovery.found import Found
 from disagg.messages.channel import Frame
@@ -31,6 +31,8 @@ from disagg.streams.stream import ResumableStream
 from disagg.text.model_files import differing
 from disagg.types.errors import ProtocolError, Unavailable
 from disagg.types.ids import Role, ServerName
+from disagg.types.protocol import Version, refusal
+from disagg.types.version import own_version
 from disagg.wire.server import RouterHello, ServerSays
 
 logger = logging.getLogger(__name__)
@@ -64,10 +66,14 @@ class NameTaken(Unavailable):
     """Another router holds this router's name at the server, and lives."""
 
 
+class VersionRefused(Unavailable):
+    """The server's version and this router's cannot speak with each other; the text names both."""
+
+
 class Dialer(Protocol):
     """Opens a stream to host:port and exchanges hellos; the server's has `hello` and `attached`.
 
-    Raises Refused, NameTaken, Unavailable or ProtocolError.
+    Raises Refused, NameTaken, VersionRefused, Unavailable or ProtocolError.
     """
 
     async def __call__(self, address: str, hello: RouterHello, timeout_s: float) -> tuple[Connection, ServerSays]: ...
@@ -101,6 +107,7 @@ class Caller(Struct, frozen=True, kw_only=True):
     heartbeat_s: float
     lease_s: float
     files: Mapping[str, str] = NO_FILES
+    version: Version = field(default_factory=own_version)
     clock: Callable[[], float] = time.monotonic
 
 
@@ -121,6 +128,7 @@ class ServerStream:
         self.lost = False
         self.error = ""
         self.name_taken = False  # which is what `error` says, then
+        self.refused = ""  # why its version and ours cannot speak with each other
         self.differing: tuple[str, ...] = ()
         self.changed = ""  # that its weights are not those of before, also when its process is another
         self._loaded = ("", "")  # incarnation and weights of the last workers that said them
@@ -191,6 +199,7 @@ class ServerStream:
             usual_speed=usual_speed,
             cached=self.cached,
             error=self.error,
+            refused=self.refused,
             differing=self.differing,
             changed=self.changed,
             held=self.held,
@@ -212,8 +221,9 @@ class ServerStream:
                     await asyncio.wait({self._attach})
             self.connected = False
             self.name_taken = isinstance(failure, NameTaken)
+            self.refused = str(failure) if isinstance(failure, VersionRefused) else ""
             if str(failure) != self.error:
-                level = logging.ERROR if self.name_taken else logging.INFO
+                level = logging.ERROR if self.name_taken or self.refused else logging.INFO
                 logger.log(level, "stream to %s at %s: %s", self.name, self.address, failure)
                 self.error = str(failure)
             self._note_refusal(isinstance(failure, Refused))
@@ -252,6 +262,7 @@ class ServerStream:
             last_received=self._stream.state.received,
             expected_server_incarnation=self.hello.incarnation if self.hello is not None and not self.lost else "",
             server_name=self.found.name,
+            version=self._caller.version,
         )
         connection, first = await self._dial(self.address, greeting, self._lease_s)
         hello, attached = first.hello, first.attached
@@ -270,7 +281,7 @@ class ServerStream:
             self._greeted(hello)
             self._take(stream, first)
             self.connected, self.error, self._attached_s = True, "", self._clock()
-            self.name_taken = False
+            self.name_taken, self.refused = False, ""
             self._owner.server_changed(self.name)
             writer = asyncio.create_task(self._write(connection, stream, served), name=f"write {self.name}")
             reader = asyncio.create_task(self._read(connection, stream, served), name=f"read {self.name}")
@@ -287,6 +298,9 @@ class ServerStream:
             await connection.close()
 
     def _check(self, hello: ServerHello) -> None:
+        own = f"router {self._caller.name}"
+        if refused := refusal(own, self._caller.version, f"server {hello.name}", hello.version):
+            raise VersionRefused(refused)
         if not self.found.name and hello.name != self.name:
             self._lose(f"another server has its address, {hello.name}", crashed=False)
             self._owner.server_named(self, hello.name)

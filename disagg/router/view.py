@@ -6,6 +6,7 @@ A server's state is the router's judgement over what the server said and whether
     lost (lease over, refused, ...)            dead
     it said loading or draining                that; drained, when it has nothing left, of this router or of others
     its model's files are not the router's     mismatch
+    its version and the router's cannot speak  mismatch
     it said ready, and is mixed, or a ready server of the other role has the same fingerprint and model    ready
     it said ready, and there is none    no-peer
 """
@@ -20,6 +21,7 @@ from msgspec import Struct, field
 from disagg.messages.legs import KvEvents, LoadReport, PeerRef, ServerHello, ServerState
 from disagg.router.speeds import GUESS, Speed
 from disagg.types.ids import Role, ServerName
+from disagg.types.protocol import spoken
 
 # Whether there is a peer is for the router to say: the server knows only those that it has met.
 _READY = frozenset({ServerState.READY, ServerState.NO_PEER})
@@ -80,9 +82,9 @@ class ServerView(Struct, frozen=True, kw_only=True):
     outstanding_prompt_tokens, outstanding_choices: what this router sent it and does not know to be done, in tokens that it has
     to compute and in choices that it decodes; outstanding_prompts: choices of these prompts, and coming: names of their pages.
     others_prompts: what prompts others had it compute when its load came (`others_prompts`). speed: at which it computes prompts,
-    and usual_speed: at which all do. differing: which
-    of its model's files are not those that this router makes tokens and text with. changed: how its model differs from the one
-    that it had before, if it does. cached: the one part that is not frozen, because it is too large to be copied for each
+    and usual_speed: at which all do. refused: why its version and this router's cannot speak with each other, if so. differing:
+    which of its model's files are not those that this router makes tokens and text with. changed: how its model differs from the
+    one that it had before, if it does. cached: the one part that is not frozen, because it is too large to be copied for each
     decision.
     """
 
@@ -103,6 +105,7 @@ class ServerView(Struct, frozen=True, kw_only=True):
     usual_speed: Speed = GUESS
     cached: CachedPages = field(default_factory=CachedPages)
     error: str = ""
+    refused: str = ""
     differing: tuple[str, ...] = ()
     changed: str = ""
     held: str = ""
@@ -114,12 +117,14 @@ class ServerView(Struct, frozen=True, kw_only=True):
 
     @property
     def mismatched(self) -> bool:
-        """It would be ready but for its model's files."""
-        return self._ready and bool(self.differing)
+        """It would be ready but for its version or its model's files."""
+        return bool(self.refused) or (self._ready and bool(self.differing))
 
     @property
     def _ready(self) -> bool:
-        return not self.lost and self.hello is not None and self.load is not None and self.load.state in _READY
+        if self.lost or self.refused:
+            return False
+        return self.hello is not None and self.load is not None and self.load.state in _READY
 
     @property
     def drains(self) -> bool:
@@ -145,6 +150,8 @@ class ServerView(Struct, frozen=True, kw_only=True):
     @property
     def reason(self) -> str:
         """What the operator should know, if anything."""
+        if self.refused:
+            return self.refused
         if self.differing:
             return (
                 f"its {', '.join(self.differing)} is not what this router has loaded, so nothing is sent to it; restart "
@@ -162,8 +169,8 @@ class ServerView(Struct, frozen=True, kw_only=True):
         return {self.role, other.role} == {Role.PREFILL, Role.DECODE} and self.alike(other)
 
     def alike(self, other: ServerView) -> bool:
-        """Both have one layout and model."""
-        if self.hello is None or other.hello is None:
+        """Both have one layout and model, and speak one protocol."""
+        if self.hello is None or other.hello is None or spoken(self.hello.version, other.hello.version) is None:
             return False
         return (self.hello.fingerprint, self.hello.model) == (other.hello.fingerprint, other.hello.model)
 
@@ -179,6 +186,8 @@ class ClusterView(Struct, frozen=True):
     servers: tuple[ServerView, ...]
 
     def state(self, server: ServerView) -> ServerState:
+        if server.refused:
+            return ServerState.MISMATCH
         if server.lost:
             return ServerState.DEAD
         if server.hello is None or server.load is None:
@@ -243,9 +252,10 @@ class NoPairReason(enum.Enum):
 
     LOADING = "servers are still loading"
     EMPTY_POOL = "no server of one role is ready, and no mixed one"
-    NO_COMPATIBLE = "prefill and decode servers are ready, but their KV layouts or models differ"
+    NO_COMPATIBLE = "prefill and decode servers are ready, but their KV layouts, models or protocols differ"
     MISMATCH = (
-        "servers have loaded another tokenizer, chat template or configuration than this router; see their reasons"
+        "servers have loaded another tokenizer, chat template or configuration than this router, or speak no protocol of its; "
+        "see their reasons"
     )
     OTHER_WEIGHTS = "every server has other weights now than those that the answer was begun with"
     NO_PLACE = "the router is at its limit of requests in flight"

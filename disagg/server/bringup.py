@@ -41,7 +41,7 @@ from disagg.messages.control import (
     TransferOpen,
 )
 from disagg.messages.heads import SliceError, check_heads
-from disagg.messages.layout import PROTOCOL_VERSION, Fingerprint, LayerGroup
+from disagg.messages.layout import KV_FORMAT, Fingerprint, LayerGroup
 from disagg.messages.link import RankInfo
 from disagg.offload.host_size import size_host
 from disagg.offload.keys import Scope
@@ -392,6 +392,4 @@ class Bringup:
 
     def _fingerprint(self, weights_hash: str, groups: tuple[LayerGroup, ...]) -> str:
         engine = self.config.engine
-        return Fingerprint(
-            PROTOCOL_VERSION, weights_hash, engine.page_tokens, engine.checkpoint_tokens, groups
-        ).digest()
+        return Fingerprint(KV_FORMAT, weights_hash, engine.page_tokens, engine.checkpoint_tokens, groups).digest()

@@ -17,6 +17,8 @@ from disagg.server.bringup import Incarnation
 from disagg.server.model_identity import ModelIdentity
 from disagg.server.pids import host_id
 from disagg.types.ids import Role
+from disagg.types.protocol import Version
+from disagg.types.version import own_version
 
 NOTE_CHARS = 1000  # of what routers are told for the operator
 
@@ -42,8 +44,9 @@ class Identity:
         pod: str = "",
         *,
         hands_over: bool = False,
+        version: Version | None = None,
     ) -> None:
-        """pod: as in LinkHello. hands_over: as in ServerHello."""
+        """pod: as in LinkHello. hands_over: as in ServerHello. version: this process's."""
         self.name = name
         self.state = ServerState.LOADING
         self.link_address = ""
@@ -57,6 +60,7 @@ class Identity:
         self._load = load
         self._pod = pod
         self._hands_over = hands_over
+        self.version = own_version() if version is None else version
         self._server_id = secrets.token_hex(8)
         self._fingerprint = ""
         self._note = ""
@@ -111,6 +115,7 @@ class Identity:
             prefix=prefix_rules(up.facts.memory) if up is not None else None,
             drains=True,
             hands_over=self._hands_over,
+            version=self.version,
         )
 
     def greeting(self, generation: str) -> LinkHello | None:
@@ -128,6 +133,7 @@ class Identity:
             ranks=up.ranks,
             server_id=self._server_id,
             pod=self._pod,
+            version=self.version,
         )
 
 

@@ -55,6 +55,7 @@ from disagg.types.errors import ConfigError, DisaggError
 from disagg.types.plain import one_line
 from disagg.types.small_files import home_expanded
 from disagg.types.status import DONE, REFUSED
+from disagg.types.version import DIGITS, code_at_start, code_digest
 from disagg.wire.services import (
     PEER,
     SERVER,
@@ -292,6 +293,7 @@ class Server:
 
     async def _bring_up(self) -> None:
         """Start a new incarnation; then READY."""
+        await self._check_code()
         bringup = Bringup(self._config, self._role, self._device, self._model_dir)
         inspected = await asyncio.get_running_loop().run_in_executor(None, bringup.inspect)
         identity = self._identity
@@ -324,6 +326,18 @@ class Server:
         logger.info(
             "%s is ready: incarnation %s, weights %s, %s", identity.name, group.incarnation, weights, incarnation.what
         )
+
+    async def _check_code(self) -> None:
+        """Workers start with the code that is on disk, and speak with this process in messages that have no versions.
+
+        Raises DisaggError where it is not the code that this process began with: whoever starts it again, starts all of it anew.
+        """
+        began, now = code_at_start(), await asyncio.get_running_loop().run_in_executor(None, code_digest)
+        if began and now and began != now:
+            raise DisaggError(
+                f"the code of disagg has been changed under {self._identity.name} (its digest was {began[:DIGITS]}, and is "
+                f"{now[:DIGITS]} now): workers would be of another version than their server, so it ends, to be started again"
+            )
 
     def _worker_config(self) -> WorkerConfig:
         """A stage waits for those before it: a step of all of them takes as many steps."""

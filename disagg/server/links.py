@@ -28,6 +28,7 @@ from disagg.streams.state import Queue, Verdict
 from disagg.streams.stream import ResumableStream
 from disagg.types.bounded import forget_oldest
 from disagg.types.errors import ProtocolError
+from disagg.types.protocol import refusal
 from disagg.wire import pb
 from disagg.wire.peer import LinkGreeting, link_frame_from_proto, link_frame_to_proto, link_greeting_to_proto
 from disagg.wire.services import PeerServicer, PeerStub, open_channel
@@ -201,6 +202,7 @@ class Links(PeerServicer):
             link.number: {
                 "peer": link.peer.name,
                 "peer's process": link.peer.server_id,
+                "version": str(link.peer.version),
                 "incarnation": link.peer.incarnation,
                 "generation": generation,
                 "heard s ago": round(now - link.stream.state.heard_s, 2),
@@ -261,11 +263,6 @@ class Links(PeerServicer):
         except grpc.aio.AioRpcError as error:
             logger.info("the stream of link %d broke: %s", link.number, error.code())
 
-    def _mismatch(self, ours: LinkHello, theirs: LinkHello) -> str:
-        if ours.fingerprint != theirs.fingerprint:
-            return f"KV layouts differ: {ours.name} has {ours.fingerprint}, {theirs.name} has {theirs.fingerprint}"
-        return ""
-
     # ---- who sends: answer
 
     async def link(
@@ -305,7 +302,7 @@ class Links(PeerServicer):
             return _Refusal(code.UNAVAILABLE, "this server's workers are not up")
         if greeting.expected_incarnation not in ("", ours.incarnation):
             return _Refusal(code.NOT_FOUND, f"{ours.name} has restarted; its workers are {ours.incarnation} now")
-        if mismatch := self._mismatch(ours, theirs):
+        if mismatch := _mismatch(ours, theirs):
             return _Refusal(code.FAILED_PRECONDITION, mismatch)
         link = self._links.get(theirs.generation)
         if link is None:
@@ -393,7 +390,7 @@ class Links(PeerServicer):
             theirs = greeting.hello
             if theirs.incarnation != peer.incarnation:
                 return _Failure(f"{peer.name} has restarted; its workers are {theirs.incarnation} now", final=True)
-            if mismatch := self._mismatch(ours, theirs):
+            if mismatch := _mismatch(ours, theirs):
                 return _Failure(mismatch, final=True)
             link = link or self._establish(generation, theirs, peer.address)
             if not link.up:
@@ -443,6 +440,13 @@ _FINAL_CODES = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.UNIMPLEMENTED,
 )
+
+
+def _mismatch(ours: LinkHello, theirs: LinkHello) -> str:
+    """Why no KV can cross between the two; empty if it can."""
+    if ours.fingerprint != theirs.fingerprint:
+        return f"KV layouts differ: {ours.name} has {ours.fingerprint}, {theirs.name} has {theirs.fingerprint}"
+    return refusal(f"server {ours.name}", ours.version, f"server {theirs.name}", theirs.version)
 
 
 def _reason(code: grpc.StatusCode, details: str) -> tuple[str, bool]:

@@ -34,6 +34,7 @@ from disagg.streams.state import Verdict, frame_length
 from disagg.streams.stream import ResumableStream
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
+from disagg.types.protocol import refusal
 from disagg.wire import pb
 from disagg.wire.server import (
     AttachReply,
@@ -213,6 +214,7 @@ class RouterStreams(ServerServicer):
             f"{lease.hello.router_name}/{lease.hello.router_incarnation}": {
                 "number": lease.number,
                 "address": lease.where,
+                "version": str(lease.hello.version),
                 "heard s ago": round(time.monotonic() - lease.stream.state.heard_s, 2),
                 "unacked frames": lease.stream.state.unacked,
                 "pending": len(lease.stream.state.outbox),
@@ -260,12 +262,14 @@ class RouterStreams(ServerServicer):
     def _admit(self, hello: RouterHello, where: str) -> tuple[Lease, bool]:
         """The lease of this channel, and whether it existed; any other lease of this router ends. Raises _NotAdmitted."""
         now = time.monotonic()
-        process = hello.router_incarnation
-        own = self._hello().name
+        process, server = hello.router_incarnation, self._hello()
+        own = server.name
         if hello.server_name not in ("", own):  # or it would end what the same router has here under our own name
             raise _NotAdmitted(
                 grpc.StatusCode.FAILED_PRECONDITION, f"this is server {own}; {hello.server_name} is meant"
             )
+        if refused := refusal(f"server {own}", server.version, f"router {hello.router_name}", hello.version):
+            raise _NotAdmitted(grpc.StatusCode.UNIMPLEMENTED, refused)
         if self._closing:
             raise _NotAdmitted(grpc.StatusCode.UNAVAILABLE, f"{own} is shutting down")
         for lease in list(self._leases.values()):

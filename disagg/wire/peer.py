@@ -51,6 +51,7 @@ from disagg.wire.fields import (
     refuse_long,
     refuse_undecodable,
 )
+from disagg.wire.versions import fill_version, read_version
 
 MAX_RANKS = 256  # of one server; each costs its peers a transfer agent and a process to watch
 MAX_METADATA_BYTES = 1 << 20  # of one rank's transfer agent; some hundred are usual
@@ -91,6 +92,7 @@ def link_greeting_to_proto(greeting: LinkGreeting) -> pb.peer.LinkFrame:
     out.hello.expected_incarnation = greeting.expected_incarnation
     out.hello.server_id = hello.server_id
     out.hello.pod = hello.pod
+    fill_version(out.hello.version, hello.version)
     return out
 
 
@@ -142,6 +144,7 @@ def link_frame_from_proto(message: pb.peer.LinkFrame) -> LinkGreeting | Frame[Li
             ),
             server_id=hello.server_id,
             pod=read_pod(hello, hello.pod),
+            version=read_version(hello),
         ),
         last_received=hello.last_received,
         expected_incarnation=hello.expected_incarnation,

@@ -27,6 +27,7 @@ from disagg.messages.legs import (
     StartLeg,
 )
 from disagg.types.ids import Role
+from disagg.types.protocol import BEFORE_NUMBERS, Version
 from disagg.types.sampling import MAX_CACHE_SALT_CHARS, MAX_CHOICES, MAX_PRIORITY
 from disagg.wire import pb
 from disagg.wire.fields import (
@@ -52,6 +53,7 @@ from disagg.wire.fields import (
 )
 from disagg.wire.inference import fill_sampling, read_sampling
 from disagg.wire.load_report import fill_load, read_load
+from disagg.wire.versions import fill_version, read_version
 
 MAX_LEG_TOKENS = 1 << 22  # of one trunk; longer than any model's context. Read, they are 150 MB at most
 
@@ -94,6 +96,7 @@ class RouterHello(Struct, frozen=True):
     last_received: int
     expected_server_incarnation: str = ""
     server_name: str = ""
+    version: Version = BEFORE_NUMBERS
 
 
 class AttachReply(Struct, frozen=True):
@@ -141,6 +144,7 @@ def router_hello_to_proto(hello: RouterHello) -> pb.server.RouterFrame:
     out.hello.last_received = hello.last_received
     out.hello.expected_server_incarnation = hello.expected_server_incarnation
     out.hello.server_name = hello.server_name
+    fill_version(out.hello.version, hello.version)
     return out
 
 
@@ -169,6 +173,7 @@ def router_frame_from_proto(message: pb.server.RouterFrame) -> RouterHello | Fra
         last_received=hello.last_received,
         expected_server_incarnation=hello.expected_server_incarnation,
         server_name=hello.server_name,
+        version=read_version(hello),
     )
 
 
@@ -357,6 +362,7 @@ def _fill_server_hello(out: pb.server.ServerHello, hello: ServerHello) -> None:
         _fill_prefix(out.prefix, hello.prefix)
     out.drains = hello.drains
     out.hands_over = hello.hands_over
+    fill_version(out.version, hello.version)
 
 
 def _fill_prefix(out: pb.server.PrefixRules, rules: PrefixRules) -> None:
@@ -414,6 +420,7 @@ def _read_server_hello(message: pb.server.ServerHello) -> ServerHello:
         pp=message.pp or 1,
         drains=message.drains,
         hands_over=message.hands_over,
+        version=read_version(message),
     )
 
 

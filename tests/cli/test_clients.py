@@ -202,6 +202,23 @@ def test_the_router_says_what_it_has_and_that_it_drains(state: str, last: str) -
     assert out.getvalue().splitlines()[-1] == f"router router-0 (pid 7): 3 in flight, {last}"
 
 
+def test_versions_are_shown_of_the_router_always_and_of_servers_where_several_serve_together() -> None:
+    def shown(*versions: str) -> str:
+        out = io.StringIO()
+        router = {"name": "r", "pid": 7, "inflight": 0, "queued": 0, "version": "2+a", "protocol": 3}
+        facts = {"role": "decode", "state": "ready", "incarnation": "i", "protocol": 3}
+        servers = [{**facts, "name": f"d{index}", "version": version} for index, version in enumerate(versions)]
+        servers.append({**facts, "name": "gone", "state": "dead", "version": "old"})
+        print_pools(Console(file=out, width=160), {"state": "ready", "servers": servers, "routers": [router]})
+        return out.getvalue()
+
+    assert shown("2+a", "2+a").splitlines()[-1].endswith("0 queued, version 2+a, protocol 3")
+    assert shown("2+a", "2+a").count("version") == 1
+    several = shown("2+a", "1+b")
+    assert several.count("version") > 1 and " 1+b " in several
+    assert " - " in shown("2+a", "")
+
+
 def test_a_router_that_is_refused_says_why() -> None:
     out = io.StringIO()
     router = {

@@ -129,6 +129,14 @@ def server_hello(**changes):
         (server_hello(load=None), "ServerHello.load is missing"),
         (server_hello(files=[pb.server.ModelFile()] * 65), "ServerHello.files has 65 entries; at most 64"),
         (server_hello(note="x" * 4097), "ServerHello.note has 4097 characters; at most 4096"),
+        (
+            server_hello(version=pb.server.Version(oldest_protocol=2)),
+            "Version.oldest_protocol is 2, above protocol, which is 0",
+        ),
+        (
+            server_hello(version=pb.server.Version(software="x" * 257)),
+            "Version.software has 257 characters; at most 256",
+        ),
         (pb.server.ServerFrame(attached=pb.server.AttachReply()), "ServerFrame.hello is missing"),
         (
             pb.server.ServerFrame(kv=pb.server.KvUpdate(stored=[b"a", b"b"], stored_groups=[0])),

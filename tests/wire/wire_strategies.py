@@ -11,6 +11,7 @@ from disagg.messages.channel import Frame
 from disagg.messages.pieces import Piece
 from disagg.messages.plan import TokenLogprobs
 from disagg.types.ids import FinishReason, LegKey, Role
+from disagg.types.protocol import Version
 from disagg.types.sampling import SamplingParams
 from disagg.wire.inference import (
     ChoiceDeltaView,
@@ -133,6 +134,7 @@ prefix_rules = st.builds(
     u32,
     st.lists(st.builds(legs.PrefixGroup, text, u32), min_size=1, max_size=3).map(tuple),
 )
+versions = st.tuples(u32, u32, text).map(lambda said: Version(max(said[:2]), min(said[:2]), said[2]))
 server_hellos = st.builds(
     legs.ServerHello,
     name,
@@ -148,8 +150,9 @@ server_hellos = st.builds(
     st.integers(1, 2**32 - 1),
     st.booleans(),
     st.booleans(),
+    versions,
 )
-router_hellos = st.builds(RouterHello, name, name, name, u64, text, text)
+router_hellos = st.builds(RouterHello, name, name, name, u64, text, text, versions)
 attach_replies = st.builds(AttachReply, u64, st.booleans())
 
 # One strategy per message class: the tests check that none of the unions' members is missing here.
@@ -182,7 +185,8 @@ ranks = st.builds(link.RankInfo, u32, u32, u64, st.binary(max_size=8), st.intege
 def link_hellos(draw):
     numbered = tuple(structs.replace(rank, rank=i) for i, rank in enumerate(draw(tuples(ranks, min_size=1))))
     return link.LinkHello(
-        draw(name), draw(name), draw(name), draw(text), len(numbered), draw(text), numbered, draw(text), draw(text)
+        *(draw(name), draw(name), draw(name), draw(text), len(numbered), draw(text), numbered, draw(text), draw(text)),
+        draw(versions),
     )
 
 
