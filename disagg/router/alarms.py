@@ -47,6 +47,7 @@ _OUTCOMES = {
     "failed": (Level.BAD, "failed after as many attempts as are allowed"),
     "unavailable": (Level.BAD, "found no servers"),
     "no_compatible_peer": (Level.BAD, "found no prefill and decode server that fit together"),
+    "retries_spent": (Level.BAD, "were lost with servers, more than may be run again (router.retry_share)"),
     "deadline": (Level.WARN, "ran into their deadline"),
     "overloaded": (Level.WARN, "were refused, because the queue was full or the router had no memory for them"),
 }
@@ -103,6 +104,9 @@ def _of_server(server: ServerView, view: ClusterView) -> list[Alarm]:
         found.append(Alarm(level, server.name, f"{words}: {more}" if more else words))
     elif server.reason:
         found.append(Alarm(Level.WARN, server.name, server.reason))
+    for work in server.circuits:
+        words = f"fails too much of what it is sent to {work.value}: nothing is while there is another server"
+        found.append(Alarm(Level.WARN, server.name, words))
     if state is ServerState.DEAD or load is None:
         return found  # what it last said is not what is
     if load.store is StorageState.DEGRADED:

@@ -45,6 +45,7 @@ from disagg.router.events import (
     TokensCame,
     VerdictTimeout,
 )
+from disagg.router.failures import Failures
 from disagg.router.fleet import Fleet
 from disagg.router.live import Live
 from disagg.router.metrics import RouterMetrics
@@ -92,6 +93,7 @@ class Dispatch:
         self.replays: deque[Live] = deque()  # for a server; they have a place
         self.pairing = Pairing(self.fleet, policy, self.places, self.outstanding)
         self.outcomes = Outcomes(metrics, caller.model)
+        self._failures = Failures(config, self.fleet.circuits, metrics, caller.clock)
         self._name = caller.name
         self._clock = caller.clock
         self._metrics = metrics
@@ -187,6 +189,7 @@ class Dispatch:
         live = self.live.get(message.key.request_id)
         if live is not None and isinstance(message, LegEnd):
             self.pairing.leg_ended(live, name, message)
+            self._failures.leg_ended(live, name, message)
         if live is not None:
             self.drive(live, TokensCame(name, message) if isinstance(message, LegTokens) else LegEnded(name, message))
         elif isinstance(message, LegTokens):
@@ -197,6 +200,8 @@ class Dispatch:
     def server_lost(self, name: str, incarnation: str, crashed: bool, reason: str) -> None:
         self._metrics.servers_lost.labels(server=name).inc()
         event = ServerLost(name, incarnation, crashed, reason)
+        if crashed and (role := self.fleet.role_of(name)) is not None:
+            self._failures.workers_died(name, role, incarnation)
         for live in list(self.live.values()):
             self.drive(live, event)
 
@@ -256,6 +261,7 @@ class Dispatch:
             if attempted.attempt > 1:
                 self._metrics.replayed_tokens.inc(attempted.prefill_tokens)
         live.account.begin(*stages)
+        self._failures.attempted(pair)
         logger.log(
             logging.DEBUG if attempted.attempt == 1 else logging.INFO,
             "attempt %d (%s): on %s",
@@ -271,7 +277,10 @@ class Dispatch:
         live.note_attempt(need.cause, time.time())
         live.account.end(Work)
         live.wish = need
-        if need.delay_s > 0:
+        spent = self._failures.replayed(live, need, len(self.live))
+        if spent is not None:
+            self.drive(live, ShutDown(spent))
+        elif need.delay_s > 0:
             loop = asyncio.get_running_loop()
             live.timers.append(loop.call_later(need.delay_s, self._enqueue_replay, live))
         else:
@@ -325,6 +334,7 @@ class Dispatch:
         if live.dispatched:
             self.places.leave(machine.asked.tenant, now_s)
         del self.live[machine.request_id]
+        self._failures.request_ended()
         outcome = self.outcomes.ended(live, end, now_s)
         logger.info(
             "request ended: %s after %.3f s, %d tokens, %d attempts%s",

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from disagg.discovery.found import Discovery, Found
 from disagg.messages.legs import PodGone, PrefixRules, RouterMessage, ServerMessage
+from disagg.router.circuits import Circuits
 from disagg.router.outstanding import Outstanding
 from disagg.router.prefixes import ways_of
 from disagg.router.speeds import Speeds
@@ -20,6 +21,7 @@ from disagg.router.streams import Caller, Dialer, ServerStream, log_death
 from disagg.router.view import ClusterView, Work
 from disagg.types.bounded import forget_oldest
 from disagg.types.errors import ProtocolError
+from disagg.types.ids import Role
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,8 @@ class FleetOwner(Protocol):
 
 
 class Fleet:
-    """The servers of one router, as discovery finds them. speeds: at which they compute prompts, for whoever times them."""
+    """The servers of one router, as discovery finds them. speeds: at which they compute prompts, for whoever times them.
+    circuits: which of them fail, for whoever sees that."""
 
     def __init__(
         self, discovery: Discovery, caller: Caller, outstanding: Outstanding, owner: FleetOwner, dial: Dialer
@@ -54,6 +57,7 @@ class Fleet:
         self._owner = owner
         self._dial = dial
         self.speeds = Speeds()
+        self.circuits = Circuits()
         self._streams: dict[str, ServerStream] = {}  # by key of what was found
         self._named: dict[str, ServerStream] = {}  # by name, of those whose name is known
         self._finding: asyncio.Task[None] | None = None
@@ -115,6 +119,7 @@ class Fleet:
             del self._named[stream.name]
         logger.info("server %s at %s is left: %s", stream.name, stream.address, reason)
         self.speeds.forget(stream.name)
+        self.circuits.forget(stream.name)
         self._owner.server_left(stream.name)
         self._spawn(stream.close(), f"leave {stream.name}")
 
@@ -131,15 +136,22 @@ class Fleet:
             stream.send(message)
 
     def view(self) -> ClusterView:
-        speeds = self.speeds
+        speeds, circuits, now_s = self.speeds, self.circuits, self._caller.clock()
         usual = speeds.usual
         return ClusterView(
-            tuple(stream.view(self._outstanding, speeds.of(stream.name), usual) for stream in self._streams.values())
+            tuple(
+                stream.view(self._outstanding, speeds.of(stream.name), usual, circuits.of(stream.name, now_s))
+                for stream in self._streams.values()
+            )
         )
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(stream.name for stream in self._streams.values())
+
+    def role_of(self, name: str) -> Role | None:
+        stream = self._named.get(name)
+        return None if stream is None else stream.role
 
     @property
     def addresses(self) -> tuple[tuple[str, str], ...]:

@@ -6,6 +6,8 @@ import contextlib
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from disagg.router.view import Work
+
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _ITL_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _SILENCE_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
@@ -103,11 +105,25 @@ class RouterMetrics:
             "disagg_router_servers_lost", "Servers, or their incarnations, given up", ["server"], registry=registry
         )
 
+        self.circuits_open = Gauge(
+            "disagg_router_circuit_open",
+            "1 from when a server fails too much of what it is sent until it succeeds again",
+            ["server", "leg"],
+            registry=registry,
+        )
+        self.circuits_opened = Counter(
+            "disagg_router_circuits_opened", "Times that circuits opened", ["server", "leg"], registry=registry
+        )
+
     def forget(self, server: str) -> None:
         """Series of a server that is not there any more."""
         for counter in (self.messages, self.servers_lost):
             with contextlib.suppress(KeyError):
                 counter.remove(server)
+        for circuits in (self.circuits_open, self.circuits_opened):
+            for work in Work:
+                with contextlib.suppress(KeyError):
+                    circuits.remove(server, work.value)
 
 
 class GrpcMetrics:

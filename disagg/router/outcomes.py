@@ -18,6 +18,7 @@ from disagg.types.errors import (
     NoCompatiblePeer,
     Overloaded,
     RequestError,
+    RetriesSpent,
     Unavailable,
 )
 
@@ -25,6 +26,7 @@ _OUTCOMES: tuple[tuple[type[DisaggError], str], ...] = (
     (RequestError, "invalid"),
     (Overloaded, "overloaded"),
     (NoCompatiblePeer, "no_compatible_peer"),
+    (RetriesSpent, "retries_spent"),
     (Unavailable, "unavailable"),
     (DeadlineExceeded, "deadline"),
     (Cancelled, "cancelled"),

@@ -1,8 +1,8 @@
 """Picks the servers for a request from a frozen view: a prefill and a decode server, or a mixed one, which is then a pair with
 itself. Pure; knows nothing of streams, and time is an argument.
 
-Which servers can be taken at all (usable, fitting, large enough) is decided once, here; a policy ranks them. `avoid` and
-staleness are wishes, not rules: a server to avoid is better than none.
+Which servers can be taken at all (usable, fitting, large enough) is decided once, here; a policy ranks them. Open circuits,
+`avoid` and staleness are wishes, not rules: a server to avoid is better than none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from disagg.messages.legs import PeerRef, ServerState
 from disagg.router.policies import Policy, RequestFacts, cached_tokens
-from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView
+from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView, Work
 from disagg.types.ids import Role
 from disagg.types.protocol import circles
 
@@ -63,7 +63,7 @@ def pick_target(view: ClusterView, facts: RequestFacts, policy: Policy, source: 
     if not targets:
         return None
     wanted = _Wanted(facts, policy, None, ())
-    _, target = _least(wanted.asked(targets, None), wanted.decode_rank)
+    _, target = _least(wanted.asked(targets, None, Work.DECODE), wanted.decode_rank)
     return Pair(source, target.peer_ref, _limit(target), weights=at.weights, moves=True)
 
 
@@ -77,26 +77,34 @@ class _Wanted(Struct, frozen=True):
 
     def prefill_rank(self, server: ServerView, index: int, servers: list[ServerView]) -> tuple[Any, ...]:
         rank = self.policy.prefill_rank(server, index, len(servers), self.facts)
-        return _wishes(server, self.avoid, None), rank, _turn(index, servers, self.facts)
+        return self.wishes(server, None, Work.PREFILL), rank, _turn(index, servers, self.facts)
 
     def decode_rank(self, server: ServerView, index: int, servers: list[ServerView]) -> tuple[Any, ...]:
         rank = self.policy.decode_rank(server, index, len(servers), self.facts)
-        return _wishes(server, self.avoid, self.prefer_decode), rank, _turn(index, servers, self.facts)
+        return self.wishes(server, self.prefer_decode, Work.DECODE), rank, _turn(index, servers, self.facts)
 
     def mixed_rank(self, server: ServerView, index: int, servers: list[ServerView]) -> tuple[Any, ...]:
-        wishes, rank, turn = self.decode_rank(server, index, servers)
+        _, rank, turn = self.decode_rank(server, index, servers)
+        wishes = self.wishes(server, self.prefer_decode, *Work)
         prefill_rank = self.policy.prefill_rank(server, index, len(servers), self.facts)
         return wishes, self.policy.route_rank(prefill_rank, rank), turn
 
-    def asked(self, servers: list[ServerView], prefer: PeerRef | None) -> list[ServerView]:
+    def wishes(self, server: ServerView, prefer: PeerRef | None, *works: Work) -> tuple[int, ...]:
+        """Broken ones, the gravest first: not one that fails such work, the preferred one, not one to avoid, nor one that fell
+        silent."""
+        preferred = prefer is None or (server.name, server.peer_ref.incarnation) == (prefer.name, prefer.incarnation)
+        broken = (server.fails(*works), not preferred, server.name in self.avoid, not server.fresh)
+        return tuple(map(int, broken))
+
+    def asked(self, servers: list[ServerView], prefer: PeerRef | None, *works: Work) -> list[ServerView]:
         """Those that the policy is asked about: all, or two of those that break the fewest wishes, if these are stale.
 
         What is known of them is known to other routers as well, who would all take the same one.
         """
         if not self.policy.two_when_stale or any(server.fresh for server in servers):
             return servers
-        fewest = min(_wishes(server, self.avoid, prefer) for server in servers)
-        servers = [server for server in servers if _wishes(server, self.avoid, prefer) == fewest]
+        fewest = min(self.wishes(server, prefer, *works) for server in servers)
+        servers = [server for server in servers if self.wishes(server, prefer, *works) == fewest]
         count = len(servers)
         if count <= DRAWN:
             return servers
@@ -121,12 +129,14 @@ def _best(layout: _Layout, wanted: _Wanted) -> Iterator[_Route]:
     # Where both are equally busy they take turns, too.
     mixed_turn = facts.serial % (min(len(prefills), len(decodes)) + len(mixed) or 1) < len(mixed)
     if prefills and decodes:
-        (p_wishes, p_rank, _), prefill = _least(wanted.asked(prefills, None), wanted.prefill_rank)
-        (d_wishes, d_rank, _), decode = _least(wanted.asked(decodes, wanted.prefer_decode), wanted.decode_rank)
+        (p_wishes, p_rank, _), prefill = _least(wanted.asked(prefills, None, Work.PREFILL), wanted.prefill_rank)
+        (d_wishes, d_rank, _), decode = _least(
+            wanted.asked(decodes, wanted.prefer_decode, Work.DECODE), wanted.decode_rank
+        )
         wishes = tuple(a + b for a, b in zip(p_wishes, d_wishes, strict=True))
         yield _Route((wishes, wanted.policy.route_rank(p_rank, d_rank), mixed_turn), prefill, decode)
     if mixed:
-        (wishes, rank, _), server = _least(wanted.asked(mixed, wanted.prefer_decode), wanted.mixed_rank)
+        (wishes, rank, _), server = _least(wanted.asked(mixed, wanted.prefer_decode, *Work), wanted.mixed_rank)
         yield _Route((wishes, rank, not mixed_turn), server, server)
 
 
@@ -172,12 +182,6 @@ class _Layout(Struct):
             pairs = (max(map(_length, self.prefill)), max(map(_limit, self.prefill)), max(map(_limit, self.decode)))
             limit = max(limit, min(pairs))
         return limit
-
-
-def _wishes(server: ServerView, avoid: Collection[str], prefer: PeerRef | None) -> tuple[int, int, int]:
-    """Broken wishes, the gravest first: not the preferred one, one to avoid, one that fell silent."""
-    preferred = prefer is None or (server.name, server.peer_ref.incarnation) == (prefer.name, prefer.incarnation)
-    return (int(not preferred), int(server.name in avoid), int(not server.fresh))
 
 
 def _turn(index: int, servers: list[ServerView], facts: RequestFacts) -> int:

@@ -41,6 +41,7 @@ def server_status(server: ServerView, view: ClusterView) -> dict[str, Any]:
         "protocol": hello.version.protocol if hello is not None else 0,
         "weights": hello.weights_hash if hello is not None else "",
         "reason": server.reason,
+        "circuits": {work.value: circuit.value for work, circuit in server.circuits.items()},
     }
 
 

@@ -25,7 +25,7 @@ from disagg.messages.channel import Frame
 from disagg.messages.legs import LoadReport, RouterMessage, ServerHello, ServerMessage, StartLeg
 from disagg.router.outstanding import Outstanding
 from disagg.router.speeds import Speed
-from disagg.router.view import CachedPages, ServerView, Work, others_prompts
+from disagg.router.view import CachedPages, Circuit, ServerView, Work, others_prompts
 from disagg.streams.state import Queue, Verdict
 from disagg.streams.stream import ResumableStream
 from disagg.text.model_files import differing
@@ -179,7 +179,9 @@ class ServerStream:
         self._stream.put(message)
         self._stream.flush()
 
-    def view(self, outstanding: Outstanding, speed: Speed, usual_speed: Speed) -> ServerView:
+    def view(
+        self, outstanding: Outstanding, speed: Speed, usual_speed: Speed, circuits: Mapping[Work, Circuit]
+    ) -> ServerView:
         name = self.name
         return ServerView(
             name=self.name,
@@ -203,6 +205,7 @@ class ServerStream:
             differing=self.differing,
             changed=self.changed,
             held=self.held,
+            circuits=circuits,
         )
 
     # ---- dialling

@@ -14,7 +14,8 @@ A server's state is the router's judgement over what the server said and whether
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Mapping
+from types import MappingProxyType
 
 from msgspec import Struct, field
 
@@ -26,6 +27,24 @@ from disagg.types.protocol import spoken
 # Whether there is a peer is for the router to say: the server knows only those that it has met.
 _READY = frozenset({ServerState.READY, ServerState.NO_PEER})
 _NO_PAGES: frozenset[bytes] = frozenset()
+
+
+class Work(enum.Enum):
+    """What a server does for a request: a stage of its way."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Circuit(enum.StrEnum):
+    """What a router thinks of a server's way with one kind of work (`circuits`)."""
+
+    CLOSED = "closed"
+    OPEN = "open"  # it fails: nothing is sent there while there is another
+    HALF_OPEN = "half-open"  # the next attempt that comes there says whether it works again
+
+
+NO_CIRCUITS: Mapping[Work, Circuit] = MappingProxyType({})
 
 MAX_CACHED_PAGES = 1 << 20  # of one server; they take 100 bytes each
 
@@ -84,7 +103,7 @@ class ServerView(Struct, frozen=True, kw_only=True):
     others_prompts: what prompts others had it compute when its load came (`others_prompts`). speed: at which it computes prompts,
     and usual_speed: at which all do. refused: why its version and this router's cannot speak with each other, if so. differing:
     which of its model's files are not those that this router makes tokens and text with. changed: how its model differs from the
-    one that it had before, if it does. cached: the one part that is not frozen, because it is too large to be copied for each
+    one that it had before, if it does. circuits: those that are not closed. cached: the one part that is not frozen, because it is too large to be copied for each
     decision.
     """
 
@@ -109,6 +128,7 @@ class ServerView(Struct, frozen=True, kw_only=True):
     differing: tuple[str, ...] = ()
     changed: str = ""
     held: str = ""
+    circuits: Mapping[Work, Circuit] = NO_CIRCUITS
 
     @property
     def said_ready(self) -> bool:
@@ -164,6 +184,10 @@ class ServerView(Struct, frozen=True, kw_only=True):
         """Work can be sent to it now."""
         return self.said_ready and self.connected and not self.held
 
+    def fails(self, *works: Work) -> bool:
+        """What it is sent of one of these kinds fails."""
+        return any(self.circuits.get(work) is Circuit.OPEN for work in works)
+
     def fits(self, other: ServerView) -> bool:
         """One of the two is for prefill, the other for decode, and they have one layout and model."""
         return {self.role, other.role} == {Role.PREFILL, Role.DECODE} and self.alike(other)
@@ -213,13 +237,6 @@ class ClusterView(Struct, frozen=True):
             return True
         decodes = [server for server in self.of_role(Role.DECODE) if server.usable]
         return any(p.usable and any(p.fits(d) for d in decodes) for p in self.of_role(Role.PREFILL))
-
-
-class Work(enum.Enum):
-    """What a server does for a request: a stage of its way."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class Pair(Struct, frozen=True):

@@ -9,6 +9,7 @@
     │   └── UnknownModel           no such model here (NOT_FOUND / 404)
     ├── Overloaded             nobody's: try again after `retry_after_s` (RESOURCE_EXHAUSTED / 429)
     ├── Unavailable            the cluster's: no server can take it now (UNAVAILABLE / 503)
+    │   ├── RetriesSpent           it was lost with a server, as many others were, and is not run again
     │   └── NoCompatiblePeer       servers are there, but no prefill and decode server fit together
     ├── DeadlineExceeded       the request ran out of time (DEADLINE_EXCEEDED / 504)
     ├── Cancelled              the client went away or aborted it (CANCELLED / 499)
@@ -68,6 +69,10 @@ class Overloaded(DisaggError):
 
 class Unavailable(DisaggError):
     """No server can take the request now."""
+
+
+class RetriesSpent(Unavailable):
+    """The request was lost with a server, and as much was run again lately as the router runs again."""
 
 
 class NoCompatiblePeer(Unavailable):
