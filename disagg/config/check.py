@@ -45,6 +45,7 @@ def check_config(config: Config) -> None:
     _check_transfer(config)
     _check_server(config)
     _check_router(config)
+    _check_limits(config)
     _check_tls(config)
     _check_times(config)
 
@@ -113,6 +114,14 @@ def check_role(config: Config, role: ProcessRole) -> None:
 def _asks(config: Config) -> bool:
     """Whether a router asks for credentials."""
     return bool(config.auth.api_keys_file or config.auth.jwks_file)
+
+
+def _check_limits(config: Config) -> None:
+    if config.auth.limits_file and not _asks(config):
+        raise ConfigError(
+            f"auth.limits_file = {quoted(config.auth.limits_file)}: whose a request is, is known by its key only; it needs "
+            "auth.api_keys_file or auth.jwks_file"
+        )
 
 
 def check_exposure(config: Config, role: ProcessRole) -> None:

@@ -216,6 +216,7 @@ class AuthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     api_keys_file: str = ""  # lines of KEY TENANT; empty: no keys are asked for
     jwks_file: str = ""  # public keys whose JWTs count; empty: none do
+    limits_file: str = ""  # lines of TENANT and what it may ask for; empty: as much as it wants
     insecure: bool = False  # whether processes listen beyond this machine without credentials that they ask for
 
 

@@ -57,6 +57,7 @@ class RunningRouter:
             self._tasks.append(asyncio.create_task(router.tls.look_always(), name="router certificates"))
         if gate is not None:
             self._tasks.append(asyncio.create_task(gate.look_always(), name="router keys"))
+            self._tasks.append(asyncio.create_task(router.quotas.look_always(), name="router limits"))
 
     async def _tell_health(self) -> None:
         told: bool | None = None

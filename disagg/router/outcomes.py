@@ -17,6 +17,7 @@ from disagg.types.errors import (
     DisaggError,
     NoCompatiblePeer,
     Overloaded,
+    QuotaExceeded,
     RequestError,
     RetriesSpent,
     Unavailable,
@@ -24,6 +25,7 @@ from disagg.types.errors import (
 
 _OUTCOMES: tuple[tuple[type[DisaggError], str], ...] = (
     (RequestError, "invalid"),
+    (QuotaExceeded, "quota_exceeded"),
     (Overloaded, "overloaded"),
     (NoCompatiblePeer, "no_compatible_peer"),
     (RetriesSpent, "retries_spent"),

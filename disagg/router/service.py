@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 from msgspec import to_builtins
 from prometheus_client import CollectorRegistry
 
+from disagg.auth.quotas import ReloadedQuotas, Use
 from disagg.config.tree import Config
 from disagg.messages.legs import Drain, PrefixRules, TimelineEvent
 from disagg.router.alarms import alarms
@@ -101,6 +102,7 @@ class Router:
             files=files,
         )
         self.tls = open_wire_tls(config.tls)  # Raises ConfigError
+        self.quotas = ReloadedQuotas(config.auth)  # Raises ConfigError
         policy = POLICIES[self._config.policy]()
         self._dispatch = Dispatch(self._config, caller, policy, self._metrics, tokenizer, self, self.tls)
         self._dispatch.outcomes.traces = traces
@@ -153,11 +155,16 @@ class Router:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
         """Started, deltas, Finished; or raises a DisaggError. Closing the iterator aborts the request."""
+        use = Use.nothing
         try:
+            use = self.quotas.begin(request.owner, self._clock())
             live = await self._accept(request)
-        except DisaggError as error:
-            self.note_refused(error, request.client_request_id)
+        except BaseException as error:
+            use.end()
+            if isinstance(error, DisaggError):
+                self.note_refused(error, request.client_request_id)
             raise
+        use.tokens(len(live.machine.prompt_token_ids))
         self._readers += 1
         self._idle.clear()
         try:
@@ -169,6 +176,8 @@ class Router:
             if live.machine.phase is not Phase.ENDED:
                 self._dispatch.drive(live, ClientGone("the client went away"))
             live.mailbox.close()
+            use.tokens(live.num_tokens)
+            use.end()
             self.request_ended()
 
     def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:

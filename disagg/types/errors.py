@@ -8,6 +8,7 @@
     │   ├── Unauthenticated        it shows no credentials that are good here (UNAUTHENTICATED / 401)
     │   └── UnknownModel           no such model here (NOT_FOUND / 404)
     ├── Overloaded             nobody's: try again after `retry_after_s` (RESOURCE_EXHAUSTED / 429)
+    │   └── QuotaExceeded          its tenant has asked for as much as it may
     ├── Unavailable            the cluster's: no server can take it now (UNAVAILABLE / 503)
     │   ├── RetriesSpent           it was lost with a server, as many others were, and is not run again
     │   └── NoCompatiblePeer       servers are there, but no prefill and decode server fit together
@@ -65,6 +66,10 @@ class Overloaded(DisaggError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class QuotaExceeded(Overloaded):
+    """Whose key was shown has asked for as much as it may; see auth/quotas."""
 
 
 class Unavailable(DisaggError):
