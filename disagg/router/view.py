@@ -103,8 +103,8 @@ class ServerView(Struct, frozen=True, kw_only=True):
     others_prompts: what prompts others had it compute when its load came (`others_prompts`). speed: at which it computes prompts,
     and usual_speed: at which all do. refused: why its version and this router's cannot speak with each other, if so. differing:
     which of its model's files are not those that this router makes tokens and text with. changed: how its model differs from the
-    one that it had before, if it does. circuits: those that are not closed. cached: the one part that is not frozen, because it is too large to be copied for each
-    decision.
+    one that it had before, if it does. circuits: those that are not closed. cached: the one part that is not frozen, because it
+    is too large to be copied for each decision.
     """
 
     name: ServerName
