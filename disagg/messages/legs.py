@@ -81,7 +81,7 @@ class PodGone(Struct, frozen=True):
 
 
 class Drain(Struct, frozen=True):
-    """Take nothing new, or do so again. Only to servers whose hello says that they know it."""
+    """Take nothing new, or do so again. Not every server knows it (`messages/needs`)."""
 
     on: bool
 
@@ -89,7 +89,7 @@ class Drain(Struct, frozen=True):
 class HandOver(Struct, frozen=True):
     """Stop what goes on of this leg once all of its choices run, and keep their KV for a leg that moves it (`moves_attempt`).
 
-    LegEnd follows, after every token. Unknown keys are ignored. Only to servers whose hello says that they know it.
+    LegEnd follows, after every token. Unknown keys are ignored. Not every server knows it (`messages/needs`).
     """
 
     key: LegKey
@@ -275,6 +275,7 @@ class ServerHello(Struct, frozen=True):
     while it loads, and of a server that does not say them. note: what the operator should know, if anything. prefix: None
     while it loads, and of a server that has no prefix cache or does not say it. dp, pp: data-parallel ranks and pipeline
     stages, of tp worker ranks each. drains: it knows `Drain`. hands_over: it knows `HandOver`, and can send what it kept.
+    These two are for routers of protocol 0: ask `messages/needs`.
     version: what the server's process speaks.
     """
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from disagg.messages.legs import PeerRef, ServerState
+from disagg.messages.legs import PeerRef, ServerState, StartLeg
+from disagg.messages.needs import understands
 from disagg.router.policies import Policy, RequestFacts, cached_tokens
 from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView, Work
 from disagg.types.ids import Role
@@ -59,6 +60,7 @@ def pick_target(view: ClusterView, facts: RequestFacts, policy: Policy, source: 
         server
         for server in view.of_role(Role.DECODE)
         if server.usable and server.alike(at) and server.name != source.name and facts.total_tokens <= _limit(server)
+        if server.hello is not None and understands(server.hello, StartLeg, "moved")
     ]
     if not targets:
         return None

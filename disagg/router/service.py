@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry
 from disagg.auth.quotas import ReloadedQuotas, Use
 from disagg.config.tree import Config
 from disagg.messages.legs import Drain, PrefixRules, TimelineEvent
+from disagg.messages.needs import lacks
 from disagg.router.alarms import alarms
 from disagg.router.attempt import Bounds
 from disagg.router.budget import Budget, Held
@@ -261,11 +262,10 @@ class Router:
             raise InvalidRequest(f"there is no server {quoted(server)}; there are: {names}", "name")
         if found.hello is None or not found.connected:
             raise Unavailable(f"server {server} is not heard now")
-        if not found.hello.drains:
-            raise InvalidRequest(
-                f"server {server} is of a version that cannot be told to drain; send it SIGTERM", "name"
-            )
-        self._dispatch.fleet.send(server, Drain(on))
+        drain = Drain(on)
+        if why := lacks(found.hello, drain):
+            raise InvalidRequest(f"server {server} cannot be told to drain; send it SIGTERM: {why}", "name")
+        self._dispatch.fleet.send(server, drain)
 
     def addresses(self) -> tuple[tuple[str, str], ...]:
         """Name and gRPC address of each server that is found now."""

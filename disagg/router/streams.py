@@ -23,6 +23,7 @@ from msgspec import Struct, field
 from disagg.discovery.found import Found
 from disagg.messages.channel import Frame
 from disagg.messages.legs import LoadReport, RouterMessage, ServerHello, ServerMessage, StartLeg
+from disagg.messages.needs import lacks
 from disagg.router.outstanding import Outstanding
 from disagg.router.speeds import Speed
 from disagg.router.view import CachedPages, Circuit, ServerView, Work, others_prompts
@@ -173,8 +174,11 @@ class ServerStream:
             await asyncio.sleep(0.01)
 
     def send(self, message: RouterMessage) -> None:
-        """Will arrive, unless the server is lost first. What is sent to a lost server is dropped."""
+        """Will arrive, unless the server is lost first. Dropped is what is sent to a lost server, or would end its stream."""
         if self.lost or self.hello is None:
+            return
+        if why := lacks(self.hello, message):
+            logger.error("not sent to server %s: %s", self.name, why)
             return
         self._stream.put(message)
         self._stream.flush()

@@ -19,7 +19,8 @@ from types import MappingProxyType
 
 from msgspec import Struct, field
 
-from disagg.messages.legs import KvEvents, LoadReport, PeerRef, ServerHello, ServerState
+from disagg.messages.legs import HandOver, KvEvents, LoadReport, PeerRef, ServerHello, ServerState
+from disagg.messages.needs import understands
 from disagg.router.speeds import GUESS, Speed
 from disagg.types.ids import Role, ServerName
 from disagg.types.protocol import spoken
@@ -154,7 +155,12 @@ class ServerView(Struct, frozen=True, kw_only=True):
     @property
     def hands_over(self) -> bool:
         """It drains, and what it decodes can go on elsewhere."""
-        return self.drains and self.hello is not None and self.hello.hands_over and bool(self.hello.incarnation)
+        return (
+            self.drains
+            and self.hello is not None
+            and understands(self.hello, HandOver)
+            and bool(self.hello.incarnation)
+        )
 
     @property
     def _empty(self) -> bool:

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from disagg.messages.legs import ServerState
+from disagg.messages.legs import Drain, ServerState
 from disagg.router.alarms import alarms
 from disagg.router.placement import pick_pair, pick_target
 from disagg.router.policies import LeastLoaded
 from disagg.router.versions import mixed_versions
 from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView
-from disagg.types.errors import NoCompatiblePeer
+from disagg.types.errors import InvalidRequest, NoCompatiblePeer
 from disagg.types.ids import Role
 from disagg.types.protocol import BEFORE_NUMBERS, PROTOCOL, Version, spoken
 from disagg.types.version import own_version
@@ -113,7 +113,34 @@ def test_a_refused_server_is_a_mismatch_whatever_it_was_before() -> None:
         assert [alarm.text for alarm in alarms(view, {}, 0.0) if alarm.subject == "d"] == ["is not used: both named"]
 
 
+def test_what_drains_moves_only_between_servers_that_know_how() -> None:
+    source = of(d("d0", ServerState.DRAINING), own_version())
+    old = of(d("d1"), BEFORE_NUMBERS)
+    assert old.hello is not None
+    older = replace(old, hello=replace(old.hello, hands_over=False))
+    for target, goes in ((old, True), (older, False)):
+        found = pick_target(ClusterView((source, target)), FACTS, LeastLoaded(), source.peer_ref)
+        assert (found is not None) == goes
+    view = ClusterView((replace(older, load=source.load), of(d("d2"), own_version())))
+    assert pick_target(view, FACTS, LeastLoaded(), older.peer_ref) is None
+
+
 # ---- over gRPC
+
+
+async def test_a_server_that_cannot_be_told_to_drain_is_not_told(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    await cluster.up(NORMAL, hello={"p0": {"version": own_version()}})
+    cluster.router.drain_server("p0", True)
+    with pytest.raises(
+        InvalidRequest, match=r"server d0 cannot be told to drain; send it SIGTERM: Drain needs protocol 1"
+    ):
+        cluster.router.drain_server("d0", True)
+    cluster.router._dispatch.fleet.send("d0", Drain(True))  # whoever should have asked before: its stream does not end
+    assert "not sent to server d0: Drain needs protocol 1" in caplog.text
+    assert len((await cluster.ask()).token_ids[0]) == 8
+    assert all(len(server.greetings) == 1 for server in cluster.servers.values())
 
 
 async def test_servers_of_the_version_before_and_the_next_serve_together(cluster: Cluster) -> None:
