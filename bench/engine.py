@@ -52,6 +52,8 @@ PREFILLS = ((2048, 8192), (8192, 8192), (32768, 8192), (2048, 512), (8192, 512),
 PROFILED = 5  # replays
 STEPS = 24  # of one measurement, after as many to warm up
 MAX_LEN = 33 * 1024
+MOST_KV_GIB = 80
+BESIDE_KV_GIB = 28  # weights 15, the largest step and graphs 5, what measures the ceilings 6, the driver
 DTYPE_BYTES = 2
 SHAPE = LlamaConfig(
     vocab_size=128256,
@@ -269,10 +271,11 @@ def main() -> int:
     parser.add_argument("--no-overlap", action="store_true", help="no kernel begins while the one before it ends")
     parser.add_argument("--page-tokens", type=int, default=64)
     parser.add_argument("--kernels", action="store_true", help="what each decode step launches, and how long it takes")
-    parser.add_argument("--kv-gib", type=int, default=80)
+    parser.add_argument("--kv-gib", type=int, default=0, help="0: 80, or what the device has beside the model")
     parser.add_argument("--phases", default=["decode", "prefill"], nargs="+")
     parser.add_argument("--most-sequences", type=int, default=256)
     arguments = parser.parse_args()
+    arguments.kv_gib = arguments.kv_gib or kv_gib_that_fit(torch.cuda.get_device_properties(0).total_memory)
     if arguments.parity:
         return parity(arguments)
     if arguments.no_overlap:
@@ -288,6 +291,11 @@ def main() -> int:
         measure(computation, arguments, ceilings)
         torch.cuda.empty_cache()
     return 0
+
+
+def kv_gib_that_fit(device_bytes: int) -> int:
+    """Of the most that is asked for, beside the model and its steps."""
+    return min(MOST_KV_GIB, max(1, (device_bytes >> 30) - BESIDE_KV_GIB))
 
 
 def parity(arguments: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
 import signal
 import statistics
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -139,6 +141,12 @@ def make_model(directory: Path, arguments: argparse.Namespace, device: str) -> P
     model.save_pretrained(directory, max_shard_size="100GB")
     write_tokenizer(directory, arguments.vocab)
     return directory
+
+
+def make_model_apart(directory: Path, arguments: argparse.Namespace) -> Path:
+    """make_model on arguments.device, in a process of its own, whose memory there ends with it."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(make_model, directory, arguments, arguments.device).result()
 
 
 # ---- requests

@@ -1,10 +1,11 @@
 """How many long conversations can go on without being computed again, with a host beside the pool and without one:
 `python -m bench.resumable`.
 
-A real cluster (one prefill, one decode server) on this CPU with a random model, whose KV pools hold some two conversations. First
-turns are asked one after the other, then each conversation's second turn, the youngest first; once without offload, once with
-host memory of four times the pool. A conversation was resumable if at least 95% of its first turn's whole pages were cached.
-The time to the first token is that of a whole request with max_tokens 1. What is loaded and what is computed is of one run.
+A real cluster (one prefill, one decode server) with a random model, whose KV pools hold some two conversations. First turns are
+asked one after the other, then each conversation's second turn, the youngest first; once without offload, once with host memory
+of four times the pool. A conversation was resumable if at least 95% of its first turn's whole pages were cached. The time to the
+first token is that of a whole request with max_tokens 1. What is loaded and what is computed is of one run. `--large` is for a
+GPU: a model of Llama-3.1-8B's shape in bfloat16.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from bench.gpu_cluster import add_shape, kv_bytes, make_model_apart
 from tests.cluster.cluster import Cluster
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
@@ -31,6 +34,7 @@ SHAPE = {
     "head_dim": HEAD_DIM,
 }
 OUTPUTS, PAGE_TOKENS = 16, 16
+LARGE_VOCAB, LARGE_PAGE_TOKENS = 128256, 64
 RESUMABLE = 0.95
 
 
@@ -42,19 +46,28 @@ class Turn:
     first_token_s: float
 
 
-def second_turns(model: Path, run_dir: Path, tokens: int, conversations: int, pool: float, offload: bool) -> list[Turn]:
+class Model(NamedTuple):
+    directory: Path
+    dtype: str
+    token_bytes: int  # of KV
+    page_tokens: int
+
+
+def second_turns(
+    model: Model, run_dir: Path, tokens: int, conversations: int, pool: float, offload: bool
+) -> list[Turn]:
     """The youngest conversation's first."""
     draw = random.Random(tokens)
-    pool_bytes = int(pool * (tokens + 2 * OUTPUTS) * TOKEN_BYTES)
+    pool_bytes = int(pool * (tokens + 2 * OUTPUTS) * model.token_bytes)
     flags = (
         "--model",
-        str(model),
+        str(model.directory),
         "--dtype",
-        "float32",
+        model.dtype,
         "--kv-memory",
         str(pool_bytes),
         "--page-tokens",
-        str(PAGE_TOKENS),
+        str(model.page_tokens),
     )
     tiers = ("--offload", "on") if offload else ()
     sets = ("offload.host_ratio=4", f"model.max_model_len={tokens + 256}")
@@ -71,7 +84,7 @@ def second_turns(model: Path, run_dir: Path, tokens: int, conversations: int, po
             got = cluster.complete([*talk, 5, 7, 11], max_tokens=1, timeout_s=600)
             took_s = time.perf_counter() - started_s
             cached = got.usage["prompt_tokens_details"]["cached_tokens"]
-            turns.append(Turn(cached / ((len(talk) - 1) // PAGE_TOKENS * PAGE_TOKENS), took_s))
+            turns.append(Turn(cached / ((len(talk) - 1) // model.page_tokens * model.page_tokens), took_s))
         return turns
 
 
@@ -88,14 +101,27 @@ def say(name: str, turns: list[Turn]) -> None:
     print(f"{name}: of {len(turns)} conversations " + "; ".join(said))
 
 
+def small_model(directory: Path, arguments: argparse.Namespace) -> Model:
+    made = make_tiny("llama", directory / "llama", max_position_embeddings=arguments.tokens + 256, **SHAPE)
+    return Model(made, "float32", TOKEN_BYTES, PAGE_TOKENS)
+
+
+def large_model(directory: Path, arguments: argparse.Namespace) -> Model:
+    made = make_model_apart(arguments.model_dir or directory / "model", arguments)
+    return Model(made, arguments.dtype, kv_bytes(arguments) // arguments.tokens, LARGE_PAGE_TOKENS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192, help="of a conversation's first turn, answer and all")
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--pool", type=float, default=2.2, help="conversations that each server's KV pool holds")
+    parser.add_argument("--large", action="store_true", help="a model of the shape below, for a GPU")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where the large model is made")
+    add_shape(parser, LARGE_VOCAB)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        model = make_tiny("llama", Path(directory) / "llama", max_position_embeddings=arguments.tokens + 256, **SHAPE)
+        model = large_model(Path(directory), arguments) if arguments.large else small_model(Path(directory), arguments)
         for name, offload in (("without offload", False), ("with a host of 4 times the pool", True)):
             run_dir = Path(directory) / str(offload)
             say(name, second_turns(model, run_dir, arguments.tokens, arguments.conversations, arguments.pool, offload))
