@@ -4,6 +4,7 @@ KV of Llama-3.1-8B in bfloat16, pages of 16 tokens (2 MiB) all over both pools, 
 rate at which one contiguous copy of as many bytes goes between the device and page-locked memory of torch's, in turns with it.
 
     a stride      what one sequence offloads at a time: 256 tokens, 16 pages
+    16 strides    one after the other, each begun before the one before it is waited for, as a worker does
     1 GiB         a conversation of 8k tokens
 
 Then a model of that shape (bench.engine) decodes 64 sequences of 1k, while another thread of the process copies strides out, as
@@ -17,7 +18,8 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -30,9 +32,18 @@ from disagg.messages.control import Computation
 from disagg.messages.layout import LayerGroup
 from disagg.models.pool import Pool
 from disagg.worker.host_memory import HostMemory, allocate_host
-from disagg.worker.page_copies import Copier, GroupMoves, KernelCopier, MemcpyCopier, open_copier, warm_up
+from disagg.worker.page_copies import (
+    AT_ONCE,
+    Copier,
+    GroupMoves,
+    KernelCopier,
+    MemcpyCopier,
+    copy_whole,
+    open_copier,
+    warm_up,
+)
 
-PAGE_TOKENS, STRIDE_PAGES = 16, 16
+PAGE_TOKENS, STRIDE_PAGES, STRIDES = 16, 16, 16
 PAGES = {"a stride": STRIDE_PAGES, "256 MiB": 128, "1 GiB": 512}
 SEQUENCES, CONTEXT = 64, 1024
 WAYS: dict[str, Callable[[Pool, HostMemory], Copier]] = {"kernel": KernelCopier, "memcpy": MemcpyCopier}
@@ -81,7 +92,7 @@ def rates(pool: Pool, host: HostMemory, copiers: dict[str, Copier], rounds: int)
                 took["contiguous"].append(seconds(plain))
                 for way, copier in copiers.items():
                     moves = pages.draw(count)
-                    took[way].append(seconds(partial(copier.copy, moves, out=out)))
+                    took[way].append(seconds(partial(copy_whole, copier, moves, out=out)))
             ceiling_s = statistics.median(took["contiguous"][1:])
             line = f"{name:>9s} {'out' if out else 'in':>3s}: contiguous {nbytes / ceiling_s / 1e9:5.1f} GB/s"
             for way in copiers:
@@ -89,6 +100,36 @@ def rates(pool: Pool, host: HostMemory, copiers: dict[str, Copier], rounds: int)
                 middle = statistics.median(shares)
                 line += f"; {way} {middle * nbytes / ceiling_s / 1e9:5.1f} ({middle:.2f}, {min(shares):.2f} to {max(shares):.2f})"
             yield line
+
+
+def strides(copier: Copier, moves: Sequence[list[GroupMoves]], out: bool) -> None:
+    """As worker/offload_driver copies what has been told."""
+    begun: deque[Callable[[], None]] = deque()
+    for each in moves:
+        if len(begun) == AT_ONCE:
+            begun.popleft()()
+        begun.append(copier.begin(each, out=out))
+    while begun:
+        begun.popleft()()
+
+
+def rates_of_strides(pool: Pool, host: HostMemory, copiers: dict[str, Copier], rounds: int) -> Iterator[str]:
+    """Many in a row, against a contiguous copy of each of them in a row."""
+    pages = Pages(pool, host)
+    nbytes = STRIDE_PAGES * host.page_bytes[0]
+    for out in (True, False):
+        plain = contiguous(nbytes, out)
+        for way, copier in copiers.items():
+            shares = []
+            for _ in range(rounds + 1):
+                moves = [pages.draw(STRIDE_PAGES) for _ in range(STRIDES)]
+                ceiling_s = sum(seconds(plain) for _ in range(STRIDES))
+                shares.append(ceiling_s / seconds(partial(strides, copier, moves, out)))
+            middle = statistics.median(shares[1:])
+            yield (
+                f"{STRIDES} strides {'out' if out else 'in':>3s}: {way} {middle:.2f} of as many contiguous ones, each waited for "
+                f"({min(shares[1:]):.2f} to {max(shares[1:]):.2f})"
+            )
 
 
 @contextmanager
@@ -99,7 +140,7 @@ def copying(copier: Copier, pages: Pages, period_s: float) -> Iterator[list[int]
     def copy() -> None:
         next_s = time.perf_counter()
         while not stop.is_set():
-            copier.copy(pages.draw(STRIDE_PAGES), out=True)
+            copy_whole(copier, pages.draw(STRIDE_PAGES), out=True)
             copied[0] += STRIDE_PAGES
             next_s = max(next_s + period_s, time.perf_counter())
             stop.wait(next_s - time.perf_counter())
@@ -162,8 +203,9 @@ def main() -> int:
     copiers = {name: make(pool, host) for name, make in WAYS.items()}
     for copier in copiers.values():
         warm_up(copier, host)
-    for line in rates(pool, host, copiers, arguments.rounds):
-        print(line, flush=True)
+    for lines in (rates, rates_of_strides):
+        for line in lines(pool, host, copiers, arguments.rounds):
+            print(line, flush=True)
     print(f"at start a worker takes: {open_copier('auto', pool, host)[1]}", flush=True)
     if not arguments.no_model:
         seen = SEQUENCES * (CONTEXT + 3 * STEPS // 2)

@@ -1,6 +1,6 @@
 """A rank's offload: copies between the GPU and the host on one thread, storage on another, so that neither delays the other.
 
-    transfer thread ── handle ──┬──> thread "copies"    copies, one after the other          ──┐
+    transfer thread ── handle ──┬──> thread "copies"    copies, in their order               ──┐
             ^                   └──> thread "offload"   a loop: writes and reads, overlapping ──┤
             └───────── take_reports, when woken <─── reports, of each kind in their order <─────┘
 
@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -43,7 +43,7 @@ from disagg.models.pool import Pool
 from disagg.offload.units import heads_of
 from disagg.types.errors import ConfigError, ProtocolError
 from disagg.worker.host_memory import HostMemory, allocate_host
-from disagg.worker.page_copies import by_group, open_copier
+from disagg.worker.page_copies import AT_ONCE, by_group, open_copier
 
 if TYPE_CHECKING:
     from disagg.offload.store import ObjectStore
@@ -136,6 +136,15 @@ class Commands:
             )
 
 
+class Begun(NamedTuple):
+    """A copy that is under way."""
+
+    command: CopyOut | CopyIn
+    wait: Callable[[], None]
+    nbytes: int
+    started_s: float
+
+
 class OffloadDriver:
     """`handle` commands, and `take_reports` when `wake` was called. `close`, then `join`. handle and take_reports belong to
     one thread; wake is called by others.
@@ -171,6 +180,7 @@ class OffloadDriver:
         self._failure = ""
         self._copies: queue.SimpleQueue[CopyOut | CopyIn | None] = queue.SimpleQueue()
         self._copied = 0
+        self._copied_at_s = 0.0  # when the last of them was over
         self._storage = self._open_storage(tp, opened, store)
         self._copying = threading.Thread(target=self._copy_all, name="copies", daemon=True)
         self._copying.start()
@@ -247,21 +257,41 @@ class OffloadDriver:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            while (command := self._copies.get()) is not None:
-                self._report(self._copy(command))
-                self._copied += 1
+            self._copy_in_order()
         except Exception as error:  # a copy has no report that says so: the group ends
             logger.exception("copies cannot go on")
             self._fail(f"copies: {type(error).__name__}: {error}")
 
-    def _copy(self, command: CopyOut | CopyIn) -> TierEvent:
-        out = isinstance(command, CopyOut)
-        started = time.perf_counter()
+    def _copy_in_order(self) -> None:
+        """Until there is None to do. The next copy begins before the one before it is waited for."""
+        begun: deque[Begun] = deque()
+        closing = False
+        while begun or not closing:
+            if not closing and len(begun) < AT_ONCE and (not begun or not self._copies.empty()):
+                command = self._copies.get()
+                if command is None:
+                    closing = True
+                else:
+                    begun.append(self._begin_copy(command))
+                continue
+            self._report(self._end_copy(begun.popleft()))
+            self._copied += 1
+
+    def _begin_copy(self, command: CopyOut | CopyIn) -> Begun:
+        started_s = time.perf_counter()
         moves = by_group(command.moves)
-        self._copier.copy(moves, out=out)
         nbytes = sum(len(each.pool) * self._host.page_bytes[each.group] for each in moves)
-        seconds = time.perf_counter() - started
-        return CopiedOut(command.op, nbytes, seconds) if out else CopiedIn(command.op, nbytes, seconds)
+        wait = self._copier.begin(moves, out=isinstance(command, CopyOut))
+        return Begun(command, wait, nbytes, started_s)
+
+    def _end_copy(self, begun: Begun) -> TierEvent:
+        """The time that it took is its own: without what it waited for the one before it."""
+        begun.wait()
+        now_s = time.perf_counter()
+        seconds = now_s - max(begun.started_s, self._copied_at_s)
+        self._copied_at_s = now_s
+        kind = CopiedOut if isinstance(begun.command, CopyOut) else CopiedIn
+        return kind(begun.command.op, begun.nbytes, seconds)
 
 
 class StorageThread:

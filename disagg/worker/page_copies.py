@@ -5,7 +5,13 @@
     kernel    one launch for all pages of a group (worker/kernels)
 
 The last two work on a stream of their own, which waits for nothing: what is copied out was computed by plans that have been
-reported, and what is copied in is named by no plan before the copy is. Knows pages and bytes; nothing of what is in them.
+reported, and what is copied in is named by no plan before the copy is. Copies on it follow each other in the order in which
+they are begun, so one may begin before the one before it is waited for: then the device never waits for the host.
+
+    host      sort 0, launch 0 │ sort 1, launch 1 │ wait 0 │ sort 2, launch 2 │ wait 1
+    device               copy 0 ──────────────────│ copy 1 ────────────────────│ copy 2
+
+Knows pages and bytes; nothing of what is in them.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +36,7 @@ from disagg.worker.host_memory import HostMemory
 Ids = npt.NDArray[np.int64]
 Copy = Literal["auto", "kernel", "memcpy"]
 
+AT_ONCE = 2  # copies that are begun and not waited for
 TABLE_MOVES = 4096  # of the kernel, before it has to be waited for
 MEASURED_PAGES = 256
 MEASURED_BYTES = 256 << 20
@@ -54,8 +62,15 @@ class Run(NamedTuple):
 class Copier(Protocol):
     """A way to copy. One thread uses it at a time."""
 
-    def copy(self, moves: Sequence[GroupMoves], *, out: bool) -> None:
-        """Returns when every byte is where it belongs. out: from the pool to the host, else the other way."""
+    def begin(self, moves: Sequence[GroupMoves], *, out: bool) -> Callable[[], None]:
+        """What is returned is to be called once, and returns when every byte is where it belongs: in the order in which copies
+        began, and before AT_ONCE more do. out: from the pool to the host, else the other way.
+        """
+
+
+def copy_whole(copier: Copier, moves: Sequence[GroupMoves], *, out: bool) -> None:
+    """From its beginning to its end."""
+    copier.begin(moves, out=out)()
 
 
 def by_group(moves: Iterable[PageMove]) -> list[GroupMoves]:
@@ -89,7 +104,11 @@ class PlainCopier:
     def __init__(self, pool: Pool, host: HostMemory) -> None:
         self._pool, self._host, self._cut = pool.bytes.numpy(), host.bytes.numpy(), host
 
-    def copy(self, moves: Sequence[GroupMoves], *, out: bool) -> None:
+    def begin(self, moves: Sequence[GroupMoves], *, out: bool) -> Callable[[], None]:
+        """Nothing is done before it is waited for: then nobody waits for the copy behind it."""
+        return partial(self._copy, moves, out)
+
+    def _copy(self, moves: Sequence[GroupMoves], out: bool) -> None:
         for each in moves:
             for run in runs(each):
                 ours, theirs = _bytes_of(run, each.group, self._cut)
@@ -112,12 +131,18 @@ class _Stream:
             return contextlib.nullcontext()
         return torch.cuda.stream(self._stream)
 
-    def wait(self) -> None:
-        """Until all is done. The thread sleeps: one that spins would take a core from the model."""
-        if self._stream is not None:
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-            event.synchronize()
+    def mark(self) -> Callable[[], None]:
+        """What waits until all asked before is done. The thread sleeps: one that spins would take a core from the model."""
+        if self._stream is None:
+            return _nothing
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        wait: Callable[[], None] = event.synchronize
+        return wait
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
 
 
 class MemcpyCopier:
@@ -127,7 +152,7 @@ class MemcpyCopier:
         self._pool, self._host, self._cut = pool.bytes, host.bytes, host
         self._stream = _Stream(pool.device)
 
-    def copy(self, moves: Sequence[GroupMoves], *, out: bool) -> None:
+    def begin(self, moves: Sequence[GroupMoves], *, out: bool) -> Callable[[], None]:
         with self._stream.work():
             for each in moves:
                 for run in runs(each):
@@ -136,7 +161,7 @@ class MemcpyCopier:
                         self._host[theirs].copy_(self._pool[ours], non_blocking=True)
                     else:
                         self._pool[ours].copy_(self._host[theirs], non_blocking=True)
-        self._stream.wait()
+        return self._stream.mark()
 
 
 class KernelCopier:
@@ -148,24 +173,32 @@ class KernelCopier:
         self._copy_pages = copy_pages
         self._pool, self._host = pool.bytes, host
         self._stream = _Stream(pool.device)
-        self._table = torch.empty((TABLE_MOVES, 2), dtype=torch.int64, pin_memory=pool.device.type == "cuda")
-        self._numbers = self._table.numpy()
+        shape = (AT_ONCE, TABLE_MOVES, 2)
+        self._tables = torch.empty(shape, dtype=torch.int64, pin_memory=pool.device.type == "cuda")
+        self._numbers = self._tables.numpy()
+        self._over = [_nothing] * AT_ONCE  # waits until a table is no longer read
+        self._begun = 0
 
-    def copy(self, moves: Sequence[GroupMoves], *, out: bool) -> None:
+    def begin(self, moves: Sequence[GroupMoves], *, out: bool) -> Callable[[], None]:
+        which = self._begun % AT_ONCE
+        self._begun += 1
+        self._over[which]()
+        table, numbers = self._tables[which], self._numbers[which]
         used = 0
         with self._stream.work():
             for each in moves:
                 for first in range(0, len(each.pool), TABLE_MOVES):
                     pool, host = each.pool[first : first + TABLE_MOVES], each.host[first : first + TABLE_MOVES]
                     if used + len(pool) > TABLE_MOVES:
-                        self._stream.wait()  # the table is being read
+                        self._stream.mark()()  # the table is being read
                         used = 0
                     where = slice(used, used + len(pool))
                     used = where.stop
-                    self._numbers[where, 0], self._numbers[where, 1] = pool, host
+                    numbers[where, 0], numbers[where, 1] = pool, host
                     cut = self._host.page_bytes[each.group], self._host.strides[each.group]
-                    self._copy_pages(self._pool, self._host.bytes, self._table[where], *cut, out)
-        self._stream.wait()
+                    self._copy_pages(self._pool, self._host.bytes, table[where], *cut, out)
+        self._over[which] = self._stream.mark()
+        return self._over[which]
 
 
 def open_copier(wanted: Copy, pool: Pool, host: HostMemory) -> tuple[Copier, str]:
@@ -197,7 +230,7 @@ def warm_up(copier: Copier, host: HostMemory) -> None:
     first = np.zeros(1, dtype=np.int64)
     for g in range(len(host.strides)):
         for out in (True, False):
-            copier.copy([GroupMoves(g, first, first)], out=out)
+            copy_whole(copier, [GroupMoves(g, first, first)], out=out)
 
 
 def fastest(
@@ -217,8 +250,8 @@ def _seconds(copier: Copier, moves: Sequence[GroupMoves], clock: Callable[[], fl
     took = []
     for _ in range(WARM_UPS + ROUNDS):
         started = clock()
-        copier.copy(moves, out=True)
-        copier.copy(moves, out=False)
+        copy_whole(copier, moves, out=True)
+        copy_whole(copier, moves, out=False)
         took.append(clock() - started)
     return max(statistics.median(took[WARM_UPS:]), 1e-9)
 

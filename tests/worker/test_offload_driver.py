@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -130,10 +134,65 @@ def test_a_copy_that_fails_ends_the_worker(rank: Rank, monkeypatch: pytest.Monke
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(rank.driver._copier, "copy", fail)
+    monkeypatch.setattr(rank.driver._copier, "begin", fail)
     rank.tell(CopyOut(0, (move(),)))
     with pytest.raises(RuntimeError, match="copies: RuntimeError: an illegal memory access"):
         rank.reports(1)
+
+
+class Slow:
+    """Copies that are over when they are told so, as a device's are."""
+
+    def __init__(self) -> None:
+        self.said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.all_told = threading.Event()  # before the first one begins
+        self.may_end = [threading.Event() for _ in range(4)]
+        self._begun = 0
+
+    def begin(self, *_: Any, **__: Any) -> Callable[[], None]:
+        assert self.all_told.wait(20)
+        number, self._begun = self._begun, self._begun + 1
+        self.said.put(f"{number} begun")
+
+        def wait() -> None:
+            assert self.may_end[number].wait(20)
+            self.said.put(f"{number} over")
+
+        return wait
+
+    def hear(self, count: int) -> list[str]:
+        return [self.said.get(timeout=20) for _ in range(count)]
+
+
+def test_two_copies_are_begun_at_once_and_each_is_reported_when_it_is_over(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow()
+    monkeypatch.setattr(rank.driver, "_copier", slow)
+    rank.tell(*(CopyOut(op, (move(0, op, op),)) for op in range(4)))
+    slow.all_told.set()
+    assert slow.hear(2) == ["0 begun", "1 begun"]
+    assert rank.reports(1, timeout_s=0.05) == [] and slow.said.empty(), "no third one, and none is over"
+    slow.may_end[0].set()
+    assert slow.hear(2) == ["0 over", "2 begun"] and [each.last for each in rank.reports(1)] == [0]
+    rank.driver.close()
+    for each in slow.may_end:
+        each.set()
+    assert slow.hear(4) == ["1 over", "3 begun", "2 over", "3 over"]
+    assert [each.last for each in rank.reports(3)] == [1, 2, 3], "what was told before the end is done"
+
+
+def test_what_a_copy_took_is_without_the_one_before_it(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow()
+    monkeypatch.setattr(rank.driver, "_copier", slow)
+    rank.tell(CopyOut(0, (move(0, 0, 0),)), CopyOut(1, (move(0, 1, 1),)))
+    slow.all_told.set()
+    assert slow.hear(2) == ["0 begun", "1 begun"]
+    time.sleep(0.4)
+    for each in slow.may_end:
+        each.set()
+    first, second = rank.reports(2)
+    assert first.seconds >= 0.4 > second.seconds
 
 
 def test_what_is_open_is_said(rank: Rank) -> None:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -28,6 +31,7 @@ from disagg.worker.page_copies import (
     PlainCopier,
     Run,
     by_group,
+    copy_whole,
     fastest,
     open_copier,
     runs,
@@ -102,7 +106,7 @@ def test_pages_are_copied_whole_and_no_other_page_changes(name: str, out: bool, 
             ours = pool.views[move.group].bytes[move.gpu_page].cpu().clone()
             theirs = torch.from_numpy(host.page(move.group, move.host_page).copy())
             wanted[move] = ours if out else theirs
-        copier.copy(by_group(moves), out=out)
+        copy_whole(copier, by_group(moves), out=out)
         for move, content in wanted.items():
             assert torch.equal(pool.views[move.group].bytes[move.gpu_page].cpu(), content)
             assert torch.equal(torch.from_numpy(host.page(move.group, move.host_page)), content)
@@ -139,10 +143,31 @@ def test_a_kernel_takes_as_many_pages_as_its_table_has_and_then_others(monkeypat
     pool, host = made(SCOPES["everything"])
     moves = some_moves(pool, host, 1)
     assert len(moves) > 8
-    KernelCopier(pool, host).copy(by_group(moves), out=True)
+    copy_whole(KernelCopier(pool, host), by_group(moves), out=True)
     for move in moves:
         theirs = torch.from_numpy(host.page(move.group, move.host_page))
         assert torch.equal(pool.views[move.group].bytes[move.gpu_page].cpu(), theirs)
+
+
+@pytest.mark.parametrize("name", list(COPIERS))
+def test_copies_begun_at_once_are_made_in_their_order(name: str) -> None:
+    """Each takes what the one before it brought, and none is waited for before the next has begun."""
+    pool, host = made(SCOPES["everything"])
+    copier: Copier = COPIERS[name](pool, host)
+    content = pool.views[0].bytes[0].cpu().clone()
+    chain = [PageMove(0, at, at) for at in range(min(pool.views[0].num_pages, host.num_pages(0)))]
+    waits = deque([copier.begin(by_group([chain[0]]), out=True)])
+    for before, after in pairwise(chain):
+        for move, out in ((PageMove(0, after.gpu_page, before.host_page), False), (after, True)):
+            waits.append(copier.begin(by_group([move]), out=out))
+            if len(waits) == page_copies.AT_ONCE:
+                waits.popleft()()
+    while waits:
+        waits.popleft()()
+    assert len(chain) > 3
+    for move in chain:
+        assert torch.equal(pool.views[0].bytes[move.gpu_page].cpu(), content)
+        assert torch.equal(torch.from_numpy(host.page(0, move.host_page)), content)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="there is a GPU")
@@ -177,9 +202,12 @@ class Timed:
         self._inner, self._clock, self._seconds = inner, clock, seconds
         self.moves: list[GroupMoves] = []
 
-    def copy(self, moves: Any, *, out: bool) -> None:
+    def begin(self, moves: Any, *, out: bool) -> Callable[[], None]:
         self.moves = list(moves)
-        self._inner.copy(moves, out=out)
+        return partial(self._end, self._inner.begin(moves, out=out))
+
+    def _end(self, wait: Callable[[], None]) -> None:
+        wait()
         self._clock.now_s += next(self._seconds)
 
 
@@ -209,4 +237,4 @@ def test_a_gpu_copies_as_it_is_told_or_measured(wanted: Any) -> None:
     copier, how = open_copier(wanted, pool, host)
     print(how)
     assert how.startswith(("kernel (", "memcpy (") if wanted == "auto" else f"{wanted} (as configured)")
-    copier.copy(by_group(some_moves(pool, host, 1)), out=True)
+    copy_whole(copier, by_group(some_moves(pool, host, 1)), out=True)
