@@ -54,6 +54,8 @@ def print_pools(console: Console, status: Mapping[str, Any]) -> None:
     for server in status.get("servers", []):
         if reason := server.get("reason"):
             console.print(f"{server.get('name')}: {reason}", markup=False, soft_wrap=True)
+        for each in server.get("carried") or ():
+            console.print(_carried(server, each), style="red" if each.get("slow") else None, soft_wrap=True)
         if (server.get("offload") or {}).get("store") == "degraded":
             console.print(_cell(f"{server.get('name')}: {_DEGRADED}"), style="red", soft_wrap=True)
     draining = ", draining" if status.get("state") == "draining" else ""
@@ -118,6 +120,14 @@ def _ranks(server: Mapping[str, Any]) -> str:
     """How many of each kind: tp2 pp2. Of data-parallel ranks and stages only if there are several."""
     shown = [f"tp{server['tp']}"] if server.get("tp") else []
     return " ".join(shown + [f"{kind}{server[kind]}" for kind in ("dp", "pp") if server.get(kind) not in (None, 0, 1)])
+
+
+def _carried(server: Mapping[str, Any], each: Mapping[str, Any]) -> Text:
+    """By what KV goes to one peer."""
+    slow = ", though it computes on GPUs" if each.get("slow") else ""
+    return _cell(
+        f"{server.get('name')}: KV to {each.get('peer')} goes by {' or '.join(map(str, each.get('ways') or ()))}{slow}"
+    )
 
 
 def _tier_cells(offload: Mapping[str, Any]) -> tuple[Text, Text]:

@@ -88,6 +88,12 @@ def child_environ(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     }
 
 
+def ucx_log_is_theirs(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether whoever started us says what UCX logs, and where: then nobody else does."""
+    environ = os.environ if environ is None else environ
+    return any(name in environ for name in ("UCX_LOG_FILE", "UCX_LOG_LEVEL", "UCX_PROTO_INFO"))
+
+
 def _sections() -> dict[str, dict[str, inspect.Type]]:
     hints = get_type_hints(Config)
     sections: dict[str, dict[str, inspect.Type]] = {}

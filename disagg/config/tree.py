@@ -105,7 +105,7 @@ class TransferConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     gather_buffers: Annotated[int, Meta(ge=2)] = 4
     kernels: Literal["auto", "triton", "torch"] = "auto"  # of gather and scatter; auto: triton on CUDA, torch on CPU
     ucx_tls: str = "auto"  # UCX_TLS of the workers; auto: posix,cma,tcp on CPU, and on a GPU, like "", what UCX chooses
-    ucx_net_devices: str = "auto"  # UCX_NET_DEVICES; auto: lo on CPU, and on a GPU, like "", what UCX chooses
+    ucx_net_devices: str = "auto"  # UCX_NET_DEVICES; auto: on CPU by our address, on a GPU as ""
     link_lease_s: Seconds = 10.0  # a link silent for this long is lost
     link_idle_s: Seconds = 1.0  # an idle link gives its ring back after this
     progress_s: Seconds = 30.0  # a granted transfer with no progress for this long is given up

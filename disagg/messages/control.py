@@ -75,7 +75,10 @@ class MakePool(Struct, frozen=True, tag="make_pool"):
 
 
 class OpenTransfer(Struct, frozen=True, tag="open_transfer"):
-    """Open the transfer agent, with its arena (decode) and gather buffers (prefill). kernels: see staging/mover."""
+    """Open the transfer agent, with its arena (decode) and gather buffers (prefill). kernels: see staging/mover.
+
+    ucx_log: directory for UCX's logs, one file for each rank (`ucx_log_of`); empty: UCX's log goes where its environment says.
+    """
 
     backend: str
     incarnation: str
@@ -86,11 +89,19 @@ class OpenTransfer(Struct, frozen=True, tag="open_transfer"):
     ucx_net_devices: str
     kernels: Literal["auto", "triton", "torch"] = "auto"
     follows_layers: bool = True  # what is sent may still be computed; else plans that it waits for have been
+    ucx_log: str = ""
+
+    def ucx_log_of(self, rank: int) -> str:
+        return ucx_log_of(self.ucx_log, rank) if self.ucx_log else ""
 
     @property
     def staging_bytes(self) -> int:
         """Memory of the device that this takes."""
         return self.arena_bytes + self.gather_bytes * self.gather_buffers
+
+
+def ucx_log_of(directory: str, rank: int) -> str:
+    return f"{directory}/ucx.{rank}.log"
 
 
 class OpenOffload(Struct, frozen=True, tag="open_offload"):

@@ -222,12 +222,23 @@ class ReceivedFrom(Struct, frozen=True):
     seconds: float
 
 
+class CarriedBy(Struct, frozen=True):
+    """By what KV goes to one peer: ways as UCX writes them, such as "zero-copy tcp/eth0"; of several, by one of them, or by each
+    for some ranks. slow: over TCP alone, though the server computes on GPUs.
+    """
+
+    peer: str
+    ways: tuple[str, ...]
+    slow: bool = False
+
+
 class LoadReport(Struct, frozen=True):
     """A server's state and load, sent every heartbeat and at each change of state. Pages are large pages (memory/layout).
 
     memory: None while there is no pool. lost_pods: of lost peers that may still write here, as LinkHello.pod. arena: None of a
     server without an engine, or one that does not say it. received: by prefill server, of a decode server. loop_gap_s: the
-    longest time for which its event loop stood still, in the last one to two minutes.
+    longest time for which its event loop stood still, in the last one to two minutes. carried: by what KV goes to which peer,
+    of a server that sends.
     """
 
     state: ServerState
@@ -243,6 +254,7 @@ class LoadReport(Struct, frozen=True):
     arena: ArenaReport | None = None
     received: tuple[ReceivedFrom, ...] = ()
     loop_gap_s: float = 0.0
+    carried: tuple[CarriedBy, ...] = ()
 
 
 class PrefixGroup(Struct, frozen=True):

@@ -94,6 +94,14 @@ class PeerAdded(Struct, frozen=True, tag="peer_added"):
     wire_up_s: float
 
 
+class PeerWired(Struct, frozen=True, tag="peer_wired"):
+    """The first bytes have landed at this rank of the peer. ways: as in transfer/backends/base.Wired. For operators."""
+
+    link: int
+    peer_rank: int
+    ways: tuple[str, ...]
+
+
 class PeerRemoved(Struct, frozen=True, tag="peer_removed"):
     """Nothing of this link is under way here. clean: every write was complete, so nothing of one that failed may yet land."""
 
@@ -164,7 +172,9 @@ class Beat(Struct, frozen=True, tag="beat"):
 
 
 TransferCommand = AddPeer | RemovePeer | SendPiece | DropSends | Bind | ExpectPiece | ForgetEntry | Unbind
-TransferEvent = PeerAdded | PeerRemoved | PieceSent | PieceFailed | SendsDropped | Bound | Unbound | Landing | Beat
+TransferEvent = (
+    PeerAdded | PeerWired | PeerRemoved | PieceSent | PieceFailed | SendsDropped | Bound | Unbound | Landing | Beat
+)
 
 
 class CommandFrame(Struct, frozen=True, array_like=True):

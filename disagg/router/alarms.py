@@ -42,6 +42,7 @@ _STATES = {
     ServerState.DRAINING: (Level.WARN, "is draining, and takes nothing new"),
     ServerState.DRAINED: (Level.WARN, "is drained: end it, or have it take requests again by `disagg drain --undo`"),
 }
+_SLOW = "KV to {} goes over TCP, though it computes on GPUs: neither RDMA nor cuda_ipc joins them"
 # Of requests that ended; "invalid" and "cancelled" are their clients' doing.
 _OUTCOMES = {
     "failed": (Level.BAD, "failed after as many attempts as are allowed"),
@@ -117,6 +118,7 @@ def _of_server(server: ServerView, view: ClusterView) -> list[Alarm]:
         found.append(Alarm(Level.WARN, server.name, words))
     if load.waiting and load.pages_total and load.pages_used >= FULL_SHARE * load.pages_total:
         found.append(Alarm(Level.WARN, server.name, f"its KV memory is full, and {load.waiting} wait for it"))
+    found += [Alarm(Level.WARN, server.name, _SLOW.format(each.peer)) for each in load.carried if each.slow]
     return found + _of_loop(server.name, load.loop_gap_s)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from disagg.config.check import check_host_memory, check_memory, check_staging
+from disagg.config.load import ucx_log_is_theirs
 from disagg.config.sizes import format_size, show_bytes
 from disagg.config.staging import Device, size_staging
 from disagg.config.steps import size_steps
@@ -48,7 +49,6 @@ from disagg.offload.keys import Scope
 from disagg.offload.rules import offload_rules
 from disagg.scheduler.policies import DEFAULT_MIXED, POLICIES
 from disagg.server.device import (
-    UCX_NET_DEVICES_ON_CPU,
     UCX_TLS_ON_CPU,
     check_weights,
     choose_device,
@@ -272,7 +272,10 @@ class Bringup:
 
     async def _open_transfer(self, group: WorkerGroup) -> tuple[RankInfo, ...]:
         """Every rank has its agent, and hears plans. What peers need to know of each."""
-        opened = await group.call(self._transfer(group.incarnation), self.config.worker.load_timeout_s)
+        transfer = self._transfer(group.incarnation)
+        if not ucx_log_is_theirs():
+            transfer = msgspec.structs.replace(transfer, ucx_log=group.directory)
+        opened = await group.call(transfer, self.config.worker.load_timeout_s)
         await group.barrier(BARRIER_S)
         return tuple(
             RankInfo(
@@ -298,7 +301,7 @@ class Bringup:
             gather_bytes=transfer.gather_bytes,
             gather_buffers=transfer.gather_buffers if self.role.sends else 0,
             ucx_tls=ucx_choice(transfer.ucx_tls, self.device, UCX_TLS_ON_CPU),
-            ucx_net_devices=ucx_choice(transfer.ucx_net_devices, self.device, UCX_NET_DEVICES_ON_CPU),
+            ucx_net_devices="" if transfer.ucx_net_devices == "auto" else transfer.ucx_net_devices,
             kernels=transfer.kernels,
             follows_layers=not self.role.hands_over,  # that sends only what stands still
         )

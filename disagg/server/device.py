@@ -15,7 +15,6 @@ from disagg.messages.layout import DTYPE_BYTES
 from disagg.types.errors import ConfigError
 
 UCX_TLS_ON_CPU = "posix,cma,tcp"
-UCX_NET_DEVICES_ON_CPU = "lo"
 
 _SUCCESS = 0
 

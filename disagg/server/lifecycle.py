@@ -29,8 +29,9 @@ from disagg.convert.model_dir import resolve
 from disagg.engine.now import Now
 from disagg.messages.legs import KvEvents, LoadReport, ServerState, StorageState
 from disagg.messages.tiers import TierEvent
-from disagg.messages.transfer import Beat, TransferEvent
+from disagg.messages.transfer import Beat, PeerWired, TransferEvent
 from disagg.server.bringup import Bringup, with_device
+from disagg.server.carriers import Carriers
 from disagg.server.dispatch import Dispatch
 from disagg.server.door import HELLO_S, MAX_STREAMS
 from disagg.server.dump import Dumper
@@ -39,6 +40,7 @@ from disagg.server.identity import Identity, Ranks
 from disagg.server.leg_spans import LegSpans
 from disagg.server.links import Links
 from disagg.server.model_identity import SHOWN_DIGITS, ModelIdentity, changed
+from disagg.server.networks import choose_net_devices
 from disagg.server.offloading import Offloading
 from disagg.server.recorder import recorder_of
 from disagg.server.role import ServerRole
@@ -127,6 +129,7 @@ class Server:
             on_dial_failed=dispatch.dial_failed,
             channel_to=self._tls.dial,
         )
+        self._carriers = Carriers(self._links.peer_of)
         self._registry = new_registry()
         tracing = config.tracing
         self._traces = open_traces(tracing.otlp_endpoint, tracing.sample_ratio, self._registry, name)
@@ -244,8 +247,8 @@ class Server:
 
     async def _supervise(self, health: Health) -> None:
         """Keep one worker group alive. Raises ConfigError when no group can come up with this configuration."""
-        self._find_device()
         loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._find_device)
         await loop.run_in_executor(None, self._offloading.open)
         self._prepare_model = loop.run_in_executor(None, self._find_model)
         await self._prepare_model
@@ -285,7 +288,13 @@ class Server:
             pause_s = min(pause_s * 2, RESTART_MOST_S)
 
     def _find_device(self) -> None:
-        self._config, self._device = with_device(self._config, self._role)
+        config, self._device = with_device(self._config, self._role)
+        if config.transfer.ucx_net_devices == "auto" and self._device == "cpu":
+            transfer = msgspec.structs.replace(
+                config.transfer, ucx_net_devices=choose_net_devices(self._identity.link_address)
+            )
+            config = msgspec.structs.replace(config, transfer=transfer)
+        self._config = config
 
     def _find_model(self) -> None:
         model = self._config.model
@@ -405,6 +414,9 @@ class Server:
     def _transfer_event(self, rank: int, message: TransferEvent | TierEvent) -> None:
         if isinstance(message, Beat):
             self._exporter.metrics.transfer_turn_s.labels(rank=str(rank)).set(message.longest_turn_s)
+        if isinstance(message, PeerWired):
+            self._carriers.learned(message, self._device)
+            return
         if isinstance(message, TierEvent):
             self._offloading.sums.count(message)
         self._dispatch.transfer_event(rank, message)
@@ -417,6 +429,7 @@ class Server:
             store=self._offloading.state,
             lost_pods=self._links.lost_pods(),
             loop_gap_s=self._watch.longest_gap_s,
+            carried=self._carriers.report(self._device),
         )
 
     def _kv_snapshot(self) -> KvEvents:

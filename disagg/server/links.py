@@ -186,6 +186,11 @@ class Links(PeerServicer):
             link.pod_gone |= link.peer.pod == pod
         self.tick()
 
+    def peer_of(self, number: int) -> str:
+        """The name at the other end; empty if the link is not up."""
+        known = self._by_number.get(number)
+        return known[1].peer.name if known is not None else ""
+
     def forget(self, number: int) -> None:
         """Nobody needs to know when the peer of this lost link exits."""
         link = self._lost.pop(number, None)

@@ -48,6 +48,7 @@ from disagg.messages.plan import (
 from disagg.messages.tiers import TierCommand, TierEvent
 from disagg.messages.transfer import Beat, CommandFrame, TransferCommand, TransferEvent, decode_events, encode_commands
 from disagg.server.pids import is_stopped
+from disagg.server.ucx_log import log_last_words
 from disagg.telemetry.held_dirs import HeldDir, remove_abandoned
 from disagg.types.errors import ConfigError, DisaggError
 from disagg.types.plain import one_line
@@ -156,6 +157,11 @@ class WorkerGroup:
         return self._silent_exit
 
     @property
+    def directory(self) -> str:
+        """Of this group alone, and gone with it."""
+        return self._directory
+
+    @property
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self._processes)
 
@@ -215,6 +221,8 @@ class WorkerGroup:
         self._exited_with(rank, self._processes[rank].wait())
 
     def _exited_with(self, rank: int, status: int) -> None:
+        if status < 0:
+            log_last_words(self._directory, rank)
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         if status >= 0 and not self._heard and not self._lost.done():
             self._silent_exit = f"rank {rank} {how}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from disagg.messages.legs import (
     ArenaReport,
+    CarriedBy,
     GroupMemory,
     HostMemory,
     LoadReport,
@@ -17,6 +18,8 @@ from disagg.wire.fields import read_enum, read_pod, read_seconds, refuse, refuse
 
 MAX_LOST_PODS = 1024
 MAX_RECEIVED_FROM = 1024
+MAX_CARRIED = 1024
+MAX_WAYS, MAX_WAY_CHARS = 256, 1024  # to one peer
 
 # ServerState.DRAINED, DEAD and MISMATCH have no row: a server never says them of itself.
 STATE_TO_PROTO = {
@@ -54,6 +57,8 @@ def fill_load(out: pb.server.LoadReport, load: LoadReport) -> None:
         out.received.add(
             peer=each.peer, bytes=each.bytes, transfers=each.transfers, failures=each.failures, seconds=each.seconds
         )
+    for to in load.carried:
+        out.carried.add(peer=to.peer, ways=to.ways, slow=to.slow)
 
 
 def read_load(message: pb.server.LoadReport) -> LoadReport:
@@ -61,6 +66,8 @@ def read_load(message: pb.server.LoadReport) -> LoadReport:
         refuse(message, "lost_pods", f"has {len(message.lost_pods)} entries; at most {MAX_LOST_PODS} are read")
     if len(message.received) > MAX_RECEIVED_FROM:
         refuse(message, "received", f"has {len(message.received)} entries; at most {MAX_RECEIVED_FROM} are read")
+    if len(message.carried) > MAX_CARRIED:
+        refuse(message, "carried", f"has {len(message.carried)} entries; at most {MAX_CARRIED} are read")
     return LoadReport(
         state=read_enum(message, "state", STATE_FROM_PROTO),
         running=message.running,
@@ -75,7 +82,17 @@ def read_load(message: pb.server.LoadReport) -> LoadReport:
         arena=_read_arena(message.arena) if message.HasField("arena") else None,
         received=tuple(map(_read_received, message.received)),
         loop_gap_s=read_seconds(message, "loop_gap_s"),
+        carried=tuple(map(_read_carried, message.carried)),
     )
+
+
+def _read_carried(message: pb.server.CarriedBy) -> CarriedBy:
+    refuse_long(message, "peer")
+    if len(message.ways) > MAX_WAYS:
+        refuse(message, "ways", f"has {len(message.ways)} entries; at most {MAX_WAYS} are read")
+    if any(len(way) > MAX_WAY_CHARS for way in message.ways):
+        refuse(message, "ways", f"has one of more than {MAX_WAY_CHARS} characters")
+    return CarriedBy(message.peer, tuple(message.ways), message.slow)
 
 
 def _read_arena(message: pb.server.ArenaReport) -> ArenaReport:

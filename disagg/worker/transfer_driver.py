@@ -25,6 +25,7 @@ from disagg.messages.transfer import (
     ForgetEntry,
     PeerAdded,
     PeerRemoved,
+    PeerWired,
     RemovePeer,
     SendPiece,
     TransferCommand,
@@ -77,6 +78,7 @@ class TransferDriver:
             name=agent_name(opened.incarnation, rank),
             ucx_tls=opened.ucx_tls or None,
             ucx_net_devices=opened.ucx_net_devices or None,
+            log_file=opened.ucx_log_of(rank),
         )
         self._events: list[TransferEvent] = []
         mover = create_mover(opened.kernels, pool.device)
@@ -191,6 +193,8 @@ class TransferDriver:
             self._sender.written(handle)
         for failed in polled.failed:
             self._sender.not_written(failed.handle, failed.reason)
+        for wired in polled.wired:
+            self._events += [PeerWired(link, rank, wired.ways) for link, rank in self._sender.at(wired.peer)]
         for sender, payload in polled.notifications:
             entry_id = entry_of(payload)
             if entry_id is not None:

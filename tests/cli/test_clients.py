@@ -239,6 +239,20 @@ def test_what_the_operator_should_know_of_a_server_stands_below_its_pool() -> No
     assert out.getvalue().splitlines()[-1] == "decode-0: its tokenizer.json is [another]"
 
 
+def test_by_what_kv_goes_to_each_peer_stands_below_the_pool() -> None:
+    out = io.StringIO()
+    carried = [
+        {"peer": "decode-0", "ways": ["zero-copy rc_mlx5/mlx5_0:1", "zero-copy tcp/[eth0]"], "slow": False},
+        {"peer": "decode-1", "ways": ["zero-copy tcp/eth0"], "slow": True},
+    ]
+    server = {"name": "prefill-0", "role": "prefill", "state": "ready", "carried": carried}
+    print_pools(Console(file=out, width=120), {"state": "ready", "servers": [server], "routers": []})
+    assert [line for line in out.getvalue().splitlines() if "KV to" in line] == [
+        "prefill-0: KV to decode-0 goes by zero-copy rc_mlx5/mlx5_0:1 or zero-copy tcp/[eth0]",
+        "prefill-0: KV to decode-1 goes by zero-copy tcp/eth0, though it computes on GPUs",
+    ]
+
+
 def test_stacks_in_a_dump_keep_their_lines() -> None:
     text = render_dump({"router": {"waiting": []}, "servers": {"p0": "--- thread main\n  File x\n"}})
     head, stacks = text.split("\n\n")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.messages.legs import ArenaReport, LoadReport, ServerHello, ServerState, StorageState
+from disagg.messages.legs import ArenaReport, CarriedBy, LoadReport, ServerHello, ServerState, StorageState
 from disagg.router.alarms import MAX_ALARMS, Alarm, Level, Recent, alarms
 from disagg.router.view import ClusterView, ServerView
 from disagg.types.ids import Role
@@ -57,6 +57,11 @@ def test_a_cluster_that_is_well_is_not_spoken_of() -> None:
         (server("x", arena=ArenaReport(0, 0, 3 << 20)), Level.WARN, "3.0 MiB"),
         (server("x", pages_used=99, waiting=7), Level.WARN, "7 wait"),
         (server("x", loop_gap_s=0.4), Level.WARN, "0.40 s"),
+        (
+            server("x", carried=(CarriedBy("y", ("zero-copy tcp/eth0",), slow=True),)),
+            Level.WARN,
+            "KV to y goes over TCP",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_server_is_said_of_that_server(one: ServerView, level: Level, words: str) -> None:

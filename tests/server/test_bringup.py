@@ -68,6 +68,7 @@ class FakeGroup:
     """Ranks that are content with everything, and remember it."""
 
     incarnation = "0123456789abcdef"
+    directory = "/nowhere"
 
     def __init__(self, ranks: int, groups: tuple[LayerGroup, ...], cuts: tuple[int, ...] = ()) -> None:
         self.asked: list[ControlRequest] = []

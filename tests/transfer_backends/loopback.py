@@ -20,6 +20,7 @@ from disagg.transfer.backends.base import (
     Peer,
     Polled,
     Region,
+    Wired,
     check_range,
 )
 
@@ -63,6 +64,7 @@ class LoopbackBackend:
         self._next = 0
         self._writes: dict[int, _Write] = {}
         self._failed: list[FailedWrite] = []
+        self._wired: list[Wired] = []
         self._unheard: dict[str, int] = {}  # by name of the peer
         with hub.lock:
             self._life = f"loopback {name} {id(self)}"
@@ -108,7 +110,8 @@ class LoopbackBackend:
     def warm_up(
         self, peer: Peer, local: Region | None = None, remote: Region | None = None, remote_offset: int = 0
     ) -> None:
-        pass  # nothing to wire
+        if local is not None and remote is not None and self._usable(peer):
+            self._wired.append(Wired(peer, ("loopback",)))
 
     def remove_peer(self, peer: Peer) -> None:
         if self._usable(peer) or peer in self._gone:
@@ -171,7 +174,8 @@ class LoopbackBackend:
             self.inbox.clear()
         failed, self._failed = tuple(self._failed), []
         gone, self._newly_gone = tuple(self._newly_gone), []
-        return Polled(tuple(completed), failed, notifications, gone)
+        wired, self._wired = tuple(self._wired), []
+        return Polled(tuple(completed), failed, notifications, gone, wired)
 
     def close(self) -> None:
         self._hub.kill(self._life)

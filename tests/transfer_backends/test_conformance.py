@@ -71,6 +71,7 @@ class Cluster:
         self.failed: dict[int, FailedWrite] = {}
         self.notifications: list[tuple[str, bytes]] = []
         self.gone: list[Peer] = []
+        self.wired: list[Peer] = []
 
     def _backend(self, name: str) -> TransferBackend:
         return create("nixl", name=name, **UCX) if self._kind == "nixl" else LoopbackBackend(name, self._hub)
@@ -125,6 +126,7 @@ class Cluster:
             self.failed[failure.handle] = failure
         self.notifications += polled.notifications
         self.gone += polled.gone
+        self.wired += [wired.peer for wired in polled.wired]
         return polled
 
     def until(self, condition: Callable[[], Any], patience_s: float = PATIENCE_S) -> None:
@@ -262,6 +264,11 @@ def test_many_writes_are_in_flight_at_once(cluster: Cluster, left: Both) -> None
     wanted = b"".join(data[i * 4096 : (i + 1) * 4096] for i in reversed(range(64)))
     assert remote.ask("read", 0, 64 * 4096) == wanted
     assert sorted(int(message) for _, message in cluster.until_kept(remote, 64)) == list(range(64))
+
+
+def test_a_peer_is_wired_once_the_first_bytes_have_landed_there(cluster: Cluster, left: Both, right: Both) -> None:
+    cluster.until(lambda: len(cluster.wired) >= 2)
+    assert sorted(peer.name for peer in cluster.wired[:2]) == ["left", "right"]
 
 
 def test_two_peers_get_what_is_theirs(cluster: Cluster, left: Both, right: Both) -> None:

@@ -74,6 +74,15 @@ class FailedWrite(Struct, frozen=True):
     reason: str
 
 
+class Wired(Struct, frozen=True):
+    """A peer into whose memory `warm_up` has written. ways: by what writes to it go, such as "zero-copy tcp/eth0"; several if it
+    is one of them; empty if that is not known. For people, in the words of the library below.
+    """
+
+    peer: Peer
+    ways: tuple[str, ...]
+
+
 class Polled(Struct, frozen=True):
     """What happened since the last poll. A handle is reported once, as completed or as failed."""
 
@@ -81,6 +90,7 @@ class Polled(Struct, frozen=True):
     failed: tuple[FailedWrite, ...] = ()
     notifications: tuple[tuple[str, bytes], ...] = ()  # (name of the peer, payload), in order per peer
     gone: tuple[Peer, ...] = ()  # connections that broke; each once; to be removed, perhaps added again
+    wired: tuple[Wired, ...] = ()
 
 
 NOTHING = Polled()
@@ -118,7 +128,7 @@ class TransferBackend(Protocol):
         """Begin wiring up, so that the first write is as fast as the second. Returns at once; polls finish it.
 
         With regions the path between these two memories is wired too: WARM_UP_BYTES are written from the start of
-        `local` to `remote_offset`, where nothing of value may be.
+        `local` to `remote_offset`, where nothing of value may be, and `Polled.wired` says when they have landed.
         """
         ...
 

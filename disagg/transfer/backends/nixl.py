@@ -9,7 +9,8 @@ Measured facts of NIXL 1.5.1 that shape this module:
   state of every unfinished write; a frozen one raises nothing. None of the calls waits for a peer.
 - Releasing the handle of a write that is still under way aborts it and raises; it must be tried again until it does not.
   Only then is a failed write reported, because only then is its source read no more.
-- UCX reads its environment when it is loaded: its settings are arguments of the first agent in a process.
+- UCX reads its environment when it is loaded: its settings are arguments of the first agent in a process, and so is the file
+  that it writes its log into (`ucx`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,8 +38,10 @@ from disagg.transfer.backends.base import (
     Peer,
     Polled,
     Region,
+    Wired,
     check_range,
 )
+from disagg.transfer.backends.ucx import SETTINGS, UcxLog, Ways
 
 _WIRE_UP, _CALLER = b"\x00", b"\x01"  # first byte of every notification
 _DIGEST_BYTES = 16
@@ -50,6 +54,7 @@ _CAUSES = (
 # UCX aborts the process ("arbiter group is empty") when it is torn down right after a write to a dead peer; a few
 # rounds of progress let it sort out what failed.
 _CLOSING_ROUNDS = 10
+_LOG_EVERY_S = 1.0
 
 
 class _Metadata(msgspec.Struct, frozen=True):
@@ -60,6 +65,7 @@ class _Metadata(msgspec.Struct, frozen=True):
 
 
 _settings: dict[str, str] | None = None  # of this process, once NIXL is loaded
+_log: UcxLog | None = None  # of this process, if it is kept
 
 
 def ucx_settings(ucx_tls: str | None, ucx_net_devices: str | None, log_level: str = "WARN") -> dict[str, str]:
@@ -68,11 +74,20 @@ def ucx_settings(ucx_tls: str | None, ucx_net_devices: str | None, log_level: st
     return {key: value for key, value in settings.items() if value is not None}
 
 
-def load_nixl(settings: dict[str, str]) -> tuple[Any, Any]:
-    """The NIXL module and its bindings, loaded under `settings` of UCX's environment."""
-    global _settings
+def load_nixl(settings: dict[str, str], log_file: str = "") -> tuple[Any, Any]:
+    """The NIXL module and its bindings, loaded under `settings` of UCX's environment. log_file: where UCX's log goes, if given.
+
+    Raises BackendError.
+    """
+    global _settings, _log
     if _settings is None:
         os.environ.update(settings)
+        if log_file:
+            try:
+                _log = UcxLog(Path(log_file))
+            except OSError as error:
+                raise BackendError(f"UCX's log cannot be kept in {log_file}: {error.strerror or error}") from error
+            os.environ.update(SETTINGS, UCX_LOG_FILE=log_file)
     elif settings != _settings:
         raise BackendError(f"NIXL is loaded with {_settings}; it cannot be used with {settings} in the same process")
     try:
@@ -90,11 +105,18 @@ class NixlBackend:
     capabilities = Capabilities(device_memory=True, cross_host=True)
 
     def __init__(
-        self, name: str, ucx_tls: str | None = None, ucx_net_devices: str | None = None, log_level: str = "WARN"
+        self,
+        name: str,
+        ucx_tls: str | None = None,
+        ucx_net_devices: str | None = None,
+        log_level: str = "WARN",
+        log_file: str = "",
     ) -> None:
         """`ucx_tls`, `ucx_net_devices`: UCX_TLS and UCX_NET_DEVICES, e.g. "posix,cma,tcp" and "lo" on one host without
-        a GPU; None leaves UCX to choose. Raises BackendError."""
-        nixl, bindings = load_nixl(ucx_settings(ucx_tls, ucx_net_devices, log_level))
+        a GPU; None leaves UCX to choose. `log_file`: of UCX, from which `Wired.ways` is learned; empty: it is not.
+
+        Raises BackendError."""
+        nixl, bindings = load_nixl(ucx_settings(ucx_tls, ucx_net_devices, log_level), log_file)
         self._disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
         self._errors: tuple[type[Exception], ...] = tuple(
             error
@@ -104,6 +126,8 @@ class NixlBackend:
         try:
             self._agent: Any = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         except self._errors as error:
+            if _log is not None:
+                _log.ways()
             raise BackendError(f"NIXL agent {name!r} cannot start: {error}; {_CAUSES}") from error
         if "UCX" not in self._agent.backends:
             raise BackendError(f"NIXL agent {name!r} cannot start: its UCX plugin is missing")
@@ -120,6 +144,8 @@ class NixlBackend:
         self._unheard: dict[Peer, int] = {}  # notifications since the peer last showed that it lives
         self._failed: list[FailedWrite] = []  # to be reported by the next poll, like the following
         self._newly_gone: list[Peer] = []
+        self._ways = Ways()
+        self._next_log_s = 0.0
 
     @property
     def name(self) -> str:
@@ -176,6 +202,7 @@ class NixlBackend:
         if not self._usable(peer):
             return
         try:
+            self._ways.wiring(peer)
             self._agent.make_connection(peer.name)
             self._agent.send_notif(peer.name, _WIRE_UP)
             if local is not None and remote is not None:
@@ -193,6 +220,7 @@ class NixlBackend:
             del self._peers[peer.name]
             self._gone.discard(peer)
             self._unheard.pop(peer, None)
+            self._ways.forget(peer)
             self._agent.remove_remote_agent(peer.name)
 
     def plan_write(
@@ -248,6 +276,7 @@ class NixlBackend:
     def poll(self) -> Polled:
         self._check_thread()
         arrived = self._agent.get_new_notifs()
+        self._read_log(time.monotonic())
         if not (arrived or self._writes or self._aborting or self._failed or self._newly_gone):
             return NOTHING
         for peer_name in arrived:
@@ -260,6 +289,7 @@ class NixlBackend:
             if message[:1] == _CALLER
         )
         completed = []
+        wired = []
         for handle, (peer, transfer) in list(self._writes.items()):
             try:
                 state = self._agent.check_xfer_state(transfer)
@@ -273,6 +303,9 @@ class NixlBackend:
                 self._release(transfer)
                 self._unheard.pop(peer, None)
                 completed.append(handle)
+                if handle < 0:
+                    self._read_log()
+                    wired.append(Wired(peer, self._ways.wired(peer)))
             else:
                 self._aborting[handle] = (FailedWrite(handle, reason), transfer)
         for handle, (failure, transfer) in list(self._aborting.items()):
@@ -282,7 +315,7 @@ class NixlBackend:
         completed = [handle for handle in completed if handle >= 0]
         failed, self._failed = tuple(failure for failure in self._failed if failure.handle >= 0), []
         gone, self._newly_gone = tuple(self._newly_gone), []
-        return Polled(tuple(completed), failed, notifications, gone)
+        return Polled(tuple(completed), failed, notifications, gone, tuple(wired))
 
     def close(self) -> None:
         if self._agent is None:
@@ -301,6 +334,13 @@ class NixlBackend:
             self._agent.deregister_memory(descriptors)
         self._registered.clear()
         self._agent = None
+
+    def _read_log(self, now_s: float | None = None) -> None:
+        """Now, or, with now_s, not too often."""
+        if _log is None or (now_s is not None and now_s < self._next_log_s):
+            return
+        self._next_log_s = (time.monotonic() if now_s is None else now_s) + _LOG_EVERY_S
+        self._ways.taken(_log.ways())
 
     def _usable(self, peer: Peer) -> bool:
         """A peer that was removed, or whose connection broke, gets nothing more."""
