@@ -39,8 +39,9 @@ from disagg.auth.reloaded import Reloaded
 from disagg.auth.tls import Certificates, serving_context
 from disagg.router.budget import Held
 from disagg.router.tenants import TENANT_HEADER, tenant_of
-from disagg.telemetry.listening import cannot_listen, no_such_host
+from disagg.telemetry.listening import bound_socket, cannot_listen
 from disagg.telemetry.near import Asker, fault_of_asker
+from disagg.types.addresses import join, unmapped
 from disagg.types.errors import DisaggError, UnknownModel
 from disagg.types.plain import quoted
 from disagg.types.trace_context import MAX_CHARS
@@ -292,7 +293,7 @@ def _traceparent(request: Request) -> str:
 def _tenant(request: Request) -> str:
     if owner := owner_of(request):
         return tenant_of("", name=owner)
-    address = request.client.host if request.client is not None else ""
+    address = unmapped(request.client.host) if request.client is not None else ""
     credentials = next((request.headers[name] for name in CREDENTIALS if name in request.headers), "")
     return tenant_of(address, credentials, name=request.headers.get(TENANT_HEADER, ""))
 
@@ -348,8 +349,7 @@ class HttpServer:
 
     @property
     def base_url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self._scheme}://{host}:{self.port}"
+        return f"{self._scheme}://{join(self.host, self.port)}"
 
     async def wait(self) -> None:
         """Until the server ends. Raises what ended it, if that was a failure."""
@@ -424,7 +424,7 @@ async def serve(
 
     Raises ConfigError if the address cannot be had, DisaggError if it may be had later.
     """
-    listener = await _listen(host, port)
+    listener = _listen(host, port)
     crowd = Crowd(bounds, metrics or HttpMetrics(CollectorRegistry()), note_refused)
     config = uvicorn.Config(
         app,
@@ -449,22 +449,12 @@ async def serve(
     return handle
 
 
-async def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, protocol, _, address = found[0]
-        listener = socket.socket(family, kind, protocol)
+        listener = bound_socket(host, port)
     except (OSError, UnicodeError) as error:
-        raise no_such_host(host, "router.http_port", error) from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it: what a slow client has no room for yet stays with the router, which merges it.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
         raise cannot_listen(host, port, "router.http_port", error, "0 takes a free one") from error
+    # Connections inherit it: what a slow client has no room for yet stays with the router, which merges it.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     listener.setblocking(False)
     return listener

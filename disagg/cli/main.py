@@ -95,10 +95,12 @@ def _text(ctx: click.Context, param: click.Parameter, value: Given) -> Given:
 
 
 def _host_port(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    host, _, port = _text(ctx, param, value).rpartition(":")
-    fits = host.isprintable() and not any(each in host for each in " /") and (":" not in host or host[:1] == "[")
-    if not (host and fits and port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 1 << 16):
-        raise click.BadParameter("it must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051", ctx, param)
+    from disagg.types.addresses import split
+
+    try:
+        split(_text(ctx, param, value))
+    except ValueError as error:
+        raise click.BadParameter("it must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051", ctx, param) from error
     return value
 
 

@@ -38,6 +38,7 @@ from disagg.telemetry.logs import notice_of
 from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.process import raise_descriptor_limit
 from disagg.telemetry.record_files import require_pyarrow
+from disagg.types.addresses import bare, join
 from disagg.types.errors import ConfigError
 from disagg.types.plain import one_line
 from disagg.types.small_files import home_expanded, read_small
@@ -198,7 +199,7 @@ def on_gpus(plans: Sequence[Plan], placement: Placement) -> tuple[Plan, ...]:
 
 
 def _address(plan: Plan) -> str:
-    return f"{plan.config.server.host}:{plan.config.server.port}"
+    return join(plan.config.server.host, plan.config.server.port)
 
 
 def _check_heads(model_dir: Path, plans: Sequence[Plan]) -> None:
@@ -368,6 +369,10 @@ def server_states(status: object) -> dict[str, str]:
 
 def reachable(host: str) -> str:
     """What a client on this machine dials for a host that is listened on."""
-    any_address = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
-    dialled = any_address.get(host, host)
-    return f"[{dialled}]" if ":" in dialled and not dialled.startswith("[") else dialled
+    every = {
+        "0.0.0.0": "127.0.0.1",
+        "::": "127.0.0.1",
+        "": "127.0.0.1",
+    }  # `::` takes IPv4, too, and is that where there is no IPv6
+    dialled = every.get(bare(host), bare(host))
+    return f"[{dialled}]" if ":" in dialled else dialled

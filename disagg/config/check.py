@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections import Counter
 
@@ -16,6 +15,7 @@ from disagg.config.sizes import format_size, show_bytes
 from disagg.config.staging import PAGE_BYTES, Device, size_staging
 from disagg.config.steps import CPU_PAGE_TOKENS
 from disagg.config.tree import Config, EngineConfig, ProcessRole, RouterConfig, ServerConfig, ServerRole, TransferConfig
+from disagg.types.addresses import is_loopback, split
 from disagg.types.errors import ConfigError
 from disagg.types.plain import quoted
 
@@ -129,12 +129,12 @@ def check_exposure(config: Config, role: ProcessRole) -> None:
     if config.auth.insecure:
         return
     anyway = "or allow it with --insecure (auth.insecure = true) inside a trusted network"
-    if role == "router" and not (_is_loopback(config.router.host) or _asks(config)):
+    if role == "router" and not (is_loopback(config.router.host) or _asks(config)):
         raise ConfigError(
             f"router.host = {quoted(config.router.host)}: whoever reaches it could use the cluster; ask for keys "
             f"(auth.api_keys_file or auth.jwks_file), listen on 127.0.0.1, {anyway}"
         )
-    if role != "router" and not (_is_loopback(config.server.host) or config.tls.ca):
+    if role != "router" and not (is_loopback(config.server.host) or config.tls.ca):
         raise ConfigError(
             f"server.host = {quoted(config.server.host)}: whoever reaches it could read and write the memory that holds KV; "
             f"let processes show certificates (tls.cert, tls.key and tls.ca), listen on 127.0.0.1, {anyway}"
@@ -172,7 +172,7 @@ def warnings_of(config: Config) -> tuple[str, ...]:
         "router.host": config.router.host,
     }
     for path, host in hosts.items():
-        if not host or _is_loopback(host):
+        if not host or is_loopback(host):
             continue
         if path == "router.host":
             lacking = [
@@ -404,15 +404,15 @@ def _check_router(config: Config) -> None:
                 f'router.servers has the {what} "{twice[0]}" more than once; every {what} must be its own'
             )
     for server in router.servers:
-        host, colon, port = server.address.rpartition(":")
         _check_name("router.servers", server.name)
         if not server.name:
             raise ConfigError(f'router.servers has a server at "{server.address}" without a name')
-        if not (colon and host and port.isdecimal() and 1 <= int(port) <= 65535):
+        try:
+            split(server.address)
+        except ValueError as error:
             raise ConfigError(
-                f'router.servers: "{server.name}" has the address "{server.address}"; it must be host:port with a port '
-                "from 1 to 65535"
-            )
+                f'router.servers: "{server.name}" has the address {quoted(server.address)}: {error}'
+            ) from error
 
 
 def _check_pod(pod: str) -> None:
@@ -444,10 +444,3 @@ def _check_name(path: str, name: str) -> None:
         raise ConfigError(f"{path} = {quoted(name)}: it must have no blanks and no slashes")
     if len(name) > MAX_NAME_CHARS:
         raise ConfigError(f"{path} = {quoted(name)}: it must have at most {MAX_NAME_CHARS} characters")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -7,6 +7,7 @@ from typing import cast, get_args
 from disagg.config.tree import RouterConfig, ServerRole
 from disagg.discovery.dns import DnsDiscovery, Name
 from disagg.discovery.found import Discovery, Static
+from disagg.types.addresses import split
 from disagg.types.errors import ConfigError
 
 DEFAULT_SELECTOR = "app.kubernetes.io/name=disagg"
@@ -33,11 +34,14 @@ def names_of(selector: str) -> tuple[Name, ...]:
     names = []
     for part in selector.split(","):
         role, _, where = part.strip().partition("=")
-        host, _, port = where.strip().rpartition(":")
-        if role.strip() not in roles or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        try:
+            if role.strip() not in roles:
+                raise ValueError("no such role")
+            host, port = split(where.strip())
+        except ValueError as error:
             raise ConfigError(
                 f'router.selector has "{part.strip()[:80]}"; with router.discovery = dns it must be ROLE=HOST:PORT with '
                 f"commas between them, ROLE one of {', '.join(roles)}"
-            )
-        names.append(Name(cast(ServerRole, role.strip()), host.strip("[]"), int(port)))
+            ) from error
+        names.append(Name(cast(ServerRole, role.strip()), host, port))
     return tuple(names)

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from disagg.config.tree import ServerRole
 from disagg.discovery.found import Found, Publish, by_key
+from disagg.types.addresses import join
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ async def addresses(host: str, port: int) -> list[str]:
             raise NoSuchName(host) from error
         raise
     hosts = {str(sockaddr[0]) for _, _, _, _, sockaddr in found}
-    return sorted(f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts)
+    return sorted(join(each, port) for each in hosts)
 
 
 class DnsDiscovery:

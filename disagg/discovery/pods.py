@@ -13,6 +13,7 @@ from typing import Any, Final, cast, get_args
 
 from disagg.config.tree import ServerRole
 from disagg.discovery.found import Found
+from disagg.types.addresses import join
 
 ROLE_LABEL: Final = "disagg/role"
 PORT_NAME: Final = "grpc"
@@ -31,9 +32,8 @@ def found_in(pod: Mapping[str, Any]) -> Found | None:
         return None
     if not isinstance(name, str) or not name or not isinstance(ip, str) or not ip:
         return None
-    host = f"[{ip}]" if ":" in ip else ip
     return Found(
-        name=name, role=cast(ServerRole, role), address=f"{host}:{port}", uid=uid_of(pod), held=_held(metadata, status)
+        name=name, role=cast(ServerRole, role), address=join(ip, port), uid=uid_of(pod), held=_held(metadata, status)
     )
 
 

@@ -11,6 +11,7 @@ import grpc
 from disagg.messages.channel import Frame
 from disagg.messages.legs import RouterMessage
 from disagg.router.streams import Connection, NameTaken, Refused, VersionRefused
+from disagg.types.addresses import split
 from disagg.types.errors import ProtocolError, Unavailable
 from disagg.wire.server import (
     RouterHello,
@@ -84,9 +85,9 @@ async def dial_server(
 
 async def _probe(address: str) -> None:
     """Tells "nobody listens" from every other failure, which gRPC reports alike."""
-    host, _, port = address.rpartition(":")
+    host, port = split(address)
     try:
-        _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError as error:
         raise Refused("connection refused") from error
     except OSError as error:

@@ -6,6 +6,7 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 import grpc
 from msgspec.structs import replace
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from disagg.router.requests import ChoiceDelta, Finished, GenerateRequest, Started, Update
 from disagg.router.service import Router
 from disagg.router.tenants import TENANT_HEADER, tenant_of
+from disagg.types.addresses import bare, unmapped
 from disagg.types.errors import DisaggError
 from disagg.types.trace_context import MAX_CHARS
 from disagg.wire import pb
@@ -120,7 +122,7 @@ def _tenant(context: Context) -> str:
         return tenant_of("", name=owner)
     peer = context.peer()
     kind, _, rest = peer.partition(":")
-    address = rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else rest
+    address = unmapped(bare(unquote(rest).rpartition(":")[0])) if kind in ("ipv4", "ipv6") else rest
     said = {
         name: value if isinstance(value, str) else value.decode("latin-1")
         for name, value in reversed(tuple(context.invocation_metadata() or ()))

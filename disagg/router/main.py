@@ -24,6 +24,7 @@ from disagg.telemetry.traces import open_traces
 from disagg.text.model_files import ModelFiles
 from disagg.text.tokenizer import Tokenizer
 from disagg.text.tokenizer_trial import try_out
+from disagg.types.addresses import join
 from disagg.types.errors import DisaggError, InvalidRequest
 from disagg.types.plain import one_line
 from disagg.wire.entry import Entry
@@ -112,8 +113,7 @@ async def run_router(
     server = _grpc_server(config, router, registry, gate)
     health = Health(server, (INFERENCE,))
     enable_reflection(server, (INFERENCE,))
-    host = f"[{config.router.host}]" if ":" in config.router.host else config.router.host
-    address = f"{host}:{config.router.grpc_port}"
+    address = join(config.router.host, config.router.grpc_port)
     try:
         port = router.tls.listen_to_clients(server, address)
     except RuntimeError as error:  # gRPC does not say why

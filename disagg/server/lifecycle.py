@@ -53,6 +53,7 @@ from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.metrics import EngineMetrics, new_registry
 from disagg.telemetry.process import raise_descriptor_limit
 from disagg.telemetry.traces import open_traces
+from disagg.types.addresses import join
 from disagg.types.errors import ConfigError, DisaggError
 from disagg.types.plain import one_line
 from disagg.types.small_files import home_expanded
@@ -155,9 +156,9 @@ class Server:
         host = self._config.server.host
         telemetry = TelemetryServer(self._registry, self._health, self._dumper.dump, self._config.debug.remote)
         port, metrics_port = await self._listen(server, telemetry)
-        self._identity.link_address = f"{self._config.server.advertise_host or _dialable(host)}:{port}"
+        self._identity.link_address = join(self._config.server.advertise_host or _dialable(host), port)
         await server.start()
-        logger.info("%s listens on %s:%d, metrics on port %d", self._identity.name, host, port, metrics_port)
+        logger.info("%s listens on %s, metrics on port %d", self._identity.name, join(host, port), metrics_port)
         self._watch.start()
         ticker = asyncio.create_task(self._tick(), name="tick")
         supervisor = asyncio.create_task(self._supervise(health), name="supervise")
@@ -193,17 +194,15 @@ class Server:
     async def _listen(self, server: grpc.aio.Server, telemetry: TelemetryServer) -> tuple[int, int]:
         """The ports of gRPC and of metrics. Raises ConfigError or DisaggError naming the setting of one that cannot be had."""
         at = self._config.server
-        free = "0 takes a free one"
+        free, address = "0 takes a free one", join(at.host, at.port)
         try:
-            port = self._tls.listen_to_peers(server, f"{at.host}:{at.port}")
+            port = self._tls.listen_to_peers(server, address)
         except RuntimeError as error:  # gRPC does not say why
             why = why_not_listen(at.host, at.port, "server.port", free)
-            raise why or DisaggError(
-                f"server.port = {at.port}: cannot listen on {at.host}:{at.port}; {free}"
-            ) from error
+            raise why or DisaggError(f"server.port = {at.port}: cannot listen on {address}; {free}") from error
         try:
             return port, await telemetry.start(at.host, at.metrics_port)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise cannot_listen(at.host, at.metrics_port, "server.metrics_port", error, free) from error
 
     async def _drain(self, health: Health) -> None:
@@ -447,4 +446,4 @@ def _now() -> Now:
 
 def _dialable(host: str) -> str:
     """What peers on this host dial when we listen on every address."""
-    return socket.gethostname() if host in ("0.0.0.0", "::", "") else host
+    return socket.gethostname() if host in ("0.0.0.0", "::", "[::]", "") else host

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from disagg.telemetry.listening import bound_socket
 from disagg.telemetry.near import Asker, fault_of_asker
 
 REQUEST_TIMEOUT_S = 10.0
@@ -57,9 +58,11 @@ class TelemetryServer:
         return len(self._open)
 
     async def start(self, host: str, port: int) -> int:
-        """Listens; returns the port (for port 0: the one that was free). Raises OSError if it is taken."""
+        """Listens; returns the port (for port 0: the one that was free). Raises as `bound_socket`
+        does, which says what `host` may be."""
         assert self._server is None, "started twice"
-        self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD_BYTES)
+        listener = bound_socket(host, port)
+        self._server = await asyncio.start_server(self._serve, sock=listener, limit=MAX_HEAD_BYTES)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:

@@ -1,14 +1,19 @@
-"""Why a host and port cannot be listened on, in the operator's words: whose fault it is decides whether to try again."""
+"""Sockets to listen at; and why a host and port cannot be had, in the operator's words: whose fault it is decides whether to try
+again."""
 
 from __future__ import annotations
 
 import errno
 import os
 import socket
+from typing import Any, Final
 
+from disagg.types.addresses import bare, join
 from disagg.types.errors import ConfigError, DisaggError
 from disagg.types.plain import quoted
 
+EVERY: Final = "::"
+_NO_IPV6 = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT})
 _MAY_PASS = frozenset({errno.EADDRINUSE, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EINTR})
 
 
@@ -18,35 +23,56 @@ def why_not_listen(host: str, port: int, setting: str, hint: str) -> DisaggError
     ConfigError for what is wrong however often it is tried; DisaggError for a port that somebody else has just now.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        return no_such_host(host, setting, error)
-    try:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        with bound_socket(host, port) as probe:
             probe.listen(1)  # two may bind a port with SO_REUSEADDR, but only one may listen
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         return cannot_listen(host, port, setting, error, hint)
     return None
 
 
-def no_such_host(host: str, setting: str, error: Exception) -> ConfigError:
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A TCP socket to listen at. host: a name or an address, with or without brackets; `::` is every address of IPv6 and of IPv4,
+    and of IPv4 alone where the machine has no other. Raises OSError or UnicodeError, of which `cannot_listen` makes an error to
+    show."""
+    plain = bare(host)
+    if plain == EVERY:
+        try:
+            return _bound(socket.AF_INET6, (EVERY, port))
+        except OSError as error:
+            if error.errno not in _NO_IPV6:
+                raise
+        return _bound(socket.AF_INET, ("0.0.0.0", port))
+    found = socket.getaddrinfo(plain or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found[0]
+    return _bound(family, address)
+
+
+def _bound(family: int, address: Any) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != EVERY))
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def _no_such_host(host: str, setting: str, error: Exception) -> ConfigError:
     """setting: as above."""
     why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return ConfigError(
         f"{setting.partition('.')[0]}.host = {quoted(host)}: {why}; it must be a name or address of this machine, such as "
-        "127.0.0.1, or 0.0.0.0 for all of them"
+        "127.0.0.1, or :: for all of them, 0.0.0.0 for those of IPv4"
     )
 
 
-def cannot_listen(host: str, port: int, setting: str, error: OSError, hint: str) -> DisaggError:
-    """What `bind` or `listen` said of it."""
-    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
-        return no_such_host(host, setting, error)
-    shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
+def cannot_listen(host: str, port: int, setting: str, error: OSError | UnicodeError, hint: str) -> DisaggError:
+    """What `bound_socket` or `listen` said of it."""
+    if not isinstance(error, OSError) or isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return _no_such_host(host, setting, error)
     why = os.strerror(error.errno) if error.errno else str(error)  # asyncio's words repeat the address
     kind = DisaggError if error.errno in _MAY_PASS else ConfigError
-    return kind(f"{setting} = {port}: cannot listen on {shown}:{port} ({why}); {hint}")
+    return kind(f"{setting} = {port}: cannot listen on {join(host, port)} ({why}); {hint}")

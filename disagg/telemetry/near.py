@@ -12,6 +12,7 @@ import ipaddress
 
 from msgspec import Struct
 
+from disagg.types.addresses import is_loopback
 from disagg.types.plain import quoted
 
 OWN_SITES = ("", "same-origin", "none")  # Sec-Fetch-Site: of no browser, of our own page, of who typed the address
@@ -38,18 +39,6 @@ def fault_of_asker(asker: Asker, remote: bool) -> str | None:
             "127.0.0.1 or [::1], or set debug.remote to true"
         )
     return None
-
-
-def is_loopback(address: str) -> bool:
-    """address: of IPv4 or IPv6, with or without a zone; whatever else is not."""
-    try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = (
-        parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
-    )  # how an IPv6 socket names one of IPv4
-    return (mapped or parsed).is_loopback
 
 
 def _authority(origin: str) -> str:

@@ -23,6 +23,7 @@ from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter
 
 from disagg.messages.legs import TimelineEvent
+from disagg.types.addresses import join
 from disagg.types.errors import ConfigError
 from disagg.types.trace_context import TraceContext, begun
 from disagg.types.version import version
@@ -233,8 +234,7 @@ def read_endpoint(endpoint: str) -> tuple[Literal["grpc", "http"], str, bool]:
         raise ConfigError(f"tracing.otlp_endpoint = {endpoint!r}: it must be {forms}")
     secure = parts.scheme in ("grpcs", "https")
     if parts.scheme.startswith("grpc") or port == GRPC_PORT:
-        at = f"[{host}]" if ":" in host else host
-        return "grpc", f"{at}:{port or GRPC_PORT}", secure
+        return "grpc", join(host, port or GRPC_PORT), secure
     path = parts.path if parts.path.strip("/") else HTTP_PATH
     return "http", f"{parts.scheme}://{parts.netloc}{path}", secure
 

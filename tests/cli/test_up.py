@@ -65,7 +65,14 @@ def test_every_plan_survives_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("host", "dialled"),
-    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]")],
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("", "127.0.0.1"),
+        ("::", "127.0.0.1"),
+        ("::1", "[::1]"),
+        ("[::1]", "[::1]"),
+    ],
 )
 def test_a_host_that_is_listened_on_is_dialled_as_one_that_can_be(host: str, dialled: str) -> None:
     assert reachable(host) == dialled

@@ -131,7 +131,7 @@ def check_promises(config: Config, role: str, pod: str, values: dict[str, Any]) 
     server = config.server
     assert (server.name, server.tp, server.drain_s) == (pod, own["tp"], own["drainSeconds"])
     assert (server.port, server.metrics_port) == (own["ports"]["grpc"], own["ports"]["metrics"])
-    assert (server.host, server.advertise_host) == ("0.0.0.0", "10.0.0.1")
+    assert (server.host, server.advertise_host) == ("::", "10.0.0.1")
     assert config.model.device == ("cuda" if values["gpu"]["enabled"] else "cpu")
     assert config.offload.enabled == values["offload"]["enabled"]
     assert config.offload.host_bytes == amount_of(values["offload"]["hostMemory"])

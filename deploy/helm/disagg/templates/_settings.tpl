@@ -20,13 +20,13 @@
 {{- /* Without certificates NetworkPolicies alone stand before servers, and NOTES say what is open. */ -}}
 {{- $auth := ternary (dict) (dict "insecure" true) (hasKey $tls "ca") -}}
 {{- if eq .role "router" -}}
-{{- $router := dict "host" "0.0.0.0" "http_port" $own.ports.http "grpc_port" $own.ports.grpc "drain_s" $own.drainSeconds -}}
+{{- $router := dict "host" "::" "http_port" $own.ports.http "grpc_port" $own.ports.grpc "drain_s" $own.drainSeconds -}}
 {{- $router = mergeOverwrite $router (include "disagg.fleet" .root | fromJson) -}}
 {{- $auth = include "disagg.auth" .root | fromJson -}}
 {{- $decided = dict "auth" $auth "model" $model "router" $router -}}
 {{- else -}}
 {{- $_ := set $model "device" (ternary "cuda" "cpu" $values.gpu.enabled) -}}
-{{- $server := dict "tp" $own.tp "host" "0.0.0.0" "port" $own.ports.grpc "metrics_port" $own.ports.metrics "drain_s" $own.drainSeconds -}}
+{{- $server := dict "tp" $own.tp "host" "::" "port" $own.ports.grpc "metrics_port" $own.ports.metrics "drain_s" $own.drainSeconds -}}
 {{- $decided = mergeOverwrite (dict "auth" $auth "model" $model "server" $server) (include "disagg.tiers" .root | fromJson) -}}
 {{- /* Pods reach each other over their network, not over a loopback that they share: UCX sees all that there is. */ -}}
 {{- $given = mergeOverwrite (dict "transfer" (dict "ucx_tls" "" "ucx_net_devices" "")) $given -}}
