@@ -3,16 +3,21 @@ bodies."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fastapi import FastAPI, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from disagg.api.dashboard import Page, read_page
-from disagg.api.errors import fault_of
+from disagg.api.errors import fault_of, fault_of_http
 from disagg.auth.gate import Gate
 from disagg.types.errors import Unauthenticated
 from disagg.types.plain import one_line
 
 ANONYMOUS = frozenset({"/health", "/live"})  # for probes, which have no keys
+# What every tenant may ask: it says nothing of others. All else, known or not, is for operators.
+OF_TENANTS = frozenset({"/", "/version"})
+OF_TENANTS_UNDER = "/v1/"
 _OWNER = "disagg.owner"  # in a scope: whose key the request showed
 
 
@@ -47,8 +52,18 @@ class _Entry:
             self._gate.audit.refused(error.reason, "http", asked, client)
             await _refuse(error, send, self._page if _is_browser_at_root(scope) else None)
             return
+        if not (is_of_tenants(scope["path"]) or self._gate.may_operate(owner)):
+            self._gate.audit.refused("no_operator", "http", asked, client)
+            fault = fault_of_http(403, scope["method"], scope["path"], "for operators only (auth.operators)")
+            await _send(send, fault.status, {"content-type": "application/json"}, fault.body())
+            return
         self._gate.audit.admitted(owner, "http", asked, client)
         await self._app({**scope, _OWNER: owner}, receive, send)
+
+
+def is_of_tenants(path: str) -> bool:
+    """Whether whoever has a key may ask for it, operator or not."""
+    return path in OF_TENANTS or path.startswith(OF_TENANTS_UNDER)
 
 
 def _is_browser_at_root(scope: Scope) -> bool:
@@ -62,7 +77,11 @@ async def _refuse(error: Unauthenticated, send: Send, page: Page | None) -> None
     fault = fault_of(error)
     body = fault.body() if page is None else page.body
     headers = {"content-type": "application/json"} if page is None else page.headers
-    headers = {**headers, "content-length": str(len(body)), "www-authenticate": "Bearer"}
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": fault.status, "headers": raw})
+    await _send(send, fault.status, {**headers, "www-authenticate": "Bearer"}, body)
+
+
+async def _send(send: Send, status: int, headers: Mapping[str, str], body: bytes) -> None:
+    every = {**headers, "content-length": str(len(body))}
+    raw = [(name.encode(), value.encode()) for name, value in every.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": body})

@@ -7,6 +7,7 @@ authorization: Bearer TOKEN        a key in auth.jwks_file has signed whose TOKE
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ from disagg.types.small_files import home_expanded
 if TYPE_CHECKING:
     from disagg.auth.tokens import Tokens
 
+logger = logging.getLogger(__name__)
+
 MAX_CREDENTIAL_BYTES = 16 << 10
 SHOW = "send the header `authorization: Bearer KEY`"
 
@@ -28,10 +31,21 @@ SHOW = "send the header `authorization: Bearer KEY`"
 class Gate:
     """Of one router, for both faces. Made by `open_gate`."""
 
-    def __init__(self, keys: Reloaded[ApiKeys] | None, tokens: Reloaded[Tokens] | None, audit: Audit) -> None:
+    def __init__(
+        self,
+        keys: Reloaded[ApiKeys] | None,
+        tokens: Reloaded[Tokens] | None,
+        audit: Audit,
+        operators: frozenset[str] = frozenset(),
+    ) -> None:
         self._keys = keys
         self._tokens = tokens
+        self._operators = operators
         self.audit = audit
+
+    def may_operate(self, tenant: str) -> bool:
+        """Whether it may read what concerns all tenants, and change what servers do."""
+        return not self._operators or tenant in self._operators
 
     def tenant_of(self, shown: Sequence[bytes]) -> str:
         """shown: the values of all `authorization` headers. Raises Unauthenticated.
@@ -64,13 +78,20 @@ def open_gate(auth: AuthConfig, audit: Audit) -> Gate | None:
         keys_file = home_expanded(auth.api_keys_file, "auth.api_keys_file")
         keys = Reloaded((keys_file,), lambda: read_keys(keys_file), "auth.api_keys_file")
     if auth.jwks_file:
-        tokens = _open_tokens(home_expanded(auth.jwks_file, "auth.jwks_file"))
-    return Gate(keys, tokens, audit) if keys or tokens else None
+        tokens = _open_tokens(home_expanded(auth.jwks_file, "auth.jwks_file"), auth)
+    if keys is None and tokens is None:
+        return None
+    if not auth.operators:
+        logger.warning(
+            "auth.operators is empty: whoever has a key may read what all tenants do (/status, /metrics, /debug) and drain "
+            "servers; name the tenants that may"
+        )
+    return Gate(keys, tokens, audit, frozenset(auth.operators))
 
 
-def _open_tokens(path: Path) -> Reloaded[Tokens]:
+def _open_tokens(path: Path, auth: AuthConfig) -> Reloaded[Tokens]:
     try:
         from disagg.auth.tokens import read_jwks
     except ImportError as error:
         raise ConfigError(f"auth.jwks_file = {path}: reading it needs PyJWT: pip install 'disagg[auth]'") from error
-    return Reloaded((path,), lambda: read_jwks(path), "auth.jwks_file")
+    return Reloaded((path,), lambda: read_jwks(path, auth.jwt_audience, auth.jwt_issuer), "auth.jwks_file")

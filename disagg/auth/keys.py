@@ -14,14 +14,12 @@ from pathlib import Path
 
 from disagg.types.errors import ConfigError
 from disagg.types.small_files import read_small
+from disagg.types.tenants import MAX_TENANT_CHARS, TENANT, TENANT_SIGNS
 
 KEYS_BYTES = 16 << 20
 MAX_KEYS = 100_000
 MAX_KEY_CHARS = 4096
-MAX_TENANT_CHARS = 128
 KEY = re.compile(rb"[!-~]{1,%d}" % MAX_KEY_CHARS)
-TENANT = re.compile(rf"[A-Za-z0-9._@:/+=-]{{1,{MAX_TENANT_CHARS}}}")
-TENANT_SIGNS = "._@:/+=-"  # beside letters and digits
 
 
 class ApiKeys:

@@ -16,9 +16,9 @@ from typing import Any
 import jwt
 from jwt.exceptions import InvalidKeyError, InvalidTokenError, PyJWKError
 
-from disagg.auth.keys import MAX_TENANT_CHARS, TENANT
 from disagg.types.errors import ConfigError, Unauthenticated
 from disagg.types.small_files import json_object, read_small
+from disagg.types.tenants import MAX_TENANT_CHARS, TENANT
 
 JWKS_BYTES = 1 << 20
 MAX_KEYS = 256
@@ -29,7 +29,7 @@ MAX_KNOWN = 4096  # tokens that were found good, which are not verified again: t
 TRIED = 4  # keys, for a token that names none
 # Of a key's type (and curve): RS256 RSA, ES256 on P-256, EdDSA.
 _ALGORITHMS = {("RSA", ""): "RS256", ("EC", "P-256"): "ES256", ("OKP", "Ed25519"): "EdDSA", ("OKP", "Ed448"): "EdDSA"}
-# Times are looked at by `_window`, on our clock. Whom a token is meant for and who has signed it, the file says.
+# Times are looked at by `_window`, on our clock; whom a token is meant for and whose it is by `_check_meant`.
 _SIGNATURE_ONLY: Any = {
     "verify_signature": True,
     **dict.fromkeys(("verify_exp", "verify_nbf", "verify_iat", "verify_aud", "verify_iss", "verify_sub"), False),
@@ -46,10 +46,19 @@ class VerifyingKey:
 
 
 class Tokens:
-    """Verifies by the keys of one file. keys: by their ids; those without one have a number of their own."""
+    """Verifies by the keys of one file. keys: by their ids; those without one have a number of their own. audience, issuer: which
+    a token must name; empty: it may have any, or none."""
 
-    def __init__(self, keys: Mapping[str | int, VerifyingKey], clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        keys: Mapping[str | int, VerifyingKey],
+        audience: str = "",
+        issuer: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._keys = dict(keys)
+        self._audience = audience
+        self._issuer = issuer
         self._clock = clock
         self._known: OrderedDict[bytes, tuple[str, float, float]] = OrderedDict()  # tenant, from when, until when
 
@@ -68,12 +77,22 @@ class Tokens:
                 return tenant
             del self._known[digest]
         claims = self._claims(token)
+        self._check_meant(claims)
         from_s, until_s = _window(claims, now_s)
         tenant = _tenant(claims)
         self._known[digest] = (tenant, from_s, until_s)
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
         return tenant
+
+    def _check_meant(self, claims: Mapping[str, Any]) -> None:
+        """Raises Unauthenticated, which repeats neither what the token says nor what it should say."""
+        if self._issuer and claims.get("iss") != self._issuer:
+            raise Unauthenticated("the token is of another issuer than counts here (iss)", "other_issuer")
+        said = claims.get("aud")
+        audiences = said if isinstance(said, list) else [said]
+        if self._audience and self._audience not in audiences:
+            raise Unauthenticated("the token is meant for others (aud)", "other_audience")
 
     def _claims(self, token: bytes) -> Mapping[str, Any]:
         try:
@@ -95,8 +114,8 @@ class Tokens:
         raise Unauthenticated("the token is not signed by a key that counts here", "bad_token")
 
 
-def read_jwks(path: Path) -> Tokens:
-    """Raises ConfigError naming the file, and which of its keys is at fault."""
+def read_jwks(path: Path, audience: str = "", issuer: str = "") -> Tokens:
+    """audience, issuer: as `Tokens` has them. Raises ConfigError naming the file, and which of its keys is at fault."""
     at = f"auth.jwks_file = {path}"
     try:
         content = json_object(read_small(path, JWKS_BYTES), path)
@@ -120,7 +139,7 @@ def read_jwks(path: Path) -> Tokens:
         keys[kid] = _verifying_key(entry, where)
     if not keys:
         raise ConfigError(f"{at}: none of its keys is for signatures, so nobody could be served")
-    return Tokens(keys)
+    return Tokens(keys, audience, issuer)
 
 
 def _verifying_key(entry: Mapping[str, Any], where: str) -> VerifyingKey:

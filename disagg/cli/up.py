@@ -326,8 +326,8 @@ async def _say_states(config: Config, children: Children) -> None:
             with contextlib.suppress(httpx.HTTPError, ValueError):
                 healthy = (await client.get("/health")).status_code == 200
                 answer = await client.get("/status", headers=credentials_for(config.auth))
-                # A router that takes tokens only tells us no more than its health.
-                hidden = answer.status_code == 401 and healthy
+                # A router that takes tokens only, or whose operators have no keys, tells us no more than its health.
+                hidden = answer.status_code in (401, 403) and healthy
                 states = dict.fromkeys(names, "ready") if hidden else server_states(answer.json())
                 healthy_since_s = (healthy_since_s or now_s) if healthy else None
             for name, state in (states or {}).items():
@@ -350,14 +350,15 @@ async def _say_states(config: Config, children: Children) -> None:
 
 
 def credentials_for(auth: AuthConfig) -> dict[str, str]:
-    """The headers with which this process asks its own router: any of the keys that it takes."""
+    """The headers with which this process asks its own router: any of the keys that it takes, of an operator if it can be."""
     if not auth.api_keys_file:
         return {}
     path = home_expanded(auth.api_keys_file, "auth.api_keys_file")
     try:
-        key = next(iter(parse_keys(read_small(path, KEYS_BYTES), path)))
+        tenants = parse_keys(read_small(path, KEYS_BYTES), path)
     except (ConfigError, OSError):  # it has changed since the router has read it, which the router's log says
         return {}
+    key = next((each for each, tenant in tenants.items() if tenant in auth.operators), next(iter(tenants)))
     return {"authorization": f"Bearer {key.decode()}"}
 
 

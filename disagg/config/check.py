@@ -14,10 +14,20 @@ from msgspec.structs import replace
 from disagg.config.sizes import format_size, show_bytes
 from disagg.config.staging import PAGE_BYTES, Device, size_staging
 from disagg.config.steps import CPU_PAGE_TOKENS
-from disagg.config.tree import Config, EngineConfig, ProcessRole, RouterConfig, ServerConfig, ServerRole, TransferConfig
+from disagg.config.tree import (
+    AuthConfig,
+    Config,
+    EngineConfig,
+    ProcessRole,
+    RouterConfig,
+    ServerConfig,
+    ServerRole,
+    TransferConfig,
+)
 from disagg.types.addresses import is_loopback, split
 from disagg.types.errors import ConfigError
 from disagg.types.plain import quoted
+from disagg.types.tenants import MAX_TENANT_CHARS, TENANT, TENANT_SIGNS
 
 WHOLE_PROMPTS = ("vllm", "orca", "faster_transformer")
 LEAST_KV_BYTES = 1 << 14
@@ -46,6 +56,7 @@ def check_config(config: Config) -> None:
     _check_server(config)
     _check_router(config)
     _check_limits(config)
+    _check_auth(config.auth)
     _check_tls(config)
     _check_times(config)
 
@@ -139,6 +150,25 @@ def check_exposure(config: Config, role: ProcessRole) -> None:
             f"server.host = {quoted(config.server.host)}: whoever reaches it could read and write the memory that holds KV; "
             f"let processes show certificates (tls.cert, tls.key and tls.ca), listen on 127.0.0.1, {anyway}"
         )
+
+
+def _check_auth(auth: AuthConfig) -> None:
+    for path, value in (("auth.jwt_audience", auth.jwt_audience), ("auth.jwt_issuer", auth.jwt_issuer)):
+        if value and not auth.jwks_file:
+            raise ConfigError(f"{path} = {quoted(value)}: it is looked for in tokens, which need auth.jwks_file")
+    if not auth.operators:
+        return
+    if not (auth.api_keys_file or auth.jwks_file):
+        raise ConfigError(
+            f"auth.operators = {quoted(','.join(auth.operators))}: tenants are told by their keys or tokens; it needs "
+            "auth.api_keys_file or auth.jwks_file"
+        )
+    for tenant in auth.operators:
+        if not TENANT.fullmatch(tenant):
+            raise ConfigError(
+                f"auth.operators has {quoted(tenant)}: a tenant has letters, digits and {TENANT_SIGNS} only, and at most "
+                f"{MAX_TENANT_CHARS} characters"
+            )
 
 
 def _check_tls(config: Config) -> None:

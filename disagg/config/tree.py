@@ -217,6 +217,9 @@ class AuthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     api_keys_file: str = ""  # lines of KEY TENANT; empty: no keys are asked for
     jwks_file: str = ""  # public keys whose JWTs count; empty: none do
     limits_file: str = ""  # lines of TENANT and what it may ask for; empty: as much as it wants
+    jwt_audience: str = ""  # which a token's claim aud must name; empty: any, or none
+    jwt_issuer: str = ""  # which a token's claim iss must be; empty: any, or none
+    operators: tuple[str, ...] = ()  # tenants that may ask for more than /v1; empty: all that have a key
     insecure: bool = False  # whether processes listen beyond this machine without credentials that they ask for
 
 

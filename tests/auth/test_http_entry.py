@@ -118,6 +118,43 @@ async def test_with_a_key_every_route_answers(app: FastAPI, http: httpx.AsyncCli
         assert (await http.request(method, path, headers=A)).status_code != 401
 
 
+async def test_whoever_is_no_operator_gets_what_is_of_tenants_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("key-a team-a\nkey-b team-b\n")
+    auth = AuthConfig(api_keys_file=str(tmp_path / "keys"), operators=("team-b",))
+    gate, router = open_gate(auth, Audit(CollectorRegistry())), FakeRouter()
+    assert gate is not None
+    app = create_app(router, FakeChatTemplate(), CollectorRegistry(), version="1", debug_remote=True)
+    require_credentials(app, gate)
+    transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+    async with httpx.AsyncClient(base_url="http://127.0.0.1", transport=transport) as client:
+        refused = set()
+        for method, path in calls_of(app):
+            assert (await client.request(method, path, headers=B)).status_code != 403
+            answer = await client.request(method, path, headers=A)
+            if answer.status_code == 403:
+                refused.add(path)
+                if method != "HEAD":
+                    assert answer.json()["error"]["code"] == "forbidden"
+                    assert "team" not in answer.text
+        served = {path for _, path in calls_of(app)} - refused
+        assert {path for path in served if not path.startswith("/v1/")} == {"/", "/version", *ANONYMOUS}
+        assert {"/status", "/metrics", "/debug/requests", "/servers/x/drain", "/openapi.json"} <= refused
+        assert (await client.post("/v1/completions", json=COMPLETION, headers=A)).status_code == 200
+    assert router.drained == [("x", True), ("x", False)]  # by the operator alone
+
+
+def test_without_operators_every_key_is_one_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "keys").write_text("key-a team-a\n")
+    for operators, warned, may in (((), True, True), (("team-b",), False, False), (("team-a",), False, True)):
+        caplog.clear()
+        auth = AuthConfig(api_keys_file=str(tmp_path / "keys"), operators=operators)
+        gate = open_gate(auth, Audit(CollectorRegistry()))
+        assert gate is not None and gate.may_operate("team-a") is may
+        assert ("auth.operators is empty" in caplog.text) is warned
+
+
 @pytest.mark.parametrize("shown", ["Bearer", "key-a", "Bearer key-a key-a", "Bearer key-a,", "Bearer " + "k" * 20_000])
 async def test_what_is_no_bearer_of_a_key_is_refused(http: httpx.AsyncClient, shown: str) -> None:
     assert (await http.get("/status", headers={"authorization": shown})).status_code == 401

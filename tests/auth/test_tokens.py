@@ -217,3 +217,53 @@ def test_a_path_that_cannot_be_read_is_named_with_its_setting(tmp_path: Path) ->
     (tmp_path / "jwks").write_text("[")
     with pytest.raises(ConfigError, match=r"^auth.jwks_file = .* cannot be read as JSON"):
         read_jwks(tmp_path / "jwks")
+
+
+@pytest.fixture
+def meant(tmp_path: Path) -> Tokens:
+    """Tokens of one issuer, for one audience."""
+    made = read_jwks(write(tmp_path / "jwks", public(RSA, kid="RS256")), "our-cluster", "https://ours.example/")
+    made._clock = lambda: NOW_S
+    return made
+
+
+@pytest.mark.parametrize("audience", ["our-cluster", ["others", "our-cluster"]])
+def test_a_token_for_this_audience_of_this_issuer_counts(meant: Tokens, audience: object) -> None:
+    assert meant.tenant_of(signed(aud=audience, iss="https://ours.example/")) == "someone"
+
+
+@pytest.mark.parametrize(
+    "audience", [None, "", "others", "our-cluster-2", ["others"], [], [["our-cluster"]], 7, {"our-cluster": 1}]
+)
+def test_a_token_for_others_does_not(meant: Tokens, audience: object) -> None:
+    with pytest.raises(Unauthenticated) as refused:
+        meant.tenant_of(signed(aud=audience, iss="https://ours.example/"))
+    assert refused.value.reason == "other_audience"
+    assert "our-cluster" not in str(refused.value) and "others" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "issuer", [None, "", "https://ours.example", "https://theirs.example/", ["https://ours.example/"], 7]
+)
+def test_a_token_of_another_issuer_does_not(meant: Tokens, issuer: object) -> None:
+    with pytest.raises(Unauthenticated) as refused:
+        meant.tenant_of(_with_claims(aud="our-cluster", iss=issuer))
+    assert refused.value.reason == "other_issuer"
+    assert "example" not in str(refused.value)
+
+
+def test_what_is_not_signed_says_nothing_of_what_would_count(meant: Tokens) -> None:
+    """The claims of a token that somebody made up are not looked at."""
+    with pytest.raises(Unauthenticated) as refused:
+        meant.tenant_of(signed(key=OTHER_RSA, aud="others", iss="https://theirs.example/"))
+    assert refused.value.reason == "bad_token"
+
+
+def test_without_these_settings_any_audience_and_issuer_do(tokens: Tokens) -> None:
+    assert tokens.tenant_of(signed(aud=["x"], iss="https://anybody.example/")) == "someone"
+
+
+def _with_claims(**claims: object) -> bytes:
+    """Signed as it is: PyJWT itself would make no token with an issuer that is no text."""
+    payload = {name: value for name, value in {**CLAIMS, **claims}.items() if value is not None}
+    return jwt.api_jws.encode(json.dumps(payload).encode(), RSA, "RS256", headers={"kid": "RS256"}).encode()

@@ -220,7 +220,7 @@ def test_routers_ask_for_the_keys_that_a_secret_holds_and_else_say_that_they_ask
         said = tomllib.loads(process.config)["auth"]
         mounts = {each["mountPath"]: each["name"] for each in process.container["volumeMounts"]}
         volumes = {each["name"]: each for each in process.pod["volumes"]}
-        expected = {}
+        expected: dict[str, Any] = {}
         for value, setting, directory in (
             ("apiKeys", "api_keys_file", "/etc/disagg-auth/api-keys"),
             ("jwks", "jwks_file", "/etc/disagg-auth/jwks"),
@@ -231,6 +231,10 @@ def test_routers_ask_for_the_keys_that_a_secret_holds_and_else_say_that_they_ask
                 assert volumes[mounts[directory]]["secret"]["secretName"] == secret
             else:
                 assert directory not in mounts
+        if process.role == "router":
+            named = {"jwt_audience": auth["jwks"]["audience"], "jwt_issuer": auth["jwks"]["issuer"]}
+            expected |= {name: value for name, value in named.items() if value}
+            expected |= {"operators": auth["operators"]} if auth["operators"] else {}
         seen = process.role != "router" and has_tls(given(values))
         assert said == (expected or ({} if seen else {"insecure": True}))
 

@@ -24,7 +24,7 @@ from tests.discovery.fake_api import ApiThread
 pytestmark = pytest.mark.cluster
 READY_S = 240.0  # computing on a CPU that others use, too
 KEYS = {"keys": {"keys": "# who\nsome-key alice\nscrape-key prometheus\n"}, "scrape": {"token": "scrape-key"}}
-ALICE = {"authorization": "Bearer some-key"}
+ALICE, OPERATOR = {"authorization": "Bearer some-key"}, {"authorization": "Bearer scrape-key"}
 SMALL = {"requests": {"cpu": 1, "memory": "1Gi"}}
 
 
@@ -45,7 +45,7 @@ def values(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "gpu": {"enabled": False},
         "model": {"servedName": "smol", "hostPath": {"path": str(model)}},
         "config": {"engine": {"kv_memory_bytes": "64MiB"}, "model": {"max_model_len": 512}},
-        "auth": {"apiKeys": {"secretName": "keys"}},
+        "auth": {"apiKeys": {"secretName": "keys"}, "operators": ["prometheus"]},
         "tls": {"routerSecret": "router-cert", "serverSecret": "server-cert"},
         "serviceMonitor": {"enabled": True, "credentials": {"secretName": "scrape", "key": "token"}},
         "prometheusRule": {"enabled": True},
@@ -155,7 +155,8 @@ def test_prometheus_finds_metrics_where_the_chart_sends_it_and_kv_has_crossed(
 
 def test_servers_have_the_names_of_their_pods(pods: dict[str, Pod], trusted: ssl.SSLContext) -> None:
     where = f"{url(pods['router'])}/status"
-    status = httpx.get(where, headers=ALICE, timeout=30, trust_env=False, verify=trusted).json()
+    assert httpx.get(where, headers=ALICE, timeout=30, trust_env=False, verify=trusted).status_code == 403
+    status = httpx.get(where, headers=OPERATOR, timeout=30, trust_env=False, verify=trusted).json()
     servers = {each["name"]: each["state"] for each in status["servers"]}
     assert servers == {pods["prefill"].name: "ready", pods["decode"].name: "ready"}
 

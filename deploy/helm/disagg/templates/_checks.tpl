@@ -49,6 +49,12 @@
 {{- if and (hasPrefix "file:" .Values.storage.url) (not .Values.storage.pvc.claimName) -}}
 {{- fail "storage.url: a directory in a pod is lost with it, and no other pod sees it: name a volume in storage.pvc.claimName" -}}
 {{- end -}}
+{{- if and .Values.auth.operators (not (or .Values.auth.apiKeys.secretName .Values.auth.jwks.secretName)) -}}
+{{- fail "auth.operators: tenants are told by keys or tokens, and none are asked for: see auth.apiKeys and auth.jwks" -}}
+{{- end -}}
+{{- if and (or .Values.auth.jwks.audience .Values.auth.jwks.issuer) (not .Values.auth.jwks.secretName) -}}
+{{- fail "auth.jwks.secretName: auth.jwks.audience and auth.jwks.issuer are looked for in tokens, and none are taken" -}}
+{{- end -}}
 {{- if and .Values.serviceMonitor.enabled (or .Values.auth.apiKeys.secretName .Values.auth.jwks.secretName) (not .Values.serviceMonitor.credentials.secretName) -}}
 {{- fail "serviceMonitor.credentials.secretName: routers ask for keys (auth), also for their metrics, and Prometheus would have none" -}}
 {{- end -}}

@@ -49,7 +49,10 @@
 {{- end -}}
 {{- with .Values.auth.jwks -}}
 {{- if .secretName -}}{{- $_ := set $auth "jwks_file" (printf "/etc/disagg-auth/jwks/%s" .key) -}}{{- end -}}
+{{- with .audience -}}{{- $_ := set $auth "jwt_audience" . -}}{{- end -}}
+{{- with .issuer -}}{{- $_ := set $auth "jwt_issuer" . -}}{{- end -}}
 {{- end -}}
+{{- with .Values.auth.operators -}}{{- $_ := set $auth "operators" . -}}{{- end -}}
 {{- toJson ($auth | default (dict "insecure" true)) -}}
 {{- end }}
 
