@@ -55,8 +55,9 @@ def run_role(
     for warning in (*warnings_of(config), check_descriptors(config, role, limit)):
         if warning:
             log.warning(warning)
-    most = min(config.router.max_connections, connections_allowed(config, role, limit))
-    config = replace(config, router=replace(config.router, max_connections=most))
+    if role == "router":
+        most = connections_allowed(config, role, limit)
+        config = replace(config, router=replace(config.router, max_connections=most))
     return _run(role, config, heartbeat)
 
 

@@ -40,7 +40,10 @@ BASE_DESCRIPTORS = 96  # sockets to listen at, gRPC's and ZeroMQ's own, event lo
 DESCRIPTORS_PER_SERVER = 4  # a stream, and for a moment a trial of its address or a question for its dump
 DESCRIPTORS_PER_RANK = 16  # its process, its sockets
 LEAST_CONNECTIONS = 8
-MOST_CONNECTIONS = 4096
+MOST_CONNECTIONS = (
+    4096  # of a server's gRPC port, whose routers and peers have one or a few each; a router's are a setting
+)
+PORTS = 2  # that each process listens at
 PEERS = 64  # of a server: how many there will be it does not know
 LINKS_PER_ARENA = 4  # no link gets more than its share, a quarter: as the arena itself deals them out
 
@@ -228,8 +231,7 @@ def descriptors_needed(config: Config, role: ProcessRole) -> tuple[int, int]:
         router = config.router
         servers = len(router.servers) if router.discovery == "static" else FOUND_SERVERS
         least = BASE_DESCRIPTORS + DESCRIPTORS_PER_SERVER * servers
-        # Whoever waits for an answer has a connection; prompts of one request share it, which nobody has to use.
-        return least, least + router.max_inflight + router.max_queued
+        return least, least + PORTS * router.max_connections
     least = BASE_DESCRIPTORS + DESCRIPTORS_PER_RANK * config.server.num_ranks
     return least, least + PEERS * (DESCRIPTORS_PER_SERVER + config.server.num_ranks)
 
@@ -242,7 +244,7 @@ def check_descriptors(config: Config, role: ProcessRole, limit: int) -> str:
         raise ConfigError(f"{said}; a {role} process with this configuration needs {least} at least; raise the limit")
     if limit >= wanted:
         return ""
-    why = "router.max_inflight + router.max_queued clients" if role == "router" else f"{PEERS} peers and routers"
+    why = "router.max_connections clients at each of its ports" if role == "router" else f"{PEERS} peers and routers"
     return f"{said}; with {why} it may need {wanted}; beyond its limit it refuses connections; raise the limit"
 
 
@@ -251,7 +253,8 @@ def connections_allowed(config: Config, role: ProcessRole, limit: int) -> int:
     the files that it needs for itself: for its workers, whose sockets end it when there is no descriptor for them, for what
     it dials, and for its other port."""
     least, _ = descriptors_needed(config, role)
-    return max(LEAST_CONNECTIONS, min(MOST_CONNECTIONS, (limit - least) // 2))
+    wanted = config.router.max_connections if role == "router" else MOST_CONNECTIONS
+    return min(wanted, max(LEAST_CONNECTIONS, (limit - least) // PORTS))
 
 
 def _check_model(config: Config) -> None:

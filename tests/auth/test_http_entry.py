@@ -129,6 +129,7 @@ async def test_whoever_is_no_operator_gets_what_is_of_tenants_and_nothing_else(t
     async with httpx.AsyncClient(base_url="http://127.0.0.1", transport=transport) as client:
         refused = set()
         for method, path in calls_of(app):
+            path = path.replace("//", "/./")  # which httpx would take for a host
             assert (await client.request(method, path, headers=B)).status_code != 403
             answer = await client.request(method, path, headers=A)
             if answer.status_code == 403:
@@ -136,7 +137,7 @@ async def test_whoever_is_no_operator_gets_what_is_of_tenants_and_nothing_else(t
                 if method != "HEAD":
                     assert answer.json()["error"]["code"] == "forbidden"
                     assert "team" not in answer.text
-        served = {path for _, path in calls_of(app)} - refused
+        served = {path for _, path in calls_of(app) if "//" not in path} - refused
         assert {path for path in served if not path.startswith("/v1/")} == {"/", "/version", *ANONYMOUS}
         assert {"/status", "/metrics", "/debug/requests", "/servers/x/drain", "/openapi.json"} <= refused
         assert (await client.post("/v1/completions", json=COMPLETION, headers=A)).status_code == 200

@@ -180,8 +180,8 @@ def test_the_limit_on_open_files_is_checked_against_what_is_configured(
         check_descriptors(config, role, least - 1)
 
 
-def test_a_router_may_need_a_file_for_each_client_it_lets_wait() -> None:
-    few, many = (Config(router=RouterConfig(max_inflight=n, max_queued=n)) for n in (10, 5000))
+def test_a_router_may_need_a_file_for_each_connection_that_it_lets_in() -> None:
+    few, many = (Config(router=RouterConfig(max_connections=n)) for n in (10, 5000))
     assert descriptors_needed(many, "router")[1] - descriptors_needed(few, "router")[1] == 2 * 4990
 
 
@@ -192,8 +192,20 @@ def test_two_ports_full_of_connections_leave_a_process_what_it_needs_itself(
 ) -> None:
     least, _ = descriptors_needed(Config(), role)
     allowed = connections_allowed(Config(), role, limit)
-    assert 8 <= allowed <= 4096
+    assert 8 <= allowed <= (Config().router.max_connections if role == "router" else 4096)
     assert 2 * allowed <= limit - least
+
+
+@pytest.mark.parametrize(
+    ("wanted", "limit", "allowed"),
+    [(4, 1 << 20, 4), (2048, 1 << 20, 2048), (10_000, 1 << 20, 10_000), (10_000, 2352, 1000)],
+)
+def test_a_router_lets_in_as_many_as_it_is_told_to_if_it_has_the_files(wanted: int, limit: int, allowed: int) -> None:
+    config = Config(router=RouterConfig(max_connections=wanted, discovery="kubernetes"))
+    assert descriptors_needed(config, "router")[0] == 352
+    assert connections_allowed(config, "router", limit) == allowed
+    said = check_descriptors(config, "router", limit)
+    assert ("router.max_connections" in said) is (allowed < wanted)
 
 
 @pytest.mark.parametrize(
