@@ -19,12 +19,12 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import fields
 
-from disagg.auth.keys import TENANT, TENANT_SIGNS
 from disagg.auth.reloaded import LOOK_S, Reloaded
 from disagg.config.tree import AuthConfig
 from disagg.types.errors import ConfigError, QuotaExceeded
 from disagg.types.plain import quoted
 from disagg.types.small_files import home_expanded, read_small
+from disagg.types.tenants import TENANT, TENANT_SIGNS
 
 SETTING = "auth.limits_file"
 LIMITS_BYTES = 16 << 20

@@ -58,7 +58,6 @@ def check_config(config: Config) -> None:
     _check_transfer(config)
     _check_server(config)
     _check_router(config)
-    _check_limits(config)
     _check_auth(config.auth)
     _check_tls(config)
     _check_times(config)
@@ -130,14 +129,6 @@ def _asks(config: Config) -> bool:
     return bool(config.auth.api_keys_file or config.auth.jwks_file)
 
 
-def _check_limits(config: Config) -> None:
-    if config.auth.limits_file and not _asks(config):
-        raise ConfigError(
-            f"auth.limits_file = {quoted(config.auth.limits_file)}: whose a request is, is known by its key only; it needs "
-            "auth.api_keys_file or auth.jwks_file"
-        )
-
-
 def check_exposure(config: Config, role: ProcessRole) -> None:
     """Raises ConfigError for a process that would listen beyond this machine without asking who is there, unless told to."""
     if config.auth.insecure:
@@ -159,9 +150,13 @@ def _check_auth(auth: AuthConfig) -> None:
     for path, value in (("auth.jwt_audience", auth.jwt_audience), ("auth.jwt_issuer", auth.jwt_issuer)):
         if value and not auth.jwks_file:
             raise ConfigError(f"{path} = {quoted(value)}: it is looked for in tokens, which need auth.jwks_file")
-    if not auth.operators:
-        return
-    if not (auth.api_keys_file or auth.jwks_file):
+    asked = bool(auth.api_keys_file or auth.jwks_file)
+    if auth.limits_file and not asked:
+        raise ConfigError(
+            f"auth.limits_file = {quoted(auth.limits_file)}: whose a request is, is known by its key only; it needs "
+            "auth.api_keys_file or auth.jwks_file"
+        )
+    if auth.operators and not asked:
         raise ConfigError(
             f"auth.operators = {quoted(','.join(auth.operators))}: tenants are told by their keys or tokens; it needs "
             "auth.api_keys_file or auth.jwks_file"
