@@ -40,7 +40,7 @@ def ipv6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SeparatePr
     )
     http_port, grpc_port, *ports = pick_ports(HERE, 6)
     found, running = [], SeparateProcesses(tmp_path / "run")
-    running.http, running.model = f"http://{join(HERE, http_port)}", "llama"
+    running.http = f"http://{join(HERE, http_port)}"
     with running:
         for role in ("prefill", "decode"):
             port, metrics_port = ports.pop(), ports.pop()
