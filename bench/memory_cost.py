@@ -25,8 +25,9 @@ from rich.table import Table
 
 from bench.memory_models import CHECKPOINT_TOKENS, PAGE_TOKENS, ministral
 from disagg.memory.hashing import chain_root, extend_hashes
+from disagg.memory.kv_memory import KvMemory
 from disagg.memory.layout import plan_layout
-from disagg.memory.sequence import KvMemory, SequencePages
+from disagg.memory.sequence import SequencePages
 
 ROOT = chain_root("bench")
 PROMPT_TOKENS = 128 * 1024

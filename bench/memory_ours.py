@@ -17,8 +17,9 @@ from bench.memory_trace import BenchRequest
 from disagg.memory.allocator import PageAllocator
 from disagg.memory.cache import ImageRef, PrefixCache, image_key, snapshot_key
 from disagg.memory.hashing import chain_root, extend_hashes
+from disagg.memory.kv_memory import KvMemory
 from disagg.memory.layout import PoolLayout, plan_layout
-from disagg.memory.sequence import KvMemory, SequencePages
+from disagg.memory.sequence import SequencePages
 from disagg.memory.spans import PLANS_IN_FLIGHT, last_checkpoint, pages_for
 from disagg.messages.layout import GroupKind
 

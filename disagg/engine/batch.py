@@ -31,7 +31,8 @@ from disagg.engine.instructions import Counters
 from disagg.engine.sequences import Sequence, State
 from disagg.engine.steps import PlanPipeline, Slots
 from disagg.engine.tiers import Tiers
-from disagg.memory.sequence import KvMemory, SequencePages
+from disagg.memory.kv_memory import KvMemory
+from disagg.memory.sequence import SequencePages
 from disagg.messages.plan import PageCopy, Run, SamplerStart, SequenceStart, StepResult, WorkerPlan
 from disagg.messages.sequence_diff import DiffEncoder
 from disagg.scheduler.budget import Budget, of_tokens
@@ -98,6 +99,12 @@ class Batch:
             return False
         begun = any(not s.is_prompt or s.last_plan >= 0 for s in self.running.values())
         return begun or bool(self.parked or self._leaving)
+
+    @property
+    def begins_partly(self) -> bool:
+        """Its policy lets a prompt begin with pages for its first tokens only. What it has computed is not lost when it gives
+        them back: it stays in the prefix cache while nobody needs them."""
+        return self._policy.partly and self._memory.caching and not self._memory.keeps_back
 
     @property
     def reserves(self) -> bool:
@@ -190,21 +197,32 @@ class Batch:
         """Preempt one running sequence by policy, unless pages are coming free anyway.
 
         outputs: only one that has made so many tokens since it last joined, so that each turn brings it forward.
-        to_arrival: only one that is younger.
+        to_arrival: only one that is younger. A prompt that has begun with part of its pages goes before all of them.
         """
+        if self.end_partly(reason):
+            return
         could = tuple(
             Running(s.seq_id, s.arrival, len(s.tokens), s.priority)
             for s in self.running.values()
             if not (s.is_prompt or s.stops) and len(s.tokens) - s.joined_tokens >= outputs and s.arrival > to_arrival
         )
         # How long a transfer uses what prompts and those that stop have left behind, nobody knows.
-        coming = any(not (s.is_prompt or s.stops) for s in self._leaving)
+        coming = any(s.partly or not (s.is_prompt or s.stops) for s in self._leaving)
         if coming or not could:
             return
         victim = self.running[PREEMPTION[self._facts.preemption](could).seq_id]
         self._leave(victim)
         victim.state = State.GIVING_WAY
         self._counters.preemptions[reason] += 1
+
+    def end_partly(self, reason: str) -> bool:
+        """The prompt that has begun with part of its pages gives way; whose it is begins it again. Whether there is one."""
+        found = next((s for s in self.running.values() if s.partly), None)
+        if found is None:
+            return False
+        self.stop(found)
+        self._counters.preemptions[reason] += 1
+        return True
 
     def settle(self, now_s: float) -> None:
         """Free what sequences that left hold, once no plan and no transfer names it."""
@@ -337,7 +355,9 @@ class Batch:
                 decodes_left -= phase is Phase.DECODE
                 if decodes_left < 0 and phase is Phase.DECODE:
                     continue  # there is another plan for it
-                most = self._longest_run(position)
+                most = min(self._longest_run(position), sequence.room)
+                if most <= 0:
+                    continue  # it waits for pages
                 candidate = Candidate(sequence.seq_id, phase, remaining, most, position)
                 if sequence.is_prompt:
                     prompts.append((sequence, candidate))
@@ -396,6 +416,10 @@ class Batch:
         return complete
 
     # ---- what others need to know of it
+
+    def holds_alone(self, sequence: Sequence) -> bool:
+        """No other has pages here."""
+        return all(s is sequence or s.pages is None for s in self._named.values())
 
     def pages(self) -> list[SequencePages]:
         """Of every sequence that holds any."""

@@ -62,6 +62,8 @@ class Answer:
 class Choices(Onward):
     """See the module."""
 
+    begins_partly = True
+
     def __init__(self, core: Core) -> None:
         self._core = core
         self._facts = core.facts

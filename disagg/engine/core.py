@@ -24,7 +24,7 @@ class Sharing(Struct, frozen=True):
     policy: str  # a key of scheduler.policies.POLICIES
     step_tokens: int  # most tokens of one step
     fits_alone: Fits  # of any sequence that this role may have
-    common_late_tokens: int = 0  # see memory.sequence.KvMemory
+    common_late_tokens: int = 0  # see memory.kv_memory.KvMemory
 
 
 class Core:

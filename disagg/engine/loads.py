@@ -24,7 +24,7 @@ from disagg.engine.asks import Asks
 from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Instruction, ToStore, ToTransfer
 from disagg.engine.offload import Offload
-from disagg.memory.sequence import KvMemory
+from disagg.memory.kv_memory import KvMemory
 from disagg.messages.layout import GroupKind
 from disagg.messages.tiers import CopiedIn, CopyIn, PageMove, PartsRead
 from disagg.offload.acks import Acks

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from disagg.engine.batch import Batch
 from disagg.engine.facts import EngineFacts
 from disagg.engine.sequences import Sequence
-from disagg.memory.sequence import KvMemory
+from disagg.memory.kv_memory import KvMemory
 from disagg.memory.spans import pages_for, window_pages
 from disagg.messages.layout import GroupKind
 from disagg.scheduler.admission import Growing, peak_growth
@@ -46,16 +46,26 @@ class Lookahead:
 
         alone: nobody but these holds memory; None: nobody at all does, if that is so.
         """
+        growing, limits = self._begun()
+        if not growing and (self.alone if alone is None else alone):
+            return True
+        growth = self._grown_to([*growing, *new.growing], [*limits, *[new.limit] * len(new.growing)])
+        return self._memory.allocator.used_large + growth <= self._facts.memory.num_large
+
+    @property
+    def spare_large(self) -> int:
+        """Large pages that are free, and that those which have begun do not come to need for as long as is looked ahead."""
+        return int(self._facts.memory.num_large - self._memory.allocator.used_large - self._grown_to(*self._begun()))
+
+    def _begun(self) -> tuple[list[Growing], list[int]]:
+        """Of all choices that run, or that something which has begun will have: how they grow, and most tokens of each."""
         running = [s for s in self._batch.running.values() if not s.is_prompt]
         growing = [running_on(s) for s in running]
         limits = [s.limit for s in running]
         for begun in self.granted.values():
             growing += begun.growing
             limits += [begun.limit] * len(begun.growing)
-        if not growing and (self.alone if alone is None else alone):
-            return True
-        growth = self._grown_to([*growing, *new.growing], [*limits, *[new.limit] * len(new.growing)])
-        return self._memory.allocator.used_large + growth <= self._facts.memory.num_large
+        return growing, limits
 
     def _grown_to(self, growing: List[Growing], limits: List[int]) -> float:
         """Large pages, beyond those that are used, that these come to need at most. limits: most tokens of each."""

@@ -19,7 +19,7 @@ from disagg.engine.asks import Asks
 from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Instruction, ToStore, ToTransfer
 from disagg.engine.sequences import Sequence
-from disagg.memory.sequence import KvMemory
+from disagg.memory.kv_memory import KvMemory
 from disagg.messages.layout import GroupKind
 from disagg.messages.tiers import CopiedOut, CopyOut, PartsWritten
 from disagg.offload.host import HostPool, Placed

@@ -15,6 +15,8 @@ from disagg.messages.link import FirstToken
 class Onward(Stage, ABC):
     """Where a prompt's KV goes: a stage that its leg passes through after this one."""
 
+    begins_partly = False  # what has been computed of a prompt can be given back: none of it is on its way to anyone
+
     @property
     @abstractmethod
     def may_admit(self) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from disagg.engine.batch import Batch
 from disagg.engine.instructions import Counters
 from disagg.engine.now import Now
-from disagg.memory.sequence import KvMemory
+from disagg.memory.kv_memory import KvMemory
 from disagg.messages.plan import WorkerPlan
 from disagg.scheduler.prefill_delayer import LargestBatch, Outcome, PrefillDelayer, Row, SinglePass
 

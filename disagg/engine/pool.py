@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Counters, PublishKv
-from disagg.memory.sequence import KvMemory, SequencePages
+from disagg.memory.kv_memory import KvMemory
+from disagg.memory.sequence import SequencePages
 from disagg.messages.legs import GroupMemory, HostMemory, KvEvents, LoadReport, MemoryReport, ServerState, StartLeg
 from disagg.scheduler.pipeline import plans_in_flight
 

@@ -3,9 +3,13 @@
     StartLeg ──> a turn (engine/turns) ──> pages, slots ──> chunks scheduled ──> first tokens ──> onward
                                             └ behind the longest prefix that is cached in every layer group
 
-Tenants take turns: in being admitted, all or nothing, and chunk by chunk in being computed (scheduler/fairness). A tenant
+Tenants take turns: in being admitted, and chunk by chunk in being computed (scheduler/fairness). A tenant
 whose first prompt waits for another's prefix lets the others go on; nobody overtakes one that waits for pages or slots. What is
 computed enters the cache chunk by chunk, so that the next prompt finds it while this one still runs.
+
+A prompt has pages for all of its tokens when it begins. Where a policy says so, one at a time begins with what is free, keeps
+its place in the queue, and gets more as it comes free (`_extend`): it begins in earnest, as it were, when it has all. Whoever
+has begun and lacks a page takes them back; then it begins again, behind what it left in the prefix cache.
 
 What becomes of the KV is somebody else's business (`Onward`): a transfer's, or that of the choices which go on here.
 """
@@ -25,6 +29,7 @@ from disagg.engine.onward import Onward
 from disagg.engine.pool import prompt_fits
 from disagg.engine.sequences import Sequence
 from disagg.engine.turns import Begins, Turn
+from disagg.memory.sequence import SequencePages
 from disagg.messages.legs import Outcome, StartLeg, TimelineEvent
 from disagg.messages.link import FirstToken
 from disagg.messages.plan import Run, SampledToken, StepResult, WorkerPlan
@@ -42,6 +47,7 @@ class Prompt:
     too_little_at: int = -1  # KvMemory.releases when there were too few pages for it
     turn: Turn | None = None  # while it waits
     sequence: Sequence | None = None  # once it is admitted
+    gave_way: Sequence | None = None  # that it was before, with part of the pages
 
 
 class Prompts(Stage):
@@ -62,6 +68,7 @@ class Prompts(Stage):
         self._waiting = 0
         self._prompts: dict[LegKey, Prompt] = {}
         self._by_seq: dict[int, Prompt] = {}  # admitted
+        self._partly: Prompt | None = None  # has begun with part of its pages
 
     # ---- what the engine calls
 
@@ -103,17 +110,20 @@ class Prompts(Stage):
             self._waits_no_more(prompt)
         if self._tiers is not None:
             self._tiers.loads.forget(leg.key)
+        if prompt is self._partly:
+            self._partly = None
         if prompt.sequence is not None:
             self._batch.stop(prompt.sequence)
 
     def holds(self, leg: Leg) -> bool:
-        sequence = self._prompts[leg.key].sequence
-        return sequence is not None and sequence.pages is not None
+        return any(sequence.pages is not None for sequence in self._sequences(self._prompts[leg.key]))
 
     def forget(self, leg: Leg) -> None:
-        sequence = self._prompts.pop(leg.key).sequence
-        if sequence is not None:
+        for sequence in self._sequences(self._prompts.pop(leg.key)):
             del self._by_seq[sequence.seq_id]
+
+    def _sequences(self, prompt: Prompt) -> list[Sequence]:
+        return [sequence for sequence in (prompt.gave_way, prompt.sequence) if sequence is not None]
 
     def _waits_no_more(self, prompt: Prompt) -> None:
         prompt.turn = None
@@ -139,19 +149,26 @@ class Prompts(Stage):
     def check_integrity(self) -> None:
         waiting = [prompt for prompt in self._prompts.values() if prompt.turn is not None]
         for prompt in waiting:
-            assert prompt.turn is not None and prompt.turn in self._turns.queue and prompt.sequence is None
+            assert prompt.turn is not None and prompt.turn in self._turns.queue
+            assert (prompt.sequence is not None) == (prompt is self._partly)
         assert len(waiting) == self._waiting
+        assert sum(sequence.partly for sequence in self._batch.running.values()) <= 1
         assert all(self._batch.running[s].is_prompt == (s in self._by_seq) for s in self._batch.running)
 
     # ---- admission
 
     def schedule(self, now: Now) -> None:
         """What is kept elsewhere of those that come next is brought back before it is their turn."""
+        if self._partly is not None:
+            self._extend(self._partly, now)
         for prompt in islice(self.queue, LOADS_AHEAD if self._tiers is not None else 0):
-            self._brought_back(prompt, now)
+            if prompt is not self._partly:
+                self._brought_back(prompt, now)
 
     def _try(self, prompt: Prompt, now: Now) -> Begins:
         """Its turn has come."""
+        if prompt is self._partly:
+            return Begins.TOO_LITTLE
         if not self._onward_of(prompt.leg).may_admit or self._batch.slots.free < len(prompt.leg.start.choices):
             return Begins.TOO_LITTLE
         if not self._brought_back(prompt, now):
@@ -162,7 +179,10 @@ class Prompts(Stage):
             return Begins.TOO_LITTLE
         if not self._core.passes.may_prefill():
             return Begins.AWAITS
-        return Begins.NOW if self._admit(prompt, now) else Begins.TOO_LITTLE
+        if self._admit(prompt, now):
+            return Begins.NOW
+        self._begin_partly(prompt, now)
+        return Begins.TOO_LITTLE
 
     def _brought_back(self, prompt: Prompt, now: Now) -> bool:
         """What the host and storage have of it is cached again, or is not worth waiting for. Others may go on meanwhile."""
@@ -203,14 +223,26 @@ class Prompts(Stage):
         if pages is None:
             prompt.too_little_at = kv.releases
             return False
-        self._pool.taken(pages)
-        slots = batch.slots.take(len(leg.start.choices))
-        assert slots is not None and prompt.turn is not None
+        self._join(prompt, pages, now)
+        self._begun(prompt)
+        return True
+
+    def _begun(self, prompt: Prompt) -> None:
+        """It has all of its pages."""
+        assert prompt.sequence is not None and prompt.sequence.pages is not None and prompt.turn is not None
+        self._pool.taken(prompt.sequence.pages)
         self._turns.queue.take(prompt.turn)
         self._waits_no_more(prompt)
-        if self._tiers is not None:
-            leg.brought_tokens = self._tiers.begins(leg.key, pages.computed)
-        leg.cached_tokens = pages.computed
+
+    def _join(self, prompt: Prompt, pages: SequencePages, now: Now, *, partly: bool = False) -> None:
+        """It runs in these pages."""
+        leg = prompt.leg
+        slots = self._batch.slots.take(len(leg.start.choices))
+        assert slots is not None
+        brought = self._tiers.begins(leg.key, pages.computed) if self._tiers is not None else {}
+        if prompt.gave_way is None:
+            leg.brought_tokens, leg.cached_tokens = brought, pages.computed
+            self._counters.observe("queue", now.s - leg.received.s)
         sequence = prompt.sequence = Sequence(
             key=leg.key,
             tenant=leg.tenant,
@@ -220,7 +252,7 @@ class Prompts(Stage):
             priority=leg.start.priority,
             tokens=list(leg.start.token_ids),
             num_prompt=leg.start.num_prompt,
-            limit=tokens + 1,
+            limit=leg.num_tokens + 1,
             params=leg.start.params,
             root=prompt.root,
             salt=leg.start.cache_salt,
@@ -228,11 +260,45 @@ class Prompts(Stage):
             pages=pages,
             slots=slots,
             computed=pages.computed,
+            partly=partly,
         )
-        batch.join(sequence)
+        self._batch.join(sequence)
         self._by_seq[sequence.seq_id] = prompt
-        self._counters.observe("queue", now.s - leg.received.s)
-        return True
+
+    # ---- with part of the pages
+
+    def _begin_partly(self, prompt: Prompt, now: Now) -> None:
+        """Its place in the queue stays its own, and nobody overtakes it, until it has all. Once: it is not computed again and
+        again for others to take its pages."""
+        if self._partly is not None or prompt.gave_way is not None or not self._batch.begins_partly:
+            return
+        leg, kv, lookahead = prompt.leg, self._pool.kv, self._core.lookahead
+        if not self._onward_of(leg).begins_partly:
+            return
+        clock, chunk_tokens = self._batch.pipeline.clock, self._facts.chunk_tokens
+        pages = kv.open_partly(prompt.hashes, leg.num_tokens, chunk_tokens, clock, lambda: lookahead.spare_large)
+        if pages is not None:
+            self._partly = prompt
+            self._join(prompt, pages, now, partly=True)
+
+    def _extend(self, prompt: Prompt, now: Now) -> None:
+        """More pages, if some are free beside what those that have begun will need; with all of them, what comes after it."""
+        leg, sequence, batch = prompt.leg, prompt.sequence, self._batch
+        assert sequence is not None
+        if sequence.done:  # it gave way
+            prompt.gave_way, prompt.sequence, self._partly = sequence, None, None
+            return
+        assert sequence.pages is not None
+        alone = batch.holds_alone(sequence) and not (self._tiers is not None and self._tiers.held())
+        large = self._pool.kv.allocator.num_large if alone else self._core.lookahead.spare_large
+        sequence.pages.extend(leg.num_tokens, large)
+        whole = sequence.pages.room_tokens >= leg.num_tokens
+        if whole and self._onward_of(leg).take_on(leg, sequence.pages, alone=alone):
+            sequence.partly = False
+            self._partly = None
+            self._begun(prompt)
+        elif alone:  # the rest cannot be had beside what it holds: it begins again, with the pool to itself
+            batch.end_partly("memory")
 
     # ---- steps
 
@@ -244,7 +310,7 @@ class Prompts(Stage):
             leg, sequence = prompt.leg, prompt.sequence
             assert sequence is not None
             start = sequence.position - run.num_tokens
-            if start == leg.cached_tokens:
+            if start == leg.cached_tokens and prompt.gave_way is None:
                 leg.timeline.append(TimelineEvent("queued", leg.received.unix_s, now.unix_s))
             self._onward_of(leg).scheduled(leg, sequence, start, plan.plan_no)
 
@@ -261,7 +327,7 @@ class Prompts(Stage):
                     self._prompt_done(prompt, sampled.get(run.seq_id, []), report, now)
 
     def _chunk_done(self, prompt: Prompt, run: Run, plan: WorkerPlan, report: StepResult) -> None:
-        leg, sequence = prompt.leg, prompt.sequence
+        leg, sequence = prompt.leg, self._batch.sequence(run.seq_id)
         assert sequence is not None
         detail = f"tokens {sequence.computed - run.num_tokens}-{sequence.computed}"
         leg.note_part(TimelineEvent("chunk", report.started_unix_s, report.ended_unix_s, detail))

@@ -52,6 +52,7 @@ class Sequence:
     in_transfer: bool = False  # a rank may still write to its pages, or send what they hold
     stops: bool = False  # no further plan names it: it goes on elsewhere
     recomputes: bool = False  # its pages were reserved for chunks
+    partly: bool = False  # a prompt that has pages for its first tokens only, and does not end before it has all
     joined_tokens: int = 0  # how many it had when it last joined the batch
     shared_tokens: int = 0  # of its first tokens, whose pages others may hold too
     place: int = 0  # among the prompts of its tenant: tokens that steps had been given when it joined, and its priority
@@ -71,6 +72,14 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens that can be scheduled: one while it decodes, more while it is computed, none at its limit or when it stops."""
         return self.promised - self.position if self.promised < self.limit and not self.stops else 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that its next run may have at most. The last one of a prompt waits for what comes after it."""
+        if not self.partly:
+            return self.remaining
+        assert self.pages is not None
+        return min(self.pages.room_tokens, len(self.tokens) - 1) - self.position
 
     @property
     def phase(self) -> Phase:

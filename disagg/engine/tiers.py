@@ -10,7 +10,7 @@ from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Counters, Instruction
 from disagg.engine.loads import Loads
 from disagg.engine.offload import Offload
-from disagg.memory.sequence import KvMemory
+from disagg.memory.kv_memory import KvMemory
 from disagg.messages.legs import HostMemory
 from disagg.messages.tiers import CopiedIn, CopiedOut, PartsRead, PartsWritten, TierEvent
 from disagg.offload.instructions import StoreEvent, StoreFound, StorePublished, StoreWorks

@@ -61,6 +61,8 @@ class Turns:
         while batch.parked:
             oldest = batch.parked[0]
             if not batch.resume(oldest, now.s):
+                if batch.end_partly("memory"):
+                    return
                 if now.s - oldest.parked_s >= self._facts.preempt_after_s:
                     batch.give_way("age", TURN_TOKENS, to_arrival=oldest.arrival)
                 return

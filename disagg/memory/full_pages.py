@@ -11,7 +11,7 @@ from disagg.memory.spans import pages_for
 from disagg.messages.layout import GroupPages
 
 if TYPE_CHECKING:
-    from disagg.memory.sequence import KvMemory
+    from disagg.memory.kv_memory import KvMemory
 
 
 class FullPages:

@@ -21,7 +21,7 @@ from disagg.memory.kinds import Arrival, Peak
 from disagg.memory.spans import pages_for, window_first, window_pages, window_start
 
 if TYPE_CHECKING:
-    from disagg.memory.sequence import KvMemory
+    from disagg.memory.kv_memory import KvMemory
 
 
 class WindowPages(FullPages):

@@ -136,18 +136,20 @@ def _of(candidates: Iterable[Candidate], phase: Phase) -> tuple[Candidate, ...]:
 class Policy(Struct, frozen=True):
     """schedule: see the module. whole_prompts: a step has room for the longest one. reserves: pages for all that a request
     may come to have are taken when it begins. alone: nothing begins while a batch that began before is under way.
+    partly: the first of the prompts for which there are too few pages begins with what is free.
     """
 
     schedule: Schedule
     whole_prompts: bool = False
     reserves: bool = False
     alone: bool = False
+    partly: bool = False
 
 
 POLICIES: dict[str, Policy] = {
-    "sarathi": Policy(decodes_first),
+    "sarathi": Policy(decodes_first, partly=True),
     "vllm": Policy(prompts_first, whole_prompts=True),
-    "simple_chunking": Policy(in_turns),
+    "simple_chunking": Policy(in_turns, partly=True),
     "orca": Policy(decodes_first, whole_prompts=True, reserves=True),
     "faster_transformer": Policy(prompts_first, whole_prompts=True, reserves=True, alone=True),
     "prefill_only": Policy(prefill_only),

@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from disagg.memory.groups import spec_of
+from disagg.memory.kv_memory import KvMemory
 from disagg.memory.layout import PoolLayout, plan_layout, stage_layout
-from disagg.memory.sequence import KvMemory
 from disagg.models.model import PagedModel
 from disagg.models.stage_links import StageLinks
 from disagg.scheduler.pipeline import plans_in_flight

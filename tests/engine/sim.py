@@ -27,8 +27,8 @@ from disagg.engine.handoff.receive import Receiver
 from disagg.engine.handoff.send import Sender
 from disagg.engine.now import Now
 from disagg.memory.groups import spec_of
+from disagg.memory.kv_memory import KvMemory
 from disagg.memory.layout import PageSizing, plan_layout
-from disagg.memory.sequence import KvMemory
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 from disagg.messages.legs import (
     AbortLeg,

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Instruction
+from disagg.engine.sequences import Sequence
 from disagg.engine.turns import FIRST_CHOICES_SHARE
 from disagg.messages.legs import Outcome, StartLeg
 from disagg.messages.plan import WorkerPlan
@@ -247,6 +248,79 @@ def test_choices_begin_beside_requests_of_one_choice_that_take_every_slot(max_ru
     kept = max_running // FIRST_CHOICES_SHARE
     waited = [heard[choice] - heard[choice - 1] for choice in range(1, 4)]
     assert all(each <= 2 * (kept + 1 + 5) for each in waited), f"{waited} others came before the next choice"
+
+
+# ---- with part of the pages
+
+
+def beside_those_that_decode(*outputs: int, prompt: int, choices: int = 1, **changes: object) -> Mixed:
+    """40 pages of 4 tokens, and a prompt for which they are too few beside what those that decode have or will need."""
+    mixed = Mixed(one_token_pages(40, 16, spare_tokens=0, max_model_len=200, **changes))
+    mixed.decoding(*(f"x{at}" for at in range(len(outputs))), outputs=outputs[0])
+    mixed.start(leg("new", prompt, 3, first_token=7000, choices=choices))
+    return mixed
+
+
+def of(mixed: Mixed, name: str) -> Sequence | None:
+    """The one that runs."""
+    found = [s for s in mixed.engine.core.batch.running.values() if s.key.request_id == name]
+    return found[0] if found else None
+
+
+def test_a_prompt_that_does_not_fit_whole_begins_with_what_is_free_and_ends_when_the_rest_is() -> None:
+    mixed = beside_those_that_decode(110, prompt=156, lookahead_tokens=200)
+    told, computed = Counter[str](), 0
+    while told["x0"] < 108:
+        new = of(mixed, "new")
+        computed = max(computed, new.computed if new is not None else 0)
+        step = mixed.names(mixed.unreported[-1])
+        told.update(name for name, *_ in said(mixed.compute()))
+        assert step.get("x0") == 1, "who decodes misses no step"
+        assert not told["new"]
+    assert 40 <= computed <= 48, "all but the 28 pages that x0 comes to have"
+    told.update(name for name, *_ in said(mixed.compute_all()))
+    assert told["new"] == 3 and mixed.used == 0 and mixed.engine.idle
+    assert mixed.engine.counters.prefill_tokens == 3 + 156 and not mixed.engine.counters.preemptions["memory"]
+
+
+def test_a_prompt_with_part_of_its_pages_gives_them_back_to_whoever_decodes_and_begins_again_behind_them() -> None:
+    """Nothing is looked ahead, so it takes all, and those that decode lack a page soon."""
+    mixed = beside_those_that_decode(50, 50, prompt=150, lookahead_tokens=0)
+    new = of(mixed, "new")
+    assert new is not None and new.partly
+    told = Counter(name for name, *_ in said(mixed.compute_all()))
+    counters = mixed.engine.counters
+    assert told["new"] == 3 and mixed.used == 0 and mixed.engine.idle
+    assert counters.preemptions["memory"] == 1 and counters.recomputed_tokens == 0, "no answer gave way"
+    assert 150 < counters.prefill_tokens < 150 + 2 * 3 + 100, "part of it was in the cache still"
+
+
+@pytest.mark.parametrize("choices", [1, 15])
+def test_a_prompt_with_part_of_its_pages_and_all_slots_that_are_left_comes_to_its_end(choices: int) -> None:
+    mixed = beside_those_that_decode(110, prompt=156, choices=choices, lookahead_tokens=200, max_slots=16)
+    new = of(mixed, "new")
+    assert new is not None and new.partly and mixed.engine.core.batch.slots.free == 15 - choices
+    told = Counter(name for name, *_ in said(mixed.compute_all()))
+    assert told["new"] == 3 * choices and mixed.used == 0 and mixed.engine.idle
+
+
+def test_a_prompt_with_part_of_its_pages_leaves_nothing_behind_when_its_client_goes() -> None:
+    mixed = beside_those_that_decode(110, prompt=156, lookahead_tokens=200)
+    mixed.compute()
+    mixed.abort(leg("new", 156, 3, first_token=7000))
+    mixed.start(leg("later", 4, 2, first_token=9000))
+    told = Counter(name for name, *_ in said(mixed.compute_all()))
+    assert told["later"] == 2 and not told["new"] and mixed.used == 0 and mixed.engine.idle
+
+
+@pytest.mark.parametrize(
+    ("policy", "begins"), [("sarathi", True), ("simple_chunking", True), ("vllm", False), ("orca", False)]
+)
+def test_policies_that_compute_prompts_whole_begin_none_with_part_of_its_pages(policy: str, begins: bool) -> None:
+    mixed = beside_those_that_decode(110, prompt=156, lookahead_tokens=200, policy=policy)
+    assert (of(mixed, "new") is not None) == begins
+    mixed.compute_all()
+    assert mixed.engine.idle and mixed.used == 0
 
 
 # ---- whatever comes

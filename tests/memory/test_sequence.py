@@ -13,8 +13,9 @@ from hypothesis import given, settings
 
 from disagg.memory.groups import GroupSpec
 from disagg.memory.hashing import chain_root
+from disagg.memory.kv_memory import KvMemory
 from disagg.memory.layout import plan_layout
-from disagg.memory.sequence import KvMemory, SequencePages
+from disagg.memory.sequence import SequencePages
 from disagg.memory.spans import last_checkpoint, window_start
 from disagg.messages.layout import GroupKind
 from disagg.types.errors import ConfigError

@@ -23,8 +23,9 @@ from hypothesis.stateful import (
 
 from disagg.memory.groups import GroupSpec
 from disagg.memory.hashing import chain_root, extend_hashes
+from disagg.memory.kv_memory import KvMemory
 from disagg.memory.layout import PageSizing, PoolLayout, plan_layout
-from disagg.memory.sequence import KvMemory, SequencePages
+from disagg.memory.sequence import SequencePages
 from disagg.memory.spans import last_checkpoint, pages_for, window_start
 from disagg.messages.layout import GroupKind, GroupPages
 from disagg.messages.plan import PageCopy

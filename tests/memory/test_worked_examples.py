@@ -14,9 +14,9 @@ from disagg.memory.allocator import PageAllocator
 from disagg.memory.cache import ImageRef, PrefixCache, image_key
 from disagg.memory.groups import GroupSpec, spec_of
 from disagg.memory.hashing import chain_root, extend_hashes
+from disagg.memory.kv_memory import KvMemory
 from disagg.memory.layout import PageSizing, PoolLayout, gcd_bytes, plan_layout
 from disagg.memory.runs import adjacent_runs
-from disagg.memory.sequence import KvMemory
 from disagg.messages.layout import GroupKind, LayerGroup
 
 IMAGE, TEXT = 0, 1

@@ -30,7 +30,7 @@ MUST_BE_THERE = {
     "disagg.engine.engine",
     "disagg.engine.handoff.receive",
     "disagg.engine.handoff.send",
-    "disagg.memory.sequence",
+    "disagg.memory.kv_memory",
     "disagg.messages.plan",
     "disagg.prefill_server.role",
     "disagg.router.service",
