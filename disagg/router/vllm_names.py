@@ -7,8 +7,8 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from disagg.router.metrics import RouterMetrics
-from disagg.router.view import ClusterView
-from disagg.telemetry.vllm_names import Pool, Same, VllmNames
+from disagg.router.view import ClusterView, ServerView
+from disagg.telemetry.vllm_names import Pool, Same, VllmNames, blocks_of
 from disagg.types.ids import Role
 
 
@@ -38,8 +38,18 @@ def pool_of(view: ClusterView) -> Pool | None:
     total = sum(load.pages_total for load in loads)
     if not total:
         return None
-    hellos = [each.hello for each in servers if each.hello is not None]
-    block_tokens = min((hello.prefix.page_tokens for hello in hellos if hello.prefix is not None), default=0)
-    tokens = sum(hello.max_tokens_in_pool for hello in hellos)
-    blocks = tokens // block_tokens if block_tokens else 0
-    return Pool(sum(load.pages_used for load in loads) / total, block_tokens, blocks)
+    usage = sum(load.pages_used for load in loads) / total
+    block_tokens = min((tokens for each in servers if (tokens := _page_tokens(each))), default=0)
+    if not block_tokens:
+        return Pool(usage, 0, sum(map(blocks_of, loads)))
+    # A server with longer pages has room for more of the shortest.
+    tokens = sum(
+        blocks_of(each.load) * (_page_tokens(each) or block_tokens) for each in servers if each.load is not None
+    )
+    return Pool(usage, block_tokens, tokens // block_tokens)
+
+
+def _page_tokens(server: ServerView) -> int:
+    """0 where it does not say."""
+    hello = server.hello
+    return hello.prefix.page_tokens if hello is not None and hello.prefix is not None else 0

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from disagg.engine.data_parallel import AnyEngine
 from disagg.messages.legs import ServerState
 from disagg.telemetry.metrics import EngineMetrics
-from disagg.telemetry.vllm_names import Pool, Same, VllmNames
+from disagg.telemetry.vllm_names import Pool, Same, VllmNames, blocks_of
 
 
 def expose_vllm_names(
@@ -36,5 +36,4 @@ def pool_of(engine: AnyEngine | None) -> Pool | None:
     load = engine.load(ServerState.READY)
     if not load.pages_total:
         return None
-    tokens, page_tokens = engine.max_tokens_in_pool * len(engine.ranks), engine.ranks[0].page_tokens
-    return Pool(load.pages_used / load.pages_total, page_tokens, tokens // page_tokens)
+    return Pool(load.pages_used / load.pages_total, engine.ranks[0].page_tokens, blocks_of(load))

@@ -8,12 +8,16 @@ process. What differs in meaning is in docs/operations.md, line by line.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from disagg.messages.layout import GroupKind
+from disagg.messages.legs import LoadReport
 
 
 class Same(Struct, frozen=True):
@@ -34,6 +38,21 @@ class Pool(Struct, frozen=True):
     usage: float
     block_tokens: int
     blocks: int
+
+
+def blocks_of(load: LoadReport) -> int:
+    """How many blocks a server's pool has room for, all data-parallel ranks together: pages in all layers that keep every token,
+    or, of a model without such layers, in those that keep a window. 0 where the server does not say how its pool is cut."""
+    memory = load.memory
+    if memory is None:
+        return 0
+    cut = [(each.kind, memory.large_bytes // each.page_bytes) for each in memory.groups if each.page_bytes > 0]
+    for kind in (GroupKind.FULL, GroupKind.WINDOW):
+        # Each group takes large pages of its own, so many small pages from each.
+        pages = [pages for name, pages in cut if name == kind and pages > 0]
+        if pages:
+            return int(load.pages_total / sum(Fraction(1, each) for each in pages))
+    return 0
 
 
 class VllmNames(Collector):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,12 +55,25 @@ def ipv6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SeparatePr
         yield running
 
 
+def sockets_over_ipv6(pid: int) -> set[str]:
+    """Connections of TCP over HERE that the process has open, by their inodes."""
+    lines = [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+    here = "00000000000000000000000001000000"  # ::1, as the kernel writes it
+    established = {each[9] for each in lines if each[3] == "01" and each[1].startswith(here)}
+    links = (os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir())
+    return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")} & established
+
+
 @pytest.mark.timeout(400)
 def test_it_answers_and_kv_crosses_and_clients_of_ipv4_are_let_in(ipv6: SeparateProcesses) -> None:
     answer = ipv6.complete(PROMPT, max_tokens=4)
     assert len(answer.token_ids[0]) == 4
     sent = ipv6.metrics("prefill")['disagg_transfer_payload_bytes_total{direction="sent"}']
-    assert sent == ipv6.metrics("decode")['disagg_transfer_payload_bytes_total{direction="received"}'] > 0
+    assert sent > 0
+    received = 'disagg_transfer_payload_bytes_total{direction="received"}'
+    ipv6.wait(lambda: ipv6.metrics("decode")[received] == sent, 30, "all that was sent")
+    [worker] = ipv6.server("decode")["worker_pids"]
+    assert sockets_over_ipv6(worker)
     over_ipv4 = ipv6.http.replace(f"[{HERE}]", "127.0.0.1")
     assert httpx.get(f"{over_ipv4}/health", timeout=30).status_code == 200
     # Who asks over IPv4 comes as ::ffff:127.0.0.1, and is on this machine all the same.

@@ -7,27 +7,43 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
-from disagg.messages.legs import LoadReport, PrefixGroup, PrefixRules, ServerHello, ServerState
+from disagg.messages.legs import (
+    GroupMemory,
+    LoadReport,
+    MemoryReport,
+    PrefixGroup,
+    PrefixRules,
+    ServerHello,
+    ServerState,
+)
 from disagg.router.metrics import RouterMetrics
 from disagg.router.view import ClusterView, ServerView
 from disagg.router.vllm_names import expose_vllm_names as of_router
 from disagg.router.vllm_names import pool_of
 from disagg.server.vllm_names import expose_vllm_names as of_server
 from disagg.telemetry.metrics import EngineMetrics
-from disagg.telemetry.vllm_names import Pool, Same, VllmNames
+from disagg.telemetry.vllm_names import Pool, Same, VllmNames, blocks_of
 from disagg.types.ids import Role
 from tests.repository.source import ROOT
 
 LABELS = {"model_name": "m", "engine": "0"}
+FULL, WINDOW, STATE = (
+    GroupMemory(kind, kind, page, 0, 0, 0) for kind, page in (("full", 100), ("window", 200), ("state", 300))
+)
+
+
+def memory(*groups: GroupMemory, large_bytes: int = 400) -> MemoryReport:
+    return MemoryReport("lcm", large_bytes, 10, 0, 0, 0, groups)
 
 
 def server(name: str, role: Role, used: int, *, lost: bool = False) -> ServerView:
-    load = LoadReport(ServerState.READY, 1, 0, used, 10 - used, 0, 10)
+    load = LoadReport(ServerState.READY, 1, 0, used, 10 - used, 0, 10, memory(FULL))
     hello = ServerHello(
         name=name,
         role=role,
@@ -57,11 +73,10 @@ VIEW = ClusterView(
 
 
 class FakeEngine:
-    max_tokens_in_pool = 640
     ranks = (SimpleNamespace(page_tokens=16),) * 2
 
     def load(self, state: ServerState) -> LoadReport:
-        return LoadReport(state, 1, 0, 5, 15, 0, 20)
+        return LoadReport(state, 1, 0, 5, 15, 0, 20, memory(FULL))
 
 
 def samples(registry: CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -147,6 +162,13 @@ def test_the_memory_of_a_router_is_that_of_servers_that_decode_and_can_be_sent_w
     registry, _ = router
     assert value(registry, "vllm:kv_cache_usage_perc") == value(registry, "vllm:gpu_cache_usage_perc") == 12 / 20
     assert value(registry, "vllm:cache_config_info", block_size="16", num_gpu_blocks="80") == 1
+    # max_tokens_in_pool says what one sequence may come to have, which is not how many blocks there are.
+    longer = server("d2", Role.DECODE, 0)
+    assert longer.hello is not None and longer.hello.prefix is not None
+    hello = replace(longer.hello, max_tokens_in_pool=99, prefix=replace(longer.hello.prefix, page_tokens=32))
+    assert pool_of(ClusterView((server("d0", Role.DECODE, 0), replace(longer, hello=hello)))) == Pool(0.0, 16, 120)
+    silent = replace(longer, hello=replace(longer.hello, prefix=None))
+    assert pool_of(ClusterView((silent,))) == Pool(0.0, 0, 40)
     assert pool_of(ClusterView(())) is None
     assert pool_of(ClusterView((server("p0", Role.PREFILL, 3),))) is None
 
@@ -163,6 +185,25 @@ def test_a_server_sums_what_vllm_does_not_tell_apart(of_engine: tuple[CollectorR
     assert value(registry, "vllm:prefix_cache_hits_total") == 25
     assert value(registry, "vllm:kv_cache_usage_perc") == 0.25
     assert value(registry, "vllm:cache_config_info", block_size="16", num_gpu_blocks="80") == 1
+
+
+@pytest.mark.parametrize(
+    ("report", "blocks"),
+    [
+        (memory(FULL), 40),
+        (memory(FULL, STATE), 40),
+        (memory(FULL, WINDOW), 40),
+        (memory(WINDOW, STATE), 20),
+        (memory(FULL, replace(WINDOW, kind="full")), 13),  # a block is a page of each: 3/4 of a large page
+        (memory(FULL, large_bytes=99), 0),
+        (memory(replace(FULL, page_bytes=0)), 0),
+        (memory(STATE), 0),
+        (memory(), 0),
+        (None, 0),
+    ],
+)
+def test_blocks_are_what_the_pool_has_room_for(report: MemoryReport | None, blocks: int) -> None:
+    assert blocks_of(LoadReport(ServerState.READY, 0, 0, 0, 10, 0, 10, report)) == blocks
 
 
 def test_openmetrics_reads_them_too(router: tuple[CollectorRegistry, RouterMetrics]) -> None:
