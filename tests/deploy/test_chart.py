@@ -224,6 +224,7 @@ def test_routers_ask_for_the_keys_that_a_secret_holds_and_else_say_that_they_ask
         for value, setting, directory in (
             ("apiKeys", "api_keys_file", "/etc/disagg-auth/api-keys"),
             ("jwks", "jwks_file", "/etc/disagg-auth/jwks"),
+            ("quotas", "limits_file", "/etc/disagg-auth/quotas"),
         ):
             secret = auth[value]["secretName"]
             if process.role == "router" and secret:

@@ -52,6 +52,9 @@
 {{- if and .Values.auth.operators (not (or .Values.auth.apiKeys.secretName .Values.auth.jwks.secretName)) -}}
 {{- fail "auth.operators: tenants are told by keys or tokens, and none are asked for: see auth.apiKeys and auth.jwks" -}}
 {{- end -}}
+{{- if and .Values.auth.quotas.secretName (not (or .Values.auth.apiKeys.secretName .Values.auth.jwks.secretName)) -}}
+{{- fail "auth.quotas.secretName: tenants are told by keys or tokens, and none are asked for: see auth.apiKeys and auth.jwks" -}}
+{{- end -}}
 {{- if and (or .Values.auth.jwks.audience .Values.auth.jwks.issuer) (not .Values.auth.jwks.secretName) -}}
 {{- fail "auth.jwks.secretName: auth.jwks.audience and auth.jwks.issuer are looked for in tokens, and none are taken" -}}
 {{- end -}}

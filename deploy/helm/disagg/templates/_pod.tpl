@@ -67,13 +67,16 @@ livenessProbe:
 {{- end }}
 {{- end }}
 
-{{/* Secrets of routers, and of whoever asks them. */}}
+{{/* Secrets of routers, and of whoever asks them. All are read again when they change. */}}
 {{- define "disagg.authMounts" -}}
 {{- if .Values.auth.apiKeys.secretName }}
 - {name: api-keys, mountPath: /etc/disagg-auth/api-keys, readOnly: true}
 {{- end }}
 {{- if .Values.auth.jwks.secretName }}
 - {name: jwks, mountPath: /etc/disagg-auth/jwks, readOnly: true}
+{{- end }}
+{{- if .Values.auth.quotas.secretName }}
+- {name: quotas, mountPath: /etc/disagg-auth/quotas, readOnly: true}
 {{- end }}
 {{- end }}
 
@@ -84,6 +87,10 @@ livenessProbe:
 {{- end }}
 {{- with .Values.auth.jwks.secretName }}
 - name: jwks
+  secret: {secretName: {{ . }}, defaultMode: 288}
+{{- end }}
+{{- with .Values.auth.quotas.secretName }}
+- name: quotas
   secret: {secretName: {{ . }}, defaultMode: 288}
 {{- end }}
 {{- end }}

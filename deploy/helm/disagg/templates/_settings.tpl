@@ -52,6 +52,9 @@
 {{- with .audience -}}{{- $_ := set $auth "jwt_audience" . -}}{{- end -}}
 {{- with .issuer -}}{{- $_ := set $auth "jwt_issuer" . -}}{{- end -}}
 {{- end -}}
+{{- with .Values.auth.quotas -}}
+{{- if .secretName -}}{{- $_ := set $auth "limits_file" (printf "/etc/disagg-auth/quotas/%s" .key) -}}{{- end -}}
+{{- end -}}
 {{- with .Values.auth.operators -}}{{- $_ := set $auth "operators" . -}}{{- end -}}
 {{- toJson ($auth | default (dict "insecure" true)) -}}
 {{- end }}
