@@ -20,12 +20,12 @@ from disagg.cli.flags import (
     given_settings,
     insecure_option,
     overrides_of,
-    size_of,
 )
 from disagg.cli.group import CommandGroup
 from disagg.cli.interrupts import end_at_ctrl_c, raise_at_ctrl_c
 from disagg.cli.load_commands import bench_serve, report
 from disagg.cli.plan_command import plan
+from disagg.cli.transfer_command import bench_transfer
 from disagg.cli.up_settings import up_settings
 
 DEFAULT_HTTP = "http://127.0.0.1:8000"
@@ -284,99 +284,8 @@ def bench() -> None:
     """Measure an endpoint, or parts of the system on this machine."""
 
 
-@bench.command("transfer")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="auto: the GPUs, if there are any.",
-)
-@click.option(
-    "--tp",
-    "pairs",
-    multiple=True,
-    metavar="PREFILL:DECODE",
-    help="TP sizes of the two sides; may be repeated.  [default: 1:1, 1:2, 2:1, 2:2, where the KV heads allow it]",
-)
-@click.option(
-    "--tokens",
-    multiple=True,
-    type=click.IntRange(1),
-    metavar="N",
-    help="Length of the sequence that is moved; may be repeated.  [default: 2048, 8192, 32768; on CPU 256, 1024]",
-)
-@click.option(
-    "--shape",
-    metavar="NAME|LxHxDxDTYPE",
-    help='Layers, KV heads, head_dim and dtype of the KV, such as 32x8x128xbfloat16, or "llama-3.1-8b" or '
-    '"smollm2-135m".  [default: llama-3.1-8b; on CPU smollm2-135m]',
-)
-@click.option("--page-tokens", type=click.IntRange(1, 1024), default=16, show_default=True, metavar="N")
-@click.option(
-    "--piece",
-    "piece_bytes",
-    callback=size_of,
-    metavar="SIZE",
-    help="KV in one write, at most.  [default: 64MiB; on CPU 4MiB]",
-)
-@click.option(
-    "--in-flight",
-    type=click.IntRange(2),
-    metavar="N",
-    help="Gather buffers of each prefill rank: so many writes at once.  [default: 4]",
-)
-@click.option(
-    "--arena",
-    "arena_bytes",
-    callback=size_of,
-    metavar="SIZE",
-    help="Memory of each decode rank into which pieces are written.  [default: 1GiB; on CPU 64MiB]",
-)
-@click.option(
-    "--kernels",
-    type=click.Choice(["auto", "triton", "torch"]),
-    default="auto",
-    show_default=True,
-    help="What gathers and scatters.",
-)
-@click.option("--ucx-tls", metavar="LIST", help="UCX_TLS.  [default: UCX chooses; on CPU posix,cma,tcp]")
-@click.option("--ucx-net-devices", metavar="LIST", help="UCX_NET_DEVICES.  [default: UCX chooses; on CPU lo]")
-@click.option(
-    "--repeat", "repeats", type=click.IntRange(1), metavar="N", help="Trials per row.  [default: 15; on CPU 7]"
-)
-@click.option("--unstaged", is_flag=True, help="Also move it without staging: a descriptor per page, layer and plane.")
-@click.option(
-    "--idle",
-    is_flag=True,
-    help="Let links fall asleep before each transfer and each plain copy, which on NVLink costs 0.3 ms. Without, each transfer "
-    "follows the one of a chunk before it.",
-)
-@click.option("--curve/--no-curve", default=True, show_default=True, help="Draw GB/s by size of pieces.")
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Keep every figure."
-)
-def bench_transfer(**options: Any) -> None:
-    """Move KV cache between prefill and decode ranks, and show how fast that is.
-
-    Starts one process per rank on this machine, with a KV pool of random bytes each, and moves one sequence's KV as a
-    cluster does: pages are gathered into buffers, written into the other side's memory, checked, and scattered into its
-    pages. No model is needed and no cluster is running meanwhile. Each row is also given as a share of a plain copy of the
-    same bytes, which is what the hardware could do at best. The first column is the TP size of either side; where they
-    differ, KV heads are cut and joined on the way.
-
-    Typical: `disagg bench transfer` first; then `--piece` and `--in-flight` to find what suits the machine, which are
-    transfer.gather_bytes and transfer.gather_buffers in the configuration. The exit status is 1 if a single page that
-    landed is not what was sent.
-    """
-    from disagg.bench.transfer.measure import TransferOptions, run_transfer_bench
-    from disagg.cli.terminal import note
-
-    raise_at_ctrl_c()
-    sys.exit(run_transfer_bench(TransferOptions(**options), note))
-
-
 bench.add_command(bench_serve)
+bench.add_command(bench_transfer)
 cli.add_command(plan)
 cli.add_command(report)
 

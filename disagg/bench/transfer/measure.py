@@ -17,12 +17,16 @@ import msgspec
 from msgspec import Struct
 from rich.console import Console
 
+from disagg.bench.serve.keep import keep, try_to_write
 from disagg.bench.transfer import trial
-from disagg.bench.transfer.processes import STEP_TIMEOUT_S, RankProcesses
+from disagg.bench.transfer.dial import FarRanks
+from disagg.bench.transfer.far import parse_address
+from disagg.bench.transfer.processes import STEP_TIMEOUT_S, RankPort, RankProcesses
 from disagg.bench.transfer.report import curve_of, heading, legend, table_of
 from disagg.bench.transfer.rows import FIRST_CONTACT, IDLE_S, STAGED, UNSTAGED, Plan, Row
 from disagg.messages.control import OpenTransfer
 from disagg.messages.transfer import AddPeer
+from disagg.server.networks import choose_net_devices
 from disagg.staging.pieces import TRAILER_BYTES
 from disagg.staging.slices import SliceError, heads_per_rank
 from disagg.types.arithmetic import ceil_div
@@ -95,6 +99,7 @@ class TransferOptions(Struct, frozen=True, kw_only=True):
     idle: bool
     curve: bool
     json_file: Path | None
+    to: str | None = None  # HOST or HOST:PORT that has the decode ranks
 
 
 def run_transfer_bench(options: TransferOptions, say: Callable[[str], None]) -> int:
@@ -104,6 +109,8 @@ def run_transfer_bench(options: TransferOptions, say: Callable[[str], None]) -> 
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_COLUMNS)
     pairs = _pairs(options.pairs)
+    if options.json_file is not None:
+        try_to_write(options.json_file)
     plan: Plan | None = None
     gpus: tuple[str, ...] = ()
     rows: list[Row] = []
@@ -111,10 +118,10 @@ def run_transfer_bench(options: TransferOptions, say: Callable[[str], None]) -> 
     for pair in pairs:
         if plan is not None and _left_out(plan, pair, say):
             continue
-        with RankProcesses(pair) as ranks:
+        with ranks_of(options, pair) as ranks:
             if plan is None:
                 gpus = ranks.gpus
-                plan = _decide(options, len(gpus))
+                plan = _decide(options, ranks)
                 if _left_out(plan, pair, say):
                     continue
             bench = PairBench(plan, pair, ranks)
@@ -131,7 +138,7 @@ def run_transfer_bench(options: TransferOptions, say: Callable[[str], None]) -> 
         console.print(curve_of(curve))
     if options.json_file is not None:
         kept = {"plan": plan, "gpus": gpus, "rows": rows, "curve": curve}
-        options.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
+        keep(options.json_file, msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
         say(f"figures kept in {options.json_file}")
     return 0
 
@@ -146,10 +153,22 @@ def _pairs(texts: Sequence[str]) -> tuple[trial.Pair, ...]:
         raise ConfigError(f"--tp: {error}") from error
 
 
-def _decide(options: TransferOptions, num_gpus: int) -> Plan:
+Ranks = RankProcesses | FarRanks
+
+
+def ranks_of(options: TransferOptions, pair: trial.Pair) -> Ranks:
+    """All here, or the decode ranks on another machine. Raises ConfigError."""
+    return RankProcesses(pair) if options.to is None else FarRanks(pair, *parse_address(options.to, "--to"))
+
+
+def _decide(options: TransferOptions, ranks: Ranks) -> Plan:
+    num_gpus = len(ranks.gpus)
+    if isinstance(ranks, FarRanks):
+        num_gpus = min(num_gpus, len(ranks.far_gpus))
     device = options.device if options.device != "auto" else "cuda" if num_gpus else "cpu"
     if device == "cuda" and not num_gpus:
-        raise ConfigError("--device cuda: there is no GPU here; use --device cpu")
+        where = "here and there" if options.to else "here"
+        raise ConfigError(f"--device cuda: there is no GPU {where}; use --device cpu")
     defaults = DEFAULTS[device]
     name = options.shape or defaults.shape
     try:
@@ -170,12 +189,31 @@ def _decide(options: TransferOptions, num_gpus: int) -> Plan:
         arena_bytes=arena_bytes,
         kernels=options.kernels,
         ucx_tls=defaults.ucx_tls if options.ucx_tls is None else options.ucx_tls,
-        ucx_net_devices=defaults.ucx_net_devices if options.ucx_net_devices is None else options.ucx_net_devices,
+        ucx_net_devices=_net_devices(defaults, ranks) if options.ucx_net_devices is None else options.ucx_net_devices,
         repeats=options.repeats or defaults.repeats,
         unstaged=options.unstaged,
         idle=options.idle,
         curve=curve,
+        to=options.to or "",
     )
+
+
+def _net_devices(defaults: Defaults, ranks: Ranks) -> str:
+    """UCX_NET_DEVICES of this side."""
+    if isinstance(ranks, FarRanks) and defaults.ucx_net_devices:
+        return choose_net_devices(f"{ranks.own_host}:0")
+    return defaults.ucx_net_devices
+
+
+def placement_of(plan: Plan, pair: trial.Pair, ranks: Ranks) -> trial.Placement:
+    """On one machine as `trial.place` has it; on two each side has its own GPUs from the first on."""
+    if not isinstance(ranks, FarRanks):
+        return trial.place(pair, plan.num_gpus)
+    if not plan.num_gpus:
+        return trial.place(pair, 0)
+    src = tuple(f"cuda:{rank % len(ranks.gpus)}" for rank in range(pair.src_tp))
+    dst = tuple(f"cuda:{rank % len(ranks.far_gpus)}" for rank in range(pair.dst_tp))
+    return trial.Placement(src, dst, pair.src_tp > len(ranks.gpus) or pair.dst_tp > len(ranks.far_gpus))
 
 
 def _left_out(plan: Plan, pair: trial.Pair, say: Callable[[str], None]) -> bool:
@@ -192,11 +230,16 @@ def _left_out(plan: Plan, pair: trial.Pair, say: Callable[[str], None]) -> bool:
 class PairBench:
     """The measurements of one pair of TP sizes, on processes that have just been started."""
 
-    def __init__(self, plan: Plan, pair: trial.Pair, ranks: RankProcesses) -> None:
+    def __init__(self, plan: Plan, pair: trial.Pair, ranks: Ranks) -> None:
         self._plan = plan
         self._pair = pair
         self._ranks = ranks
-        self.placement = trial.place(pair, plan.num_gpus)
+        self.placement = placement_of(plan, pair, ranks)
+        self._src: Sequence[RankPort] = ranks.src
+        self._dst: Sequence[RankPort] = ranks.dst
+        self._all = (*self._src, *self._dst)
+        self._ways: dict[str, None] = {}
+        self._clock_error_s = ranks.clock_error_s if isinstance(ranks, FarRanks) else 0.0
         self._num_pages = ceil_div(plan.most_tokens, plan.page_tokens) * SPARE_PAGES // (SPARE_PAGES - 1) + 1
         self._random = random.Random(7)
         self._trials = 0
@@ -221,7 +264,7 @@ class PairBench:
 
     def _open(self) -> None:
         plan = self._plan
-        for side, processes in (("prefill", self._ranks.src), ("decode", self._ranks.dst)):
+        for side, processes in (("prefill", self._src), ("decode", self._dst)):
             decode = side == "decode"
             tp = len(processes)
             group = plan.shape.on_rank(tp)
@@ -244,18 +287,19 @@ class PairBench:
                             gather_buffers=0 if decode else plan.in_flight,
                             ucx_tls=plan.ucx_tls,
                             ucx_net_devices=plan.ucx_net_devices,
+                            ucx_log=self._ranks.ucx_log("decode" if decode else "prefill"),
                             kernels=plan.kernels,  # type: ignore[arg-type]  # the command line allows no other
                         ),
                         unstaged=plan.unstaged,
                     )
                 )
-        self._opened = [process.hear(trial.Opened) for process in self._ranks.all]
+        self._opened = [process.hear(trial.Opened) for process in self._all]
 
     def _first_contact(self) -> Row:
         """From introducing ranks that have never met to one page in place."""
         started_s = time.monotonic()
         src, dst = self._opened[: self._pair.src_tp], self._opened[self._pair.src_tp :]
-        for processes, others in ((self._ranks.src, dst), (self._ranks.dst, src)):
+        for processes, others in ((self._src, dst), (self._dst, src)):
             peers = tuple(
                 AddPeer(
                     link=trial.LINK,
@@ -270,7 +314,7 @@ class PairBench:
             unstaged = tuple(other.unstaged for other in others if other.unstaged is not None)
             for process in processes:
                 process.tell(trial.Meet(peers, unstaged))
-        for process in self._ranks.all:
+        for process in self._all:
             process.hear(trial.Done)
         row = self._staged_once(self._plan.page_tokens, self._plan.piece_bytes, first=True)
         seconds = row.landed_s - started_s
@@ -287,10 +331,12 @@ class PairBench:
         )
 
     def _plain_copy(self, tokens: int) -> float:
-        """Median seconds of copying the same bytes along the same routes."""
+        """Median seconds of copying the same bytes along the same routes; 0 between machines, where nothing copies plainly."""
+        if isinstance(self._ranks, FarRanks):
+            return 0.0
         routes = trial.routes(self._plan.shape, self._pair, self.placement, tokens)
-        self._ranks.src[0].tell(trial.CopyAlong(routes, self._plan.repeats, IDLE_S if self._plan.idle else 0.0))
-        return statistics.median(self._ranks.src[0].hear(trial.Copied).seconds)
+        self._src[0].tell(trial.CopyAlong(routes, self._plan.repeats, IDLE_S if self._plan.idle else 0.0))
+        return statistics.median(self._src[0].hear(trial.Copied).seconds)
 
     def _staged(self, tokens: int, piece_bytes: int, copy_s: float) -> Row:
         """Warm, measure, and compare what landed last."""
@@ -312,6 +358,8 @@ class PairBench:
             spent=middle,
             shared_gpus=self.placement.shared,
             all_seconds=tuple(run.spent.total_s for run in runs),
+            ways=tuple(self._ways),
+            clock_error_s=self._clock_error_s,
         )
 
     def _staged_once(self, tokens: int, piece_bytes: int, first: bool = False) -> _Run:
@@ -330,10 +378,11 @@ class PairBench:
         self._fill(asked.number, asked.src_pages, asked.dst_pages)
         self._prepare(planned, means.rings, time.monotonic() + STEP_TIMEOUT_S)
         start_s = time.monotonic() + delay_s
-        for process in self._ranks.src:
+        for process in self._src:
             process.tell(trial.Start(start_s))
-        sent = [process.hear(trial.Sent) for process in self._ranks.src]
-        received = [process.hear(trial.Received) for process in self._ranks.dst]
+        sent = [process.hear(trial.Sent) for process in self._src]
+        self._ways.update(dict.fromkeys(way for each in sent for way in each.ways))
+        received = [process.hear(trial.Received) for process in self._dst]
         landed_s = max(each.landed_s for each in received)
         intervals = [interval for each in sent for interval in each.intervals]
         intervals += [interval for each in received for interval in each.intervals]
@@ -347,7 +396,7 @@ class PairBench:
 
     def _prepare(self, planned: trial.Trial, rings: trial.Rings, deadline_s: float) -> None:
         """Every rank knows what it receives, or sends, and what was computed before has gone."""
-        for rank, process in enumerate(self._ranks.dst):
+        for rank, process in enumerate(self._dst):
             process.tell(
                 trial.Receive(
                     bind=planned.binds[rank],
@@ -358,9 +407,9 @@ class PairBench:
                     deadline_s=deadline_s,
                 )
             )
-        for process in self._ranks.dst:
+        for process in self._dst:
             process.hear(trial.Done)
-        for rank, process in enumerate(self._ranks.src):
+        for rank, process in enumerate(self._src):
             process.tell(
                 trial.Send(
                     plan_no=planned.plan_no,
@@ -371,7 +420,7 @@ class PairBench:
                     deadline_s=deadline_s,
                 )
             )
-        for process in self._ranks.src:
+        for process in self._src:
             process.hear(trial.Done)
 
     def _unstaged(self, tokens: int, copy_s: float) -> Row:
@@ -382,17 +431,17 @@ class PairBench:
             src_pages, dst_pages = self._pick_pages(tokens), self._pick_pages(tokens)
             self._fill(seed, src_pages, dst_pages)
             deadline_s = time.monotonic() + STEP_TIMEOUT_S
-            for rank, process in enumerate(self._ranks.dst):
+            for rank, process in enumerate(self._dst):
                 writes = sum(part.dst_rank == rank for parts in slices for part in parts)
                 process.tell(trial.ReceiveUnstaged(writes, deadline_s))
-            for process in self._ranks.dst:
+            for process in self._dst:
                 process.hear(trial.Done)
             start_s = time.monotonic() + IDLE_S
-            for parts, process in zip(slices, self._ranks.src, strict=True):
+            for parts, process in zip(slices, self._src, strict=True):
                 process.tell(trial.SendUnstaged(parts, src_pages, dst_pages, start_s, deadline_s))
-            for process in self._ranks.src:
+            for process in self._src:
                 process.hear(trial.Sent)
-            seconds.append(max(process.hear(trial.Received).landed_s for process in self._ranks.dst) - start_s)
+            seconds.append(max(process.hear(trial.Received).landed_s for process in self._dst) - start_s)
         self._compare(seed, dst_pages, tokens)
         group = self._plan.shape.on_rank(1)
         units = len(src_pages) * len(group.layers) * group.planes
@@ -416,16 +465,16 @@ class PairBench:
         return tuple(self._random.sample(range(self._num_pages), ceil_div(tokens, self._plan.page_tokens)))
 
     def _fill(self, seed: int, src_pages: tuple[int, ...], dst_pages: tuple[int, ...]) -> None:
-        for processes, pages in ((self._ranks.src, src_pages), (self._ranks.dst, dst_pages)):
+        for processes, pages in ((self._src, src_pages), (self._dst, dst_pages)):
             for process in processes:
                 process.tell(trial.Fill(seed, pages))
-        for process in self._ranks.all:
+        for process in self._all:
             process.hear(trial.Done)
 
     def _compare(self, seed: int, pages: tuple[int, ...], tokens: int) -> None:
-        for process in self._ranks.dst:
+        for process in self._dst:
             process.tell(trial.Check(seed, pages, tokens))
-        for rank, process in enumerate(self._ranks.dst):
+        for rank, process in enumerate(self._dst):
             wrong = process.hear(trial.Checked).wrong_pages
             if wrong:
                 raise DisaggError(f"TP {self._pair}: {wrong} pages of decode rank {rank} are not what was sent")

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
@@ -21,7 +22,17 @@ import torch
 
 from disagg.bench.transfer import trial
 from disagg.bench.transfer.unstaged import UnstagedAgent
-from disagg.messages.transfer import Bound, Landing, PeerAdded, PieceFailed, PieceSent, TransferEvent, Unbind, Unbound
+from disagg.messages.transfer import (
+    Bound,
+    Landing,
+    PeerAdded,
+    PeerWired,
+    PieceFailed,
+    PieceSent,
+    TransferEvent,
+    Unbind,
+    Unbound,
+)
 from disagg.models.pool import Pool
 from disagg.staging.ring import RingAllocator, RingEntry, RingWriterView
 from disagg.telemetry.process import die_with_parent
@@ -48,6 +59,7 @@ class Rank:
         self._pool: Pool | None = None
         self._driver: TransferDriver | None = None
         self._unstaged: UnstagedAgent | None = None
+        self._ways: dict[str, None] = {}
 
     def run(self) -> None:
         """Until Quit, or until the coordinator is gone."""
@@ -147,6 +159,11 @@ class Rank:
         for report in self._driver.take_events():
             if isinstance(report, PeerAdded) and report.error:
                 raise DisaggError(report.error)
+            self._note(report)
+
+    def _note(self, report: TransferEvent) -> None:
+        if isinstance(report, PeerWired):
+            self._ways.update(dict.fromkeys(report.ways))
 
     # ---- content
 
@@ -207,13 +224,13 @@ class Rank:
         driver.handle(command.bind)
         for expected in command.entries:
             driver.handle(expected)
-        while not _take(driver, Bound, command.deadline_s):
+        while not _take(driver, self._note, Bound, command.deadline_s):
             pass
         self._answer(trial.Done())
         intervals: list[trial.Interval] = []
         landed_s = 0.0
         while entries:
-            for landing in _take(driver, Landing, command.deadline_s):
+            for landing in _take(driver, self._note, Landing, command.deadline_s):
                 landed_s = time.monotonic()
                 if not landing.ok:
                     raise DisaggError(f"a piece did not land: {landing.reason}")
@@ -221,7 +238,7 @@ class Rank:
                 ring.free(entries.pop(landing.entry_id))
                 self._watermarks[opened.rank] = ring.watermark
         driver.handle(Unbind(command.bind.key))
-        while not _take(driver, Unbound, command.deadline_s):
+        while not _take(driver, self._note, Unbound, command.deadline_s):
             pass
         return trial.Received(landed_s, tuple(intervals))
 
@@ -246,7 +263,7 @@ class Rank:
         def send_all(left: int) -> None:
             while left:
                 hand_over()
-                for sent in _take(driver, PieceSent, command.deadline_s):
+                for sent in _take(driver, self._note, PieceSent, command.deadline_s):
                     done_s = time.monotonic()
                     posted_s = done_s - sent.wire_s
                     intervals.append(trial.Interval("gather", posted_s - sent.gather_s, posted_s))
@@ -265,7 +282,7 @@ class Rank:
         driver.plan_computed(command.plan_no)
         _sleep_until(start_s)
         send_all(len(command.pieces) - command.lead)
-        return trial.Sent(tuple(intervals))
+        return trial.Sent(tuple(intervals), tuple(self._ways))
 
     def _hear_start(self, deadline_s: float) -> float:
         """Polls the driver meanwhile. Raises TimeoutError."""
@@ -279,13 +296,16 @@ class Rank:
         return start.start_s
 
 
-def _take(driver: TransferDriver, kind: type[Report], deadline_s: float) -> list[Report]:
-    """One turn: its reports of one kind. Raises DisaggError for a failed write, TimeoutError past the deadline."""
+def _take(
+    driver: TransferDriver, note: Callable[[TransferEvent], None], kind: type[Report], deadline_s: float
+) -> list[Report]:
+    """One turn: its reports of one kind; all are noted. Raises DisaggError for a failed write, TimeoutError past the deadline."""
     driver.turn()
     wanted: list[Report] = []
     for report in driver.take_events():
         if isinstance(report, PieceFailed):
             raise DisaggError(f"a piece was not written: {report.reason}")
+        note(report)
         if isinstance(report, kind):
             wanted.append(report)
     if not wanted:

@@ -31,6 +31,7 @@ class Plan(Struct, frozen=True):
     unstaged: bool
     idle: bool
     curve: tuple[int, ...]
+    to: str = ""  # the machine of the decode ranks; empty: this one
 
     @property
     def largest_piece_bytes(self) -> int:
@@ -64,6 +65,8 @@ class Row(Struct, frozen=True):
     spent: trial.Spent | None = None
     shared_gpus: bool = False
     all_seconds: tuple[float, ...] = ()
+    ways: tuple[str, ...] = ()  # by what UCX wrote, in its words
+    clock_error_s: float = 0.0  # by so much at most are times between two machines wrong
 
     @property
     def gb_per_s(self) -> float:
@@ -71,5 +74,5 @@ class Row(Struct, frozen=True):
 
     @property
     def share(self) -> float:
-        """Of the plain copy's rate."""
+        """Of the plain copy's rate; 0 where there is none."""
         return self.copy_s / self.seconds

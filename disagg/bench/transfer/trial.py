@@ -247,7 +247,10 @@ class Interval(Struct, frozen=True, array_like=True):
 
 
 class Sent(Struct, frozen=True, tag="sent"):
+    """ways: by what this rank has written so far, as in transfer/backends/base.Wired."""
+
     intervals: tuple[Interval, ...]
+    ways: tuple[str, ...] = ()
 
 
 class Received(Struct, frozen=True, tag="received"):
