@@ -35,6 +35,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "swapped-checkpoint": ("-m", "slow", "tests/cluster/test_swapped_checkpoint.py"),
     "tokenizer-files": ("-m", "slow", "tests/text"),
     "rolling": ("-m", "slow", "tests/cluster/test_rolling.py", "tests/cluster/test_drain.py"),
+    "upgrade": ("-m", "slow", "tests/cluster/test_upgrade.py"),
     "partition": ("tests/cluster/test_partition.py",),
     "offload": ("-m", "slow", "tests/offload", "tests/cluster/test_offload_store.py", "tests/cluster/test_offload.py"),
     "offload-parked": ("-m", "slow", "tests/cluster/test_offload_parked.py"),
