@@ -17,7 +17,7 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0)]
 
-Fusion = Literal["norm", "residual", "gate_up", "qkv", "few_rows"]
+Fusion = Literal["norm", "residual", "gate_up", "qkv", "few_rows", "rotation", "ends"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ServerRole = Literal["prefill", "decode", "mixed"]
 ProcessRole = Literal["router", "prefill", "decode", "mixed"]
@@ -43,6 +43,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         "gate_up",
         "qkv",
         "few_rows",
+        "rotation",
+        "ends",
     )  # on a GPU, where modules have the shape
     cache_dir: str = "~/.cache/disagg/models"
 

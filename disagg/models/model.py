@@ -18,6 +18,7 @@ from disagg.models.attention.backend import Ask, Phase
 from disagg.models.attention.calls import PagedAttention, active
 from disagg.models.attention.choice import choose
 from disagg.models.batch import ForwardBatch
+from disagg.models.ends import Ends, logits_into
 from disagg.models.experts import Spread
 from disagg.models.gemv import add_gemv_copies
 from disagg.models.layers import LayerPlaces
@@ -48,6 +49,7 @@ class PagedModel:
         self.spread = spread if spread is not None and spread.parts else None
         """Of its experts; None where there are none, or all of them are here."""
         self.links = links or StageLinks()
+        self._ends = Ends()
         self._fuse(computation.fusions)
         self.groups = tuple(group.on_rank(ranks.size) for group in loaded.places.groups)
         """Layer groups as this rank keeps them, each with pages of its own in the pool: those of which its stage has layers."""
@@ -72,10 +74,12 @@ class PagedModel:
         """On a GPU: the kernels have no other device."""
         if not wanted or self.device.type != "cuda":
             return
+        from disagg.models.fused.ends import FusedEnds
         from disagg.models.fused.passes import fuse
 
         whole = [layer for layer, slot in self._loaded.places.attention.items() if slot.writes and slot.cut is None]
-        counts = fuse(self._loaded.module, wanted, whole)
+        counts = fuse(self._loaded.module, wanted, whole, self._loaded.max_model_len)
+        self._ends = FusedEnds(self._loaded.module)
         said = ", ".join(f"{name} {count}" for name, count in counts.items())
         logger.info("fused modules: %s", said)
 
@@ -216,19 +220,18 @@ class PagedModel:
         stage = self._loaded.stage
         if stage is not None:
             stage.receive(hidden)
-        with active(attention), active_states(states):
+        with active(attention), active_states(states), self._ends.keeping(batch, logits_out) as kept:
             output = self._loaded.module(
-                input_ids=batch.token_ids().unsqueeze(0),
+                input_ids=self._ends.token_ids(batch).unsqueeze(0),
                 position_ids=batch.positions.unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=batch.logits_rows,
+                logits_to_keep=kept,
             )
         attention.assert_every_layer_ran_once()
         states.assert_every_layer_ran_once()
         if stage is not None and stage.outgoing is not None:
             return stage.left()
-        logits: torch.Tensor = output.logits[0]
-        return logits if logits_out is None else logits_out.copy_(logits)
+        return logits_into(output.logits[0], logits_out)
 
 
 def asks_of(places: LayerPlaces, device: torch.device) -> dict[int, tuple[Ask, ...]]:

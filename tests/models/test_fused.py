@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from disagg.config.tree import Fusion, ModelConfig
 from disagg.messages.control import Computation
+from disagg.models.batch import ForwardBatch
+from disagg.models.fused import ends
+from disagg.models.fused.ends import FusedEnds, FusedHead, FusedRotation, rotation_table
 from disagg.models.fused.modules import FusedLayer, FusedMLP, FusedRMSNorm, Sum
 from disagg.models.fused.passes import FUSIONS, fuse
 from disagg.models.loader import load
@@ -31,19 +35,23 @@ DEVICE = "cuda" if os.environ["TRITON_INTERPRET"] == "0" else "cpu"
 SHAPES = ((2, 64), (9, 5), (13, 64))
 OUTPUTS = 3
 # What of a family's three layers is replaced. Anything else runs as transformers has it.
+_COUNTED = ("norm", "gate_up", "qkv", "residual", "few_rows", "rotation", "ends")
 FAMILIES = {
-    "llama": {"norm": 7, "gate_up": 3, "qkv": 3, "residual": 3, "few_rows": 3},
-    "mistral": {"norm": 7, "gate_up": 3, "qkv": 3, "residual": 3, "few_rows": 3},
-    "qwen2": {"norm": 7, "gate_up": 3, "qkv": 3, "residual": 3, "few_rows": 3},  # biases
-    "qwen3": {"norm": 13, "gate_up": 3, "qkv": 3, "residual": 3, "few_rows": 3},  # norms of heads
-    "gemma": {"norm": 7, "gate_up": 3, "qkv": 3, "residual": 3, "few_rows": 3},  # norms with an offset, GELU by tanh
-    "gemma2": {"norm": 13, "gate_up": 3, "qkv": 0, "residual": 0, "few_rows": 0},  # softcaps; four norms a layer
-    "ernie4_5": {"norm": 7, "gate_up": 3, "qkv": 0, "residual": 3, "few_rows": 0},  # rotates neighbours
-    "smollm3": {"norm": 7, "gate_up": 3, "qkv": 0, "residual": 3, "few_rows": 0},  # some layers do not rotate
-    "granite": {"norm": 7, "gate_up": 3, "qkv": 3, "residual": 0, "few_rows": 0},  # multiplied residuals
-    "mixtral": {"norm": 7, "gate_up": 0, "qkv": 3, "residual": 0, "few_rows": 0},  # experts
-    "glm": {"norm": 7, "gate_up": 0, "qkv": 0, "residual": 3, "few_rows": 0},  # rotates half of a head
-    "gpt_neox": {"norm": 0, "gate_up": 0, "qkv": 0, "residual": 0, "few_rows": 0},
+    name: dict(zip(_COUNTED, counts, strict=True))
+    for name, counts in {
+        "llama": (7, 3, 3, 3, 3, 1, 1),
+        "mistral": (7, 3, 3, 3, 3, 1, 1),
+        "qwen2": (7, 3, 3, 3, 3, 1, 1),  # biases
+        "qwen3": (13, 3, 3, 3, 3, 1, 1),  # norms of heads
+        "gemma": (7, 3, 3, 3, 3, 1, 1),  # norms with an offset, GELU by tanh
+        "gemma2": (13, 3, 0, 0, 0, 1, 0),  # softcaps; four norms a layer
+        "ernie4_5": (7, 3, 0, 3, 0, 0, 1),  # rotates neighbours
+        "smollm3": (7, 3, 0, 3, 0, 1, 1),  # some layers do not rotate
+        "granite": (7, 3, 3, 0, 0, 1, 0),  # multiplied residuals and logits
+        "mixtral": (7, 0, 3, 0, 0, 1, 0),  # experts
+        "glm": (7, 0, 0, 3, 0, 1, 1),  # rotates half of a head
+        "gpt_neox": (0, 0, 0, 0, 0, 1, 0),
+    }.items()
 }
 
 
@@ -51,8 +59,10 @@ def fused_model(model_dir: Path, fusions: tuple[str, ...]) -> tuple[PagedModel, 
     """On the CPU, too, where a worker fuses nothing."""
     loaded = load(model_dir, "float32", DEVICE)
     whole = [layer for layer, slot in loaded.places.attention.items() if slot.writes]
-    counts = fuse(loaded.module, fusions, whole)
-    return PagedModel(loaded, Ranks(), Computation(fusions=())), counts
+    counts = fuse(loaded.module, fusions, whole, loaded.max_model_len)
+    model = PagedModel(loaded, Ranks(), Computation(fusions=()))
+    model._ends = FusedEnds(loaded.module)
+    return model, counts
 
 
 def assert_parity(model_dir: Path, model: PagedModel) -> None:
@@ -83,7 +93,7 @@ def test_sums_are_handed_from_layer_to_layer(family: str, tmp_path: Path) -> Non
     """So the addition at a layer's end is part of the next one's norm."""
     make_tiny(family, tmp_path)
     module = load(tmp_path, "float32", DEVICE).module
-    fuse(module, FUSIONS, (0, 1, 2))
+    fuse(module, FUSIONS, (0, 1, 2), 64)
     layers = [part for part in module.modules() if isinstance(part, FusedLayer)]
     assert len(layers) == 3 and all(layer.next_norm for layer in layers)
     assert layers[0].next_norm[0] is layers[1].input_layernorm and layers[2].next_norm[0] is module.base_model.norm
@@ -122,6 +132,105 @@ def test_products_of_few_rows_answer_as_others_do(
     assert (False, True) in made, "output and down projections have no biases here"
 
 
+ROTATING = ("llama", "qwen2", "gemma", "glm", "gpt_neox", "granite_swa", "phi3", "qwen3_next")
+
+
+@pytest.mark.parametrize("family", ROTATING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotations_are_those_of_transformers_to_the_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    make_tiny(family, tmp_path)
+    module = load(tmp_path, "float32", DEVICE).module.to(dtype)
+    positions = torch.tensor([[0, 99, 3, 3, 98, 1, 57]], device=DEVICE)
+    like = torch.empty(1, 1, dtype=dtype, device=DEVICE)
+    plain = {
+        name: part(like, positions)
+        for name, part in module.named_modules()
+        if type(part).__name__.endswith("RotaryEmbedding")
+    }
+    assert plain and fuse(module, ("rotation",), (), 100)["rotation"] == len(plain)
+    for name, right in plain.items():
+        part = module.get_submodule(name)
+        assert isinstance(part, FusedRotation)
+        got = part(like, positions)
+        assert all(torch.equal(*pair) and pair[0].dtype == dtype for pair in zip(got, right, strict=True))
+        (row,) = (each[:, 4:5] for each in got[:1])
+        assert torch.equal(part(like, positions[:, 4:5])[0], row)
+
+
+@pytest.mark.parametrize(
+    ("rope", "looked_up"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, True),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, True),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            True,
+        ),
+        ({"rope_type": "dynamic", "factor": 4.0}, False),
+    ],
+)
+def test_only_rotations_that_depend_on_the_position_alone_are_looked_up(rope: dict[str, Any], looked_up: bool) -> None:
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=128, rope_parameters={"rope_theta": 1e4, **rope}
+    )
+    parent = torch.nn.Module()
+    parent.rotary = rotation = LlamaRotaryEmbedding(config).to(DEVICE)
+    parent.dtype = torch.float32
+    positions, like = torch.tensor([[127, 0, 64]], device=DEVICE), torch.empty(1, device=DEVICE)
+    right = rotation(like, positions)
+    assert fuse(parent, ("rotation",), (), 128) == {"rotation": int(looked_up)}  # type: ignore[arg-type]
+    assert all(torch.equal(*pair) for pair in zip(rotation(like, positions), right, strict=True))
+
+
+def test_a_rotation_that_would_take_too_much_memory_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotation = LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=4)).to(DEVICE)
+    assert rotation_table(rotation, 5000, torch.float32).shape == (5000, 2, 8)
+    monkeypatch.setattr(ends, "MOST_TABLE_BYTES", 5000 * 2 * 8 * 4 - 1)
+    assert rotation_table(rotation, 5000, torch.float32) is None
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_tokens_of_the_step_before_are_taken_in_one_launch(rows: int) -> None:
+    known, before = torch.randint(0, 1 << 40, (2, rows), device=DEVICE)
+    carried = torch.randint(-1, rows, (rows,), device=DEVICE)
+    for each in (carried, torch.full_like(carried, -1), carried.clamp(min=0), None):
+        batch = ForwardBatch(known, known, known, (), None, known, (), each, before)
+        assert torch.equal(ends.token_ids(batch), batch.token_ids())
+
+
+class InPlaceDriver(Driver):
+    """Wants logits in a tensor of its own."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        batch = batch.on(self.model.device)
+        plain = self.model.forward(batch, self.pool)
+        out = torch.full_like(plain, torch.nan)
+        logits = self.model.forward(batch, self.pool, logits_out=out)
+        assert logits.data_ptr() == out.data_ptr() and torch.equal(out, plain)
+        return logits
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_logits_are_written_where_they_are_wanted(family: str, tmp_path: Path) -> None:
+    """Also where the output layer is not fused, since something is done with logits behind it."""
+    make_tiny(family, tmp_path)
+    model, counts = fused_model(tmp_path, ("ends",))
+    prompts = prompts_of(SHAPES)
+    driver = InPlaceDriver(model, num_large=len(model.groups) * 40, page_tokens=4)
+    sequences = [driver.sequence(prompt, chunk) for prompt, (_, chunk) in zip(prompts, SHAPES, strict=True)]
+    driver.run(sequences, OUTPUTS)
+    for sequence, answer in zip(sequences, generate(tmp_path, prompts, OUTPUTS, DEVICE), strict=True):
+        assert_same(family, sequence.outputs, sequence.logits, answer)
+    heads = [part for part in model._loaded.module.modules() if isinstance(part, FusedHead)]
+    assert len(heads) == counts["ends"] and all(head.out is None for head in heads)
+
+
 def test_settings_name_every_fusion() -> None:
     assert get_args(Fusion) == FUSIONS == ModelConfig().fusions == Computation().fusions
 
@@ -131,7 +240,7 @@ def test_merged_weights_are_not_held_twice(tmp_path: Path) -> None:
     module = load(tmp_path, "float32", DEVICE).module
     before = {name: weight.clone() for name, weight in module.named_parameters()}
     storages = sum({w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in before.values()}.values())
-    fuse(module, FUSIONS, (0, 1, 2))
+    fuse(module, FUSIONS, (0, 1, 2), 64)
     after = dict(module.named_parameters())
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -155,7 +264,7 @@ def test_a_norm_adds_what_comes_before_it(size: int, dtype: torch.dtype) -> None
     right = norm(total)
     fuse_alone = torch.nn.Module()
     fuse_alone.norm = norm
-    assert fuse(fuse_alone, ("norm",), ()) == {"norm": 1}  # type: ignore[arg-type]
+    assert fuse(fuse_alone, ("norm",), (), 0) == {"norm": 1}  # type: ignore[arg-type]
     assert isinstance(norm, FusedRMSNorm)
     got_total, got = norm.normed(Sum(residual, addend))
     assert torch.equal(got_total, total)

@@ -129,3 +129,35 @@ def _rotate_and_write(
         slot += KV_HEADS * unit
         tl.store(slot + low, tl.load(at + low, mask=real, other=0.0), mask=real)
         tl.store(slot + HALF + low, tl.load(at + HALF + low, mask=real, other=0.0), mask=real)
+
+
+@triton.jit
+def _look_up_rotation(
+    table, positions, cos, sin, position_stride,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Each row's cosines and sines, for both halves of a head. table: [positions, 2, HALF]; cos, sin: [rows, 2 * HALF].
+    Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    real = columns < HALF
+    follow(OVERLAP)
+    at = table + tl.load(positions + row * position_stride).to(tl.int64) * 2 * HALF + columns
+    cosines, sines = tl.load(at, mask=real), tl.load(at + HALF, mask=real)
+    to = row * 2 * HALF + columns
+    tl.store(cos + to, cosines, mask=real)
+    tl.store(cos + to + HALF, cosines, mask=real)
+    tl.store(sin + to, sines, mask=real)
+    tl.store(sin + to + HALF, sines, mask=real)
+
+
+@triton.jit
+def _token_ids(input_ids, carried, before, out, num_rows, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """out = input_ids where carried is negative, else before[carried]. Grid: blocks of rows."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = row < num_rows
+    follow(OVERLAP)
+    which = tl.load(carried + row, mask=real, other=-1)
+    known = tl.load(input_ids + row, mask=real, other=0)
+    sampled = tl.load(before + tl.maximum(which, 0), mask=real & (which >= 0), other=0)
+    tl.store(out + row, tl.where(which < 0, known, sampled), mask=real)

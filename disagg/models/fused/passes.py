@@ -6,6 +6,8 @@
     qkv       query, key and value projections as one product; RoPE, norms of heads and the writing of K and V in one launch
     few_rows  products of up to 128 rows by kernels that also norm, gate, or leave partial sums to the next norm
               (models/products); needs `residual`, `gate_up` and `qkv`
+    rotation  cosines and sines of positions from a table, and token ids, by a launch each instead of a dozen (ends)
+    ends      logits where they are wanted, without a copy; of no rows picked, where all are wanted (ends)
 
 Each is a switch. A module is replaced only if its code is, statement for statement, that of a class known here (shapes); what
 is not, runs as it is. Merged weights are not held twice. Knows modules; nothing of batches or pools.
@@ -23,29 +25,40 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral.modeling_mistral import MistralAttention
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
+from disagg.models.fused.ends import FusedHead, FusedRotation, rotation_table
 from disagg.models.fused.modules import FusedAttention, FusedLayer, FusedMLP, FusedRMSNorm
 from disagg.models.fused.shapes import hands_on_unseen, same_code, same_functions
 
-FUSIONS = ("norm", "residual", "gate_up", "qkv", "few_rows")
+FUSIONS = ("norm", "residual", "gate_up", "qkv", "few_rows", "rotation", "ends")
+# Of `rope_type`: in others what a position is rotated by depends on how long the sequence is.
+_ROTATES_BY_POSITION = ("default", "linear", "llama3", "yarn")
 
 _SILU = (type(ACT2FN["silu"]), torch.nn.SiLU)
 _GELU_TANH = (type(ACT2FN["gelu_pytorch_tanh"]),)
 _ATTENTION = (llama.LlamaAttention, MistralAttention, Qwen2Attention)
+_ROTATIONS = (
+    llama.LlamaRotaryEmbedding,
+    Qwen2RotaryEmbedding,
+)  # alike but for where they cast, in versions before 5.23
 
 
-def fuse(module: PreTrainedModel, wanted: Collection[str], whole_heads: Collection[int]) -> dict[str, int]:
+def fuse(
+    module: PreTrainedModel, wanted: Collection[str], whole_heads: Collection[int], positions: int
+) -> dict[str, int]:
     """How many modules each fusion replaced, in place.
 
     whole_heads: layers whose attention may be fused: it has K and V of its own, and passes this rank's heads and no others.
+    positions: tokens that a sequence may have.
     """
     assert set(wanted) <= set(FUSIONS), f"{wanted} are not all known fusions"
     passes: dict[str, Callable[[Any], bool]] = {
         "norm": _fuse_norm,
         "gate_up": _fuse_mlp,
         "qkv": lambda part: getattr(part, "layer_idx", None) in whole_heads and _fuse_attention(part),
+        "rotation": lambda part: _fuse_rotation(part, positions, module.dtype),
     }
     found = {
         name: sum([fuse_one(part) for part in list(module.modules())])
@@ -57,6 +70,8 @@ def fuse(module: PreTrainedModel, wanted: Collection[str], whole_heads: Collecti
         found["residual"] = len(layers)
         if "few_rows" in wanted:
             found["few_rows"] = sum([_fuse_few_rows(layer) for layer in layers])
+    if "ends" in wanted:
+        found["ends"] = int(_fuse_head(module))
     return found
 
 
@@ -138,6 +153,34 @@ def _fuse_few_rows(layer: FusedLayer) -> bool:
         and type(attention.o_proj) is type(mlp.down_proj) is torch.nn.Linear
     )
     return layer.few_rows
+
+
+def _fuse_rotation(part: Any, positions: int, dtype: torch.dtype) -> bool:
+    known = any(same_code(type(part), reference) for reference in _ROTATIONS)
+    if not known or part.rope_type not in _ROTATES_BY_POSITION:
+        return False
+    table = rotation_table(part, positions, dtype)
+    if table is None:
+        return False
+    part.__class__ = FusedRotation
+    assert isinstance(part, FusedRotation)
+    part.table = table
+    return True
+
+
+def _fuse_head(module: Any) -> bool:
+    """Where logits are what the output layer gives, and nothing is done with them behind it."""
+    head = getattr(module, "lm_head", None)
+    if (
+        not same_code(type(module), llama.LlamaForCausalLM)
+        or type(head) is not torch.nn.Linear
+        or head.bias is not None
+    ):
+        return False
+    fused: Any = head
+    fused.__class__ = FusedHead
+    fused.out = None
+    return True
 
 
 def _merge(parts: list[Any]) -> tuple[Tensor, Tensor | None] | None:
