@@ -1,7 +1,9 @@
 """A value that is read from files, and read again when they change. Knows files; nothing of what is in them.
 
 What a new file makes wrong is said once, and the value stays what it was: nobody is locked out, or let in, by a file that is
-half written. Files are looked at, not watched, since what a Kubernetes secret shows changes by links that are swapped.
+half written. It is tried again until it can be used, since what is wrong may pass without a change of the file: a certificate
+that is valid from the next minute on. Files are looked at, not watched, since what a Kubernetes secret shows changes by links
+that are swapped.
 """
 
 from __future__ import annotations
@@ -31,21 +33,25 @@ class Reloaded(Generic[T]):
         self._paths = tuple(paths)
         self._read = read
         self._what = what
+        self._wrong = ""  # with the files as they are now
         self._seen = _signature(self._paths)  # before it is read: what changes meanwhile is read again
         self.value = read()
 
     def look(self) -> bool:
-        """Reads the files if they are not what they were. Whether there is another value now. Blocks for as long as reading
-        takes."""
+        """Reads the files if they are not what they were, or could not be used. Whether there is another value now. Blocks for
+        as long as reading takes."""
         now = _signature(self._paths)
-        if now == self._seen:
+        changed, self._seen = now != self._seen, now
+        if not changed and not self._wrong:
             return False
-        self._seen = now
         try:
             self.value = self._read()
         except ConfigError as error:
-            logger.error("%s has changed and cannot be used, so what was read before stays: %s", self._what, error)
+            if changed or str(error) != self._wrong:
+                logger.error("%s has changed and cannot be used, so what was read before stays: %s", self._what, error)
+            self._wrong = str(error)
             return False
+        self._wrong = ""
         logger.info("%s has changed and was read again", self._what)
         return True
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ssl
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
+from prometheus_client import CollectorRegistry, Gauge
 
+from disagg.auth.chain import Validity, check_chain
 from disagg.auth.reloaded import Reloaded
 from disagg.config.tree import TlsConfig
 from disagg.types.errors import ConfigError
@@ -22,16 +26,31 @@ class Certificates(Struct, frozen=True):
     key: bytes
     ca: bytes
     context: ssl.SSLContext
+    validity: Validity
 
 
 def open_certificates(tls: TlsConfig) -> Reloaded[Certificates] | None:
-    """None where there is no TLS. Raises ConfigError for files that cannot be used, or do not belong together."""
+    """None where there is no TLS. Raises ConfigError for files that cannot be used, do not belong together, or that peers would
+    not take."""
     if not tls.cert:
         return None
     cert, key = home_expanded(tls.cert, "tls.cert"), home_expanded(tls.key, "tls.key")
     ca = home_expanded(tls.ca, "tls.ca") if tls.ca else None
     paths = (cert, key) if ca is None else (cert, key, ca)
     return Reloaded(paths, lambda: _read(cert, key, ca), "tls")
+
+
+def expose_expiry(validity: Callable[[], Validity], registry: CollectorRegistry) -> None:
+    Gauge(
+        "disagg_tls_certificate_expires_in_seconds",
+        "Until what this process shows as its certificate is taken no more; below 0 once it is not",
+        registry=registry,
+    ).set_function(lambda: validity().until_s - time.time())
+    Gauge(
+        "disagg_tls_certificate_life_seconds",
+        "From when this process' certificate became valid until it is taken no more",
+        registry=registry,
+    ).set_function(lambda: validity().until_s - validity().from_s)
 
 
 def serving_context(certificates: Reloaded[Certificates]) -> ssl.SSLContext:
@@ -90,4 +109,5 @@ def _read(cert: Path, key: Path, ca: Path | None) -> Certificates:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca)
         except (OSError, ValueError) as error:
             raise ConfigError(f"tls.ca = {ca} has no certificates, as PEM, that can be read: {error}") from error
-    return Certificates(read["tls.cert"], read["tls.key"], read.get("tls.ca", b""), context)
+    validity = check_chain(context, cert, key, ca, time.time())
+    return Certificates(read["tls.cert"], read["tls.key"], read.get("tls.ca", b""), context, validity)

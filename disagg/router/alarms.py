@@ -55,14 +55,19 @@ _OUTCOMES = {
 
 
 def alarms(
-    view: ClusterView, ended: Mapping[str, int], loop_gap_s: float, rival: str = "", own: Version = BEFORE_NUMBERS
+    view: ClusterView,
+    ended: Mapping[str, int],
+    loop_gap_s: float,
+    rival: str = "",
+    own: Version = BEFORE_NUMBERS,
+    certificate_left_s: float | None = None,
 ) -> tuple[Alarm, ...]:
     """The worst first; at most MAX_ALARMS, of which the last then says how many are left out.
 
     ended: requests of the last WINDOW_S, by outcome. loop_gap_s: of the router. rival: another router's claim on its name.
-    own: this router's version.
+    own: this router's version. certificate_left_s: until its certificate expires, if that is soon.
     """
-    found = [*_of_requests(view, ended), *_of_router(loop_gap_s, rival)]
+    found = [*_of_requests(view, ended), *_of_router(loop_gap_s, rival), *_of_certificate(certificate_left_s)]
     if mixed := mixed_versions(view, own):
         found.append(Alarm(Level.WARN, "router", mixed))
     for server in view.servers:
@@ -88,6 +93,18 @@ def _of_requests(view: ClusterView, ended: Mapping[str, int]) -> list[Alarm]:
 def _of_router(loop_gap_s: float, rival: str) -> list[Alarm]:
     found = [Alarm(Level.BAD, "router", rival)] if rival else []
     return found + _of_loop("router", loop_gap_s)
+
+
+def _of_certificate(left_s: float | None) -> list[Alarm]:
+    if left_s is None:
+        return []
+    if left_s < 0:
+        words = "its certificate (tls.cert), or what it rests on, has expired: clients and servers do not take it"
+        return [Alarm(Level.BAD, "router", words)]
+    left = f"{left_s / 86400:.1f} days" if left_s >= 86400 else f"{left_s / 3600:.1f} hours"
+    return [
+        Alarm(Level.WARN, "router", f"its certificate (tls.cert), or what it rests on, expires in {left}: renew it")
+    ]
 
 
 def _of_loop(subject: str, gap_s: float) -> list[Alarm]:

@@ -27,7 +27,7 @@ from disagg.auth.quotas import ReloadedQuotas, Use
 from disagg.config.tree import Config
 from disagg.messages.legs import Drain, PrefixRules, TimelineEvent
 from disagg.messages.needs import lacks
-from disagg.router.alarms import alarms
+from disagg.router.alarms import Alarm, alarms
 from disagg.router.attempt import Bounds
 from disagg.router.budget import Budget, Held
 from disagg.router.dispatch import Dispatch
@@ -46,7 +46,7 @@ from disagg.router.status import server_status
 from disagg.router.streams import NO_FILES, Caller
 from disagg.router.tenants import salt_of
 from disagg.router.timelines import in_order
-from disagg.router.view import Work
+from disagg.router.view import ClusterView, Work
 from disagg.router.vllm_names import expose_vllm_names
 from disagg.telemetry.traces import Traces
 from disagg.text.limits import TextLimits
@@ -103,6 +103,7 @@ class Router:
             files=files,
         )
         self.tls = open_wire_tls(config.tls)  # Raises ConfigError
+        self.tls.expose(registry)
         self.quotas = ReloadedQuotas(config.auth)  # Raises ConfigError
         policy = POLICIES[self._config.policy]()
         self._dispatch = Dispatch(self._config, caller, policy, self._metrics, tokenizer, self, self.tls)
@@ -234,7 +235,7 @@ class Router:
         ended = self._dispatch.outcomes.recent.counts(self._clock())
         return {
             "state": state,
-            "alarms": to_builtins(alarms(view, ended, self.loop_gap_s(), self._dispatch.fleet.rival, self._version)),
+            "alarms": to_builtins(self._alarms(view, ended)),
             "ended_last_minute": ended,
             "servers": [server_status(server, view) for server in view.servers],
             "routers": [
@@ -249,6 +250,10 @@ class Router:
                 }
             ],
         }
+
+    def _alarms(self, view: ClusterView, ended: Mapping[str, int]) -> tuple[Alarm, ...]:
+        rival, left_s = self._dispatch.fleet.rival, self.tls.ends_in_s(time.time())
+        return alarms(view, ended, self.loop_gap_s(), rival, self._version, left_s)
 
     def drain_server(self, server: str, on: bool) -> None:
         """Has a server take nothing new, for all routers; or undoes it. What it decodes goes on elsewhere, as far as it can.

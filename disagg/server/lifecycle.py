@@ -132,6 +132,7 @@ class Server:
         )
         self._carriers = Carriers(self._links.peer_of)
         self._registry = new_registry()
+        self._tls.expose(self._registry)
         tracing = config.tracing
         self._traces = open_traces(tracing.otlp_endpoint, tracing.sample_ratio, self._registry, name)
         if tracing.otlp_endpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -22,16 +23,38 @@ from disagg.config.tree import TlsConfig
 
 
 class Authority:
-    def __init__(self, name: str = "authority") -> None:
+    def __init__(self, name: str = "authority", by: Authority | None = None, days: float = 1.0) -> None:
+        """by: whoever has signed this one, which is between it and what this one signs."""
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _name(name)
-        self.certificate = _signed(self._name, self._name, self._key.public_key(), self._key, ca=True)
+        issuer, key = (by._name, by._key) if by else (self._name, self._key)
+        self.certificate = _signed(self._name, issuer, self._key.public_key(), key, ca=True, days=days)
         self.pem = self.certificate.public_bytes(Encoding.PEM)
 
-    def write(self, directory: Path, host: str = "127.0.0.1", password: bytes = b"") -> TlsConfig:
-        """A new certificate for that host, its key and this authority, over what the directory has of them."""
+    def write(
+        self,
+        directory: Path,
+        host: str = "127.0.0.1",
+        password: bytes = b"",
+        days: float = 1.0,
+        begins_days: float = -1 / 24,
+        usages: Sequence[x509.ObjectIdentifier] = (),
+    ) -> TlsConfig:
+        """A new certificate for that host, its key and this authority, over what the directory has of them. usages: none: any.
+
+        days, begins_days: from now until it ceases and begins to be valid.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = _signed(_name("member"), self._name, key.public_key(), self._key, host=host)
+        certificate = _signed(
+            _name("member"),
+            self._name,
+            key.public_key(),
+            self._key,
+            host=host,
+            days=days,
+            begins_days=begins_days,
+            usages=usages,
+        )
         hidden: KeySerializationEncryption = BestAvailableEncryption(password) if password else NoEncryption()
         directory.mkdir(exist_ok=True)
         (directory / "cert").write_bytes(certificate.public_bytes(Encoding.PEM))
@@ -52,6 +75,9 @@ def _signed(
     *,
     ca: bool = False,
     host: str = "",
+    days: float = 1.0,
+    begins_days: float = -1 / 24,
+    usages: Sequence[x509.ObjectIdentifier] = (),
 ) -> x509.Certificate:
     now = datetime.datetime.now(datetime.UTC)
     made = (
@@ -60,8 +86,8 @@ def _signed(
         .issuer_name(issuer)
         .public_key(public)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
+        .not_valid_before(now + datetime.timedelta(days=begins_days))
+        .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca, None), critical=True)
     )
     if host:
@@ -70,4 +96,6 @@ def _signed(
         except ValueError:
             name = x509.DNSName(host)
         made = made.add_extension(x509.SubjectAlternativeName([name]), critical=False)
+    if usages:
+        made = made.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
     return made.sign(key, hashes.SHA256())

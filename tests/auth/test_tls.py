@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
@@ -11,13 +13,16 @@ import grpc
 import httpx
 import pytest
 import uvloop
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from disagg.api.app import HttpServer, create_app, serve
 from disagg.api.crowd import Bounds
+from disagg.auth.chain import DAY_S, Validity
 from disagg.auth.reloaded import Reloaded
 from disagg.auth.tls import Certificates, open_certificates, trusting
+from disagg.config.tree import TlsConfig
 from disagg.router.dial import dial_server
 from disagg.types.errors import ConfigError, Unavailable
 from disagg.types.ids import Role
@@ -137,6 +142,121 @@ def test_files_that_do_not_go_together_are_refused(authority: Authority, tmp_pat
             open_certificates(bad)
 
 
+def refusal(config: TlsConfig) -> str:
+    with pytest.raises(ConfigError) as refused:
+        open_certificates(config)
+    return str(refused.value)
+
+
+def test_a_certificate_that_nobody_would_take_is_refused(authority: Authority, tmp_path: Path) -> None:
+    other = Authority("other")
+    expired = authority.write(tmp_path / "expired", days=-1, begins_days=-2)
+    assert "it has expired on" in refusal(expired) and "it has expired on" in refusal(replace(expired, ca=""))
+    early = authority.write(tmp_path / "early", days=2, begins_days=1)
+    assert "is not valid before" in refusal(early) and "is not valid before" in refusal(replace(early, ca=""))
+    strange = replace(authority.write(tmp_path / "strange"), ca=other.write(tmp_path / "other").ca)
+    assert f"not one that tls.ca = {strange.ca} has signed" in refusal(strange)
+    assert open_certificates(replace(strange, ca="")) is not None  # nobody asks who has signed it
+    for usage in (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH):
+        half = authority.write(tmp_path / "half", usages=[usage])
+        assert "unsuitable certificate purpose" in refusal(half)
+    both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    assert open_certificates(authority.write(tmp_path / "half", usages=both)) is not None
+    ended = Authority("authority", days=-1 / 48)
+    assert "a certificate that it rests on" in refusal(ended.write(tmp_path / "ended"))
+
+
+@pytest.mark.parametrize("named_like", ["other", "authority"])
+def test_of_a_bundle_of_authorities_one_is_enough(authority: Authority, tmp_path: Path, named_like: str) -> None:
+    config, other = authority.write(tmp_path / "one"), Authority(named_like, days=-1 / 48)
+    for bundle in (other.pem + authority.pem, authority.pem + other.pem):
+        (tmp_path / "one" / "ca").write_bytes(bundle)
+        assert open_certificates(config) is not None
+    (tmp_path / "one" / "ca").write_bytes(other.pem)
+    refusal(config)
+
+
+async def test_what_is_between_a_certificate_and_its_authority_is_behind_it(
+    authority: Authority, tmp_path: Path
+) -> None:
+    between = Authority("between", by=authority, days=0.5)
+    config = between.write(tmp_path / "chain")
+    cert, ca = tmp_path / "chain" / "cert", tmp_path / "chain" / "ca"
+    below = opened_from(config)  # between it and tls.ca is nothing
+    ca.write_bytes(authority.pem)
+    assert "belongs behind it in its file" in refusal(config)
+    cert.write_bytes(cert.read_bytes() + between.pem)
+    chained = opened_from(config)
+    for made in (below, chained):
+        assert abs(made.value.validity.until_s - between.certificate.not_valid_after_utc.timestamp()) < 1
+    async with Listening(open_wire_tls(config), SERVER) as server:  # gRPC says the same
+        assert await answers(open_wire_tls(authority.write(tmp_path / "ours")).dial(server.address))
+        assert await answers(open_wire_tls(config).dial(server.address))
+
+
+def opened_from(config: TlsConfig) -> Reloaded[Certificates]:
+    made = open_certificates(config)
+    assert made is not None
+    return made
+
+
+def test_a_running_process_keeps_the_certificate_that_is_taken_until_it_is_given_another(
+    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "router"
+    certificates = opened(authority, directory)
+    first = certificates.value
+    for write in (
+        lambda: authority.write(directory, days=-1, begins_days=-2),
+        lambda: authority.write(directory, days=2, begins_days=1),
+        lambda: (Authority("other").write(directory), (directory / "ca").write_bytes(authority.pem)),
+    ):
+        caplog.clear()
+        write()
+        with caplog.at_level(logging.INFO):
+            assert not certificates.look() and not certificates.look()
+        [record] = caplog.records
+        assert record.levelno == logging.ERROR and "what was read before stays" in record.getMessage()
+        assert certificates.value is first
+    authority.write(directory)
+    assert certificates.look() and certificates.value is not first
+
+
+def test_a_certificate_that_is_not_valid_yet_is_taken_when_it_is(authority: Authority, tmp_path: Path) -> None:
+    certificates = opened(authority, tmp_path / "router")
+    authority.write(tmp_path / "router", begins_days=2 / 86400)
+    assert not certificates.look()
+    until_s = time.monotonic() + DEADLINE_S
+    while not certificates.look():
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+
+
+def test_that_a_certificate_ends_soon_is_said_once_and_counted_down(
+    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tls, registry = open_wire_tls(Authority(days=40).write(tmp_path / "router", days=30)), CollectorRegistry()
+    tls.expose(registry)
+    left_s = registry.get_sample_value("disagg_tls_certificate_expires_in_seconds")
+    assert left_s is not None and abs(left_s - 30 * DAY_S) < 60
+    life_s = registry.get_sample_value("disagg_tls_certificate_life_seconds")
+    assert life_s is not None and abs(life_s - 30 * DAY_S - 3600) < 60
+    now_s = time.time()
+    assert tls.ends_in_s(now_s) is None and CLEAR.ends_in_s(now_s) is None
+    with caplog.at_level(logging.WARNING):
+        for days in (0, 22, 24, 25, 31, 32):
+            tls.say_expiry(now_s + days * DAY_S)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
+    assert "expires in 6.0 days" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("life_days", "left_days", "soon"), [(90, 8, False), (90, 6, True), (1, 0.3, False), (1, 0.2, True)]
+)
+def test_soon_is_a_week_or_a_quarter_of_a_shorter_life(life_days: float, left_days: float, soon: bool) -> None:
+    assert Validity(0.0, life_days * DAY_S).ends_soon((life_days - left_days) * DAY_S) is soon
+
+
 # ---- gRPC
 
 
@@ -181,7 +301,8 @@ async def test_a_server_takes_whoever_has_a_certificate_of_its_authority_and_nob
         assert not await answers(theirs.dial(server.address))
         assert not await answers(CLEAR.dial(server.address))
         assert not await answers(open_channel(server.address, grpc.ssl_channel_credentials(authority.pem)))
-        theirs_that_trusts_us = replace(other.write(tmp_path / "mixed"), ca=str(tmp_path / "server" / "ca"))
+        theirs_that_trusts_us = other.write(tmp_path / "mixed")
+        (tmp_path / "mixed" / "ca").write_bytes(authority.pem + other.pem)
         assert not await answers(open_wire_tls(theirs_that_trusts_us).dial(server.address))
 
 

@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from disagg.api.crowd import HttpMetrics
 from disagg.auth.audit import Audit
+from disagg.auth.chain import Validity
+from disagg.auth.tls import expose_expiry
 from disagg.config.load import dump_config
 from disagg.config.tree import Config
 from disagg.messages.legs import Outcome
@@ -48,6 +50,7 @@ def metrics() -> set[tuple[str, str]]:
     Audit(registry)
     LoopWatch(registry)
     TraceMetrics(registry)
+    expose_expiry(lambda: Validity(0.0, 1.0), registry)
     return {(f"{m.name}_total" if m.type == "counter" else m.name, m.type) for m in registry.collect()}
 
 

@@ -85,6 +85,15 @@ def test_without_a_pair_and_with_a_rival_it_is_bad() -> None:
     assert {alarm.subject for alarm in found if alarm.level is Level.BAD} == {"requests", "router"}
 
 
+@pytest.mark.parametrize(
+    ("left_s", "level", "words"),
+    [(3 * 86400.0, Level.WARN, "in 3.0 days"), (5400.0, Level.WARN, "in 1.5 hours"), (-1.0, Level.BAD, "has expired")],
+)
+def test_a_certificate_is_told_of_before_it_expires(left_s: float, level: Level, words: str) -> None:
+    [alarm] = alarms(ClusterView((server(),)), {}, 0.0, certificate_left_s=left_s)
+    assert (alarm.subject, alarm.level) == ("router", level) and words in alarm.text
+
+
 @given(st.integers(0, 3 * MAX_ALARMS))
 def test_there_are_never_more_than_can_be_shown(count: int) -> None:
     found = told(server(), *(server(f"x{n}", ServerState.LOADING) for n in range(count)))

@@ -83,6 +83,13 @@
       expr: sum by (pod) (increase(disagg_loop_alarms_total{ {{- $of }}}[15m])) > 5
       labels: {severity: warning}
       annotations: {summary: 'The event loop of {{ "{{ $labels.pod }}" }} stands still for 250 ms or more'}
+    - alert: DisaggCertificateExpires
+      expr: >-
+        disagg_tls_certificate_expires_in_seconds{ {{- $of }}} < 604800
+        and disagg_tls_certificate_expires_in_seconds{ {{- $of }}} < 0.25 * disagg_tls_certificate_life_seconds{ {{- $of }}}
+      for: 10m
+      labels: {severity: critical}
+      annotations: {summary: 'The certificate of {{ "{{ $labels.pod }}" }}, or what it rests on, expires within a week'}
     - alert: DisaggContradictions
       expr: sum by (pod) (increase(disagg_router_contradictions_total{ {{- $of }}}[1h])) > 0
       labels: {severity: warning}
