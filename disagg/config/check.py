@@ -384,6 +384,11 @@ def _check_ranks(server: ServerConfig) -> None:
 
 
 def _check_offload(config: Config) -> None:
+    # Whatever else makes it wrong is said by whoever opens it. This is asked of every process, since all can show their settings.
+    if "@" in config.storage.url.partition("://")[2].partition("/")[0]:
+        raise ConfigError(
+            "storage.url may have no user: credentials belong into the environment, or storage.options; it is not repeated here"
+        )
     if config.offload.enabled and not config.engine.prefix_cache:
         raise ConfigError(
             "offload.enabled = true and engine.prefix_cache = false: what is offloaded is found again by the prefix cache, so it "

@@ -142,6 +142,7 @@ _SECRETS = (
     "encryption_key",
     "access_key",
     "service_account_key",
+    "customer_key",
 )
 
 

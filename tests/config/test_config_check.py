@@ -33,6 +33,7 @@ from disagg.config.tree import (
     ServerConfig,
     ServerRef,
     ServerRole,
+    StorageConfig,
     TlsConfig,
     TransferConfig,
 )
@@ -80,6 +81,7 @@ def ref(name: str, address: str) -> ServerRef:
             Config(offload=OffloadConfig(enabled=True), engine=EngineConfig(prefix_cache=False)),
             "offload.enabled = true and engine.prefix_cache = false",
         ),
+        (Config(storage=StorageConfig(url="s3://user:secret@bucket/folder")), "storage.url may have no user"),
         (Config(server=ServerConfig(port=5, metrics_port=5)), "server.port and server.metrics_port are both 5"),
         (Config(server=ServerConfig(name="a b")), "no blanks"),
         (Config(auth=AuthConfig(jwt_audience="llm")), "auth.jwt_audience = 'llm': it is looked for in tokens"),
@@ -105,6 +107,7 @@ def test_settings_that_cannot_work_together_are_refused(config: Config, says: st
     with pytest.raises(ConfigError) as raised:
         check_config(config)
     assert says in str(raised.value)
+    assert "secret@" not in str(raised.value)
 
 
 @pytest.mark.parametrize("least", LEAST_S, ids=lambda each: each.path)

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 
 from disagg.config.check import LEAST_S, MIXED_ONLY, WHOLE_PROMPTS
 from disagg.config.load import ENV_PREFIX
 from disagg.config.tree import AuthConfig, Config, TlsConfig
+from disagg.offload.options import STORE_OPTIONS, is_secret
 
 SCHEMA = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "disagg" / "values.schema.json"
 KNOWN = SCHEMA.with_name("settings.json")
+VALUES = SCHEMA.with_name("values.yaml")
 SIZE = r"^[0-9]+(\.[0-9]+)? *([KMGTkmgt]i?)?[Bb]?$"
 DURATION = r"^[0-9]+(\.[0-9]+)? *(us|ms|s|m|h)?$"
 # Settings that the chart decides, or that have values of their own. What is left of a section without any is left out.
@@ -52,8 +55,8 @@ JUDGED = {
 
 
 def known() -> dict[str, Any]:
-    """What templates know: `defaults` of what they judge, `wholePrompts`, `leastSeconds`, and `environment`: names of variables
-    that would set what the chart decides or judges."""
+    """What templates know: `defaults` of what they judge, `wholePrompts`, `leastSeconds`, `environment`: names of variables
+    that would set what the chart decides or judges, and `secretOptions`: options of storage that no ConfigMap may have."""
     tree = Config()
     names = [(section, name) for table in (OF_THE_CHART, JUDGED) for section in table for name in table[section]]
     return {
@@ -64,6 +67,7 @@ def known() -> dict[str, Any]:
         "wholePrompts": list(WHOLE_PROMPTS),
         "leastSeconds": {each.path: each.least_s for each in LEAST_S},
         "environment": sorted(f"{ENV_PREFIX}{section}__{name}".upper() for section, name in names),
+        "secretOptions": sorted({name for table in STORE_OPTIONS.values() for name in table if is_secret(name)}),
     }
 
 
@@ -98,9 +102,18 @@ def _setting(name: str, kind: dict[str, Any]) -> dict[str, Any]:
     return said
 
 
+def require(schema: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """What has a default is needed: Helm takes away what somebody sets to null, and templates rely on all of it."""
+    schema["required"] = sorted(name for name in defaults if name in schema["properties"])
+    for name in schema["required"]:
+        if "properties" in schema["properties"][name]:
+            require(schema["properties"][name], defaults[name])
+
+
 def main() -> None:
     schema = json.loads(SCHEMA.read_text())
     schema["definitions"].update(definitions())
+    require(schema, yaml.safe_load(VALUES.read_text()))
     SCHEMA.write_text(json.dumps(schema, indent=2) + "\n")
     KNOWN.write_text(json.dumps(known(), indent=2) + "\n")
 

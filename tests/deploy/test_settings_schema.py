@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import tomllib
 
+import yaml
+
 from disagg.config.load import dump_config
 from disagg.config.tree import Config
-from tests.deploy.settings_schema import KNOWN, OF_THE_CHART, SCHEMA, definitions, known
+from tests.deploy.settings_schema import KNOWN, OF_THE_CHART, SCHEMA, VALUES, definitions, known, require
 
 
 def test_the_schema_has_the_settings_of_the_configuration_tree() -> None:
@@ -20,6 +22,14 @@ def test_templates_know_the_defaults_and_bounds_that_processes_have() -> None:
     assert json.loads(KNOWN.read_text()) == known(), (
         "settings have changed: run `python -m tests.deploy.settings_schema`"
     )
+
+
+def test_no_value_that_templates_rely_on_can_be_taken_away() -> None:
+    schema = json.loads(SCHEMA.read_text())
+    before = json.dumps(schema)
+    require(schema, yaml.safe_load(VALUES.read_text()))
+    assert json.dumps(schema) == before, "values have changed: run `python -m tests.deploy.settings_schema`"
+    assert "resources" in schema["properties"]["router"]["required"]
 
 
 def test_what_the_chart_keeps_for_itself_are_settings() -> None:

@@ -107,4 +107,5 @@ def test_a_secret_is_not_repeated_in_an_error_and_is_known_as_one() -> None:
     assert "True" not in str(caught.value)
     secrets = {name for table in STORE_OPTIONS.values() for name in table if is_secret(name)}
     assert secrets >= {"secret_access_key", "session_token", "account_key", "sas_key", "client_secret", "bearer_token"}
+    assert secrets >= {"encryption_key", "sse_customer_key_base64"}
     assert not secrets & {"region", "endpoint", "access_key_id", "web_identity_token_file", "account_name"}

@@ -49,6 +49,7 @@
 {{- if and (hasPrefix "file:" .Values.storage.url) (not .Values.storage.pvc.claimName) -}}
 {{- fail "storage.url: a directory in a pod is lost with it, and no other pod sees it: name a volume in storage.pvc.claimName" -}}
 {{- end -}}
+{{- include "disagg.checkSecrets" . -}}
 {{- if and .Values.auth.operators (not (or .Values.auth.apiKeys.secretName .Values.auth.jwks.secretName)) -}}
 {{- fail "auth.operators: tenants are told by keys or tokens, and none are asked for: see auth.apiKeys and auth.jwks" -}}
 {{- end -}}
@@ -61,6 +62,11 @@
 {{- if and .Values.serviceMonitor.enabled (or .Values.auth.apiKeys.secretName .Values.auth.jwks.secretName) (not .Values.serviceMonitor.credentials.secretName) -}}
 {{- fail "serviceMonitor.credentials.secretName: routers ask for keys (auth), also for their metrics, and Prometheus would have none" -}}
 {{- end -}}
+{{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) -}}
+{{- if or .Values.serviceMonitor.enabled .Values.autoscaling.scrapedOtherwise -}}
+{{- fail (printf "networkPolicy.metricsFrom: nobody may scrape servers, and %s says that somebody does; name who, or networkPolicy.enabled = false" (ternary "serviceMonitor.enabled" "autoscaling.scrapedOtherwise" .Values.serviceMonitor.enabled)) -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
 {{- fail "ingress.hosts: an Ingress needs one at least" -}}
 {{- end -}}
@@ -72,6 +78,25 @@
 {{- end -}}
 {{- end }}
 
+{{/* Values end up in a ConfigMap, which more people read than secrets. What is refused is not repeated. */}}
+{{- define "disagg.checkSecrets" -}}
+{{- $known := .Files.Get "settings.json" | fromJson -}}
+{{- $instead := "it would be in a ConfigMap for all to read; name a secret in storage.credentialsSecret, whose keys become environment variables" -}}
+{{- if regexMatch "^[a-z0-9]+://[^/]*[@?]|[?#]" .Values.storage.url -}}
+{{- fail (printf "storage.url: it may have neither a user nor a query: %s" $instead) -}}
+{{- end -}}
+{{- range $name, $value := .Values.storage.options -}}
+{{- range $known.secretOptions -}}
+{{- if hasSuffix . (lower $name) -}}
+{{- fail (printf "storage.options.%s: %s" $name $instead) -}}
+{{- end -}}
+{{- end -}}
+{{- if regexMatch "^[a-z0-9]+://[^/]*@" (toString $value) -}}
+{{- fail (printf "storage.options.%s: it may have no user: %s" $name $instead) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{/* (role, own, root) */}}
 {{- define "disagg.checkRole" -}}
 {{- $own := .own -}}
@@ -79,9 +104,13 @@
 {{- if lt (int64 $own.terminationGracePeriodSeconds) (int64 $needed) -}}
 {{- fail (printf "%s.terminationGracePeriodSeconds is %d: it must be at least preStopSeconds + drainSeconds + 5 = %d, or a drain is cut short" .role (int64 $own.terminationGracePeriodSeconds) (int64 $needed)) -}}
 {{- end -}}
-{{- $ports := values $own.ports -}}
-{{- if ne (len $ports) (len (uniq $ports)) -}}
-{{- fail (printf "%s.ports: they must differ" .role) -}}
+{{- /* By number: --set and a file of values give numbers of two kinds, which uniq tells apart. */ -}}
+{{- $taken := dict -}}
+{{- range $name, $port := $own.ports -}}
+{{- with get $taken (int64 $port | toString) -}}
+{{- fail (printf "%s.ports.%s is %d, as %s.ports.%s is: they must differ" $.role $name (int64 $port) $.role .) -}}
+{{- end -}}
+{{- $_ := set $taken (int64 $port | toString) $name -}}
 {{- end -}}
 {{- with $own.autoscaling -}}
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
@@ -104,8 +133,11 @@
 {{- if not $values.autoscaling.prometheusAddress -}}
 {{- fail "autoscaling.prometheusAddress: KEDA asks a Prometheus, and does not know which" -}}
 {{- end -}}
-{{- else if not (and $values.serviceMonitor.enabled $values.prometheusRule.enabled) -}}
-{{- fail (printf "%s.autoscaling: an HPA reads what serviceMonitor.enabled collects and prometheusRule.enabled records" .role) -}}
+{{- if not (or $values.serviceMonitor.enabled $values.autoscaling.scrapedOtherwise) -}}
+{{- fail (printf "%s.autoscaling: KEDA asks for what serviceMonitor.enabled has collected, by labels that it adds; or say autoscaling.scrapedOtherwise" .role) -}}
+{{- end -}}
+{{- else if not (and (or $values.serviceMonitor.enabled $values.autoscaling.scrapedOtherwise) $values.prometheusRule.enabled) -}}
+{{- fail (printf "%s.autoscaling: an HPA reads what serviceMonitor.enabled collects (or autoscaling.scrapedOtherwise) and prometheusRule.enabled records" .role) -}}
 {{- end -}}
 {{- if and (eq (int (get .own "replicas")) 0) -}}
 {{- fail (printf "%s.autoscaling: %s.replicas is 0, which switches the pool off" .role .role) -}}
