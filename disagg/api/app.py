@@ -1,7 +1,7 @@
 """The OpenAI-compatible HTTP face: routes, and the server that runs them in the router's event loop.
 
     POST /v1/completions, /v1/chat/completions      GET /v1/models, /v1/models/{name}
-    POST /servers/{name}/drain, /servers/{name}/undrain
+    POST /servers/{name}/drain, /servers/{name}/undrain, /servers/{name}/role?role=ROLE
     GET /health, /live, /metrics, /status, /version, /debug/requests, /debug/timeline?request_id=, /debug/dump
     GET /                                           a page for operators that asks these
 
@@ -211,6 +211,16 @@ def _add_operation(app: FastAPI, router: RouterPort, debug_remote: bool) -> None
         _check_debug(request, debug_remote)
         router.drain_server(name, False)
         return _json({"server": name, "drain": False})
+
+    @app.post("/servers/{name}/role")
+    async def role(request: Request, name: str) -> Response:
+        _check_debug(request, debug_remote)
+        asked = request.query_params
+        wanted, force = asked.get("role", ""), asked.get("force", "false")
+        if force not in ("true", "false"):
+            raise BadField(f"force = {quoted(force)}: it must be true or false", "force", "invalid_value")
+        begun = await router.set_role(name, wanted, force == "true")
+        return _json({"server": name, "role": wanted, "begun": begun})
 
 
 def _json(content: object, status: int = 200) -> Response:

@@ -69,6 +69,12 @@ class RouterPort(Protocol):
         """
         ...
 
+    async def set_role(self, server: str, role: str, force: bool) -> bool:
+        """Has a server drain, and become one of another role; False where it is that already. force: also the last one of its
+        role. Raises InvalidRequest or Unavailable.
+        """
+        ...
+
     def timeline(self, request_id: str) -> tuple[TimelineEvent, ...] | None:
         """What happened to a request, while the router still remembers it."""
         ...

@@ -253,6 +253,36 @@ def drain(name: str, base_url: str, undo: bool, wait: bool, timeout_s: float) ->
 
 
 @cli.command()
+@click.argument("name", callback=_text)
+@click.argument("role", type=click.Choice(["prefill", "decode", "mixed"]))
+@_http_option
+@click.option(
+    "--force", is_flag=True, help="Also the last server of its role, without which requests may have to wait."
+)
+@click.option("--wait", is_flag=True, help="Return when it has the role, and say how far it is.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    default=900.0,
+    show_default=True,
+    type=click.FloatRange(0, MAX_DEADLINE_S),
+    callback=_finite,
+    metavar="SECONDS",
+    help="How long --wait waits.",
+)
+def role(name: str, role: str, base_url: str, force: bool, wait: bool, timeout_s: float) -> None:
+    """Have the server NAME become a ROLE server: it drains, and its workers begin anew, under the same name.
+
+    What it decodes goes on at other decode servers, as with `drain`. If workers of the new role cannot start, it is again what
+    it was, and says why. The role lasts until the process ends: one that is started anew has that of its command.
+    """
+    from disagg.cli.role_change import run_role_change
+
+    raise_at_ctrl_c()
+    sys.exit(run_role_change(base_url, name, role, force=force, wait=wait, timeout_s=timeout_s))
+
+
+@cli.command()
 @click.option("--model", metavar="NAME|DIR", help="[default: smollm2-135m]")
 def demo(model: str | None) -> None:
     """Start a cluster, ask it over gRPC and over HTTP, draw where the time went, and shut it down."""

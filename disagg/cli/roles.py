@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -22,6 +23,10 @@ from disagg.telemetry.process import (
     raise_descriptor_limit,
 )
 from disagg.telemetry.stacks import dump_stacks_on_signal
+from disagg.types.ids import Role
+
+if TYPE_CHECKING:
+    from disagg.server.role import ServerRole
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +73,19 @@ def _run(role: ProcessRole, config: Config, heartbeat: Callable[[], None]) -> in
         return run_router(config, heartbeat)
     from disagg.server.run import run_server
 
-    if role == "prefill":
+    return int(run_server(config, server_role, Role(role), heartbeat))
+
+
+def server_role(role: Role) -> ServerRole:
+    """What a server of this role is."""
+    if role is Role.PREFILL:
         from disagg.prefill_server.role import PREFILL
 
-        return int(run_server(config, PREFILL, heartbeat))
-    if role == "mixed":
+        return PREFILL
+    if role is Role.MIXED:
         from disagg.mixed_server.role import MIXED
 
-        return int(run_server(config, MIXED, heartbeat))
+        return MIXED
     from disagg.decode_server.role import DECODE
 
-    return int(run_server(config, DECODE, heartbeat))
+    return DECODE

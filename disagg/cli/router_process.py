@@ -88,6 +88,9 @@ class RouterFace:
     def drain_server(self, server: str, on: bool) -> None:
         self._router.drain_server(server, on)
 
+    async def set_role(self, server: str, role: str, force: bool) -> bool:
+        return await self._router.set_role(server, role, force)
+
     def timeline(self, request_id: str) -> tuple[TimelineEvent, ...] | None:
         return self._router.timeline(request_id)
 

@@ -95,6 +95,14 @@ class HandOver(Struct, frozen=True):
     key: LegKey
 
 
+class SetRole(Struct, frozen=True):
+    """Become empty, as for `Drain`, and then a server of this role, under the same name. What comes of it says the hello that
+    follows (`RoleChange`). Only to servers whose hello has one.
+    """
+
+    role: Role
+
+
 # ---- server -> router
 
 
@@ -279,6 +287,18 @@ class PrefixRules(Struct, frozen=True):
     groups: tuple[PrefixGroup, ...]
 
 
+class RoleChange(Struct, frozen=True):
+    """How a server came to its role. started: the one of its process, which is what discovery finds. becomes: what it is going
+    to be, None if that is what it is. failed: why the last change has not come about, if it has not. asked: how many `SetRole`
+    it has heard.
+    """
+
+    started: Role
+    becomes: Role | None = None
+    failed: str = ""
+    asked: int = 0
+
+
 class ServerHello(Struct, frozen=True):
     """Who a server is; sent first on every stream, and again when a new incarnation of its workers is up.
 
@@ -289,6 +309,7 @@ class ServerHello(Struct, frozen=True):
     stages, of tp worker ranks each. drains: it knows `Drain`. hands_over: it knows `HandOver`, and can send what it kept.
     These two are for routers of protocol 0: ask `messages/needs`.
     version: what the server's process speaks.
+    role_change: None of a server that does not know `SetRole`.
     """
 
     name: str
@@ -312,7 +333,8 @@ class ServerHello(Struct, frozen=True):
     drains: bool = False
     hands_over: bool = False
     version: Version = BEFORE_NUMBERS
+    role_change: RoleChange | None = None
 
 
-RouterMessage = StartLeg | AbortLeg | PodGone | Drain | HandOver
+RouterMessage = StartLeg | AbortLeg | PodGone | Drain | HandOver | SetRole
 ServerMessage = LegTokens | LegEnd

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from disagg.messages.legs import Drain, HandOver, RouterMessage, ServerHello, StartLeg
+from disagg.messages.legs import Drain, HandOver, RouterMessage, ServerHello, SetRole, StartLeg
 from disagg.types.ids import Role
 
 
@@ -32,6 +32,7 @@ _HANDS_OVER = Need(1, "hands_over", frozenset({Role.DECODE}))
 NEEDS: Mapping[tuple[type, str], Need] = {
     (Drain, ""): Need(1, "drains"),
     (HandOver, ""): _HANDS_OVER,
+    (SetRole, ""): Need(1, "role_change"),
     (StartLeg, "moves_attempt"): _HANDS_OVER,
     (StartLeg, "moved"): _HANDS_OVER,
 }

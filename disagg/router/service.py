@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from disagg.auth.quotas import ReloadedQuotas, Use
 from disagg.config.tree import Config
-from disagg.messages.legs import Drain, PrefixRules, TimelineEvent
+from disagg.messages.legs import Drain, PrefixRules, SetRole, TimelineEvent
 from disagg.messages.needs import lacks
 from disagg.router.alarms import Alarm, alarms
 from disagg.router.attempt import Bounds
@@ -42,6 +42,7 @@ from disagg.router.outcomes import outcome_of
 from disagg.router.policies import POLICIES
 from disagg.router.prefixes import PAGE_BYTES, PromptHashing, PromptPages, num_pages
 from disagg.router.requests import Asked, GenerateRequest, Started, Update
+from disagg.router.roles import ANSWER_S, asked_before, change_begun, needs_change, role_named, server_named
 from disagg.router.status import server_status
 from disagg.router.streams import NO_FILES, Caller
 from disagg.router.tenants import salt_of
@@ -52,7 +53,6 @@ from disagg.telemetry.traces import Traces
 from disagg.text.limits import TextLimits
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import DisaggError, InvalidRequest, Unavailable
-from disagg.types.plain import quoted
 from disagg.types.version import own_version
 from disagg.wire.inference import ModelInfo
 from disagg.wire.tls import open_wire_tls
@@ -63,6 +63,7 @@ LINGER_S = 0.25  # how long a finished request waits for the servers' last words
 MAX_LISTED = 200  # requests that run
 NO_TRACES = Traces()
 CLOSING = "the router is shutting down"
+ASK_EVERY_S = 0.05
 FLUSH_S = 0.5  # how long a closing router waits for its last aborts to arrive
 PROMPT_TOKEN_BYTES, STOP_CHAR_BYTES = 40, 260  # as Python has them
 
@@ -260,17 +261,33 @@ class Router:
 
         Raises InvalidRequest for one that is not there, or cannot be told; Unavailable while it is not heard.
         """
-        servers = {str(each.name): each for each in self._dispatch.fleet.view().servers}
-        found = servers.get(server)
-        if found is None:
-            names = ", ".join(servers) or "none"
-            raise InvalidRequest(f"there is no server {quoted(server)}; there are: {names}", "name")
-        if found.hello is None or not found.connected:
-            raise Unavailable(f"server {server} is not heard now")
+        found = server_named(self._dispatch.fleet.view(), server)
+        assert found.hello is not None
         drain = Drain(on)
         if why := lacks(found.hello, drain):
             raise InvalidRequest(f"server {server} cannot be told to drain; send it SIGTERM: {why}", "name")
         self._dispatch.fleet.send(server, drain)
+
+    async def set_role(self, server: str, role: str, force: bool) -> bool:
+        """Has a server drain, and become one of another role; False where it is that already. Returns when it has begun.
+
+        force: also the last server of its role. Raises InvalidRequest, or Unavailable where it may be asked again later.
+        """
+        fleet, wanted = self._dispatch.fleet, role_named(role)
+        before = fleet.view()
+        if not needs_change(before, server, wanted, force=force):
+            return False
+        asked = asked_before(server_named(before, server))
+        fleet.send(server, SetRole(wanted))
+        until_s = self._clock() + ANSWER_S
+        while self._clock() < until_s:
+            found = next((each for each in fleet.view().servers if each.name == server), None)
+            if change_begun(found, wanted, asked):
+                return True
+            await asyncio.sleep(ASK_EVERY_S)
+        raise Unavailable(
+            f"server {server} has not said within {ANSWER_S:g} s whether it becomes a {wanted.value} server"
+        )
 
     def addresses(self) -> tuple[tuple[str, str], ...]:
         """Name and gRPC address of each server that is found now."""

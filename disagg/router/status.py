@@ -15,6 +15,8 @@ def server_status(server: ServerView, view: ClusterView) -> dict[str, Any]:
     return {
         "name": server.name,
         "role": server.role.value,
+        "becomes": server.becomes,
+        "role_failed": hello.role_change.failed if hello is not None and hello.role_change is not None else "",
         "tp": hello.tp if hello is not None else 0,
         "dp": hello.dp if hello is not None else 0,
         "pp": hello.pp if hello is not None else 0,

@@ -312,10 +312,11 @@ class ServerStream:
             self._lose(f"another server has its address, {hello.name}", crashed=False)
             self._owner.server_named(self, hello.name)
             self.name = ServerName(hello.name)
-        if (hello.name, hello.role) != (self.name, self.role):
+        started = hello.role_change.started if hello.role_change is not None else hello.role
+        if (hello.name, started.value) != (self.name, self.found.role):
             raise ProtocolError(
-                f"{self.address} should be {self.role.value} server {self.name}, "
-                f"but says that it is {hello.role.value} server {hello.name}"
+                f"{self.address} should be {self.found.role} server {self.name}, "
+                f"but says that it is {started.value} server {hello.name}"
             )
         if hello.model and hello.model != self._caller.model:
             raise ProtocolError(f"{self.name} serves model {hello.model!r}, this router {self._caller.model!r}")
@@ -368,6 +369,7 @@ class ServerStream:
 
     def _greeted(self, hello: ServerHello) -> None:
         before, self.hello, self.load = self.hello, hello, hello.load
+        self.role = hello.role  # which may be another than the one that was found
         was_lost, self.lost = self.lost, False
         self._compare_files(hello)
         self._compare_weights(hello)
@@ -376,7 +378,7 @@ class ServerStream:
         if before is None or was_lost or not before.incarnation:  # it has none while it loads
             return
         if before.incarnation != hello.incarnation:
-            crashed = before.pid == hello.pid
+            crashed = before.pid == hello.pid and before.role is hello.role
             came_back = f"it came back as another incarnation, {hello.incarnation}"
             self._report(before.incarnation, crashed, came_back if hello.incarnation else "its workers are lost")
 

@@ -183,7 +183,25 @@ class ServerView(Struct, frozen=True, kw_only=True):
                 f"its {', '.join(self.differing)} is not what this router has loaded, so nothing is sent to it; restart "
                 "whichever of the two has the old files"
             )
-        return self.held or (self.hello.note if self.hello is not None else "") or self.changed
+        said = (self.hello.note or self._role_news) if self.hello is not None else ""
+        return self.held or said or self.changed
+
+    @property
+    def becomes(self) -> str:
+        """The role that it is going to have, if that is not the one it has."""
+        change = self.hello.role_change if self.hello is not None else None
+        return change.becomes.value if change is not None and change.becomes is not None else ""
+
+    @property
+    def _role_news(self) -> str:
+        assert self.hello is not None
+        change = self.hello.role_change
+        if change is None:
+            return ""
+        if self.becomes:
+            return f"it becomes a {self.becomes} server"
+        was = f"it was started as a {change.started.value} server" if change.started is not self.role else ""
+        return change.failed or was
 
     @property
     def usable(self) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from disagg.config.check import check_host_memory, check_memory, check_staging
+from disagg.config.check import check_host_memory, check_memory, check_role, check_staging
 from disagg.config.load import ucx_log_is_theirs
 from disagg.config.sizes import format_size, show_bytes
 from disagg.config.staging import Device, size_staging
@@ -93,6 +93,16 @@ def with_device(config: Config, role: ServerRole) -> tuple[Config, Device]:
         why = f"offload.host_bytes = {format_size(offload.host_bytes)}"
         check_host_memory(config.server.tp, offload.host_bytes, 0, why, memory_bytes())
     return msgspec.structs.replace(config, transfer=transfer), device
+
+
+def why_not_role(config: Config, role: ServerRole) -> str:
+    """What of the configuration does not go with the role, as far as it can be said before anything is loaded."""
+    try:
+        check_role(config, role.role.value)
+        with_device(config, role)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 Stages = tuple[tuple[LayerGroup | None, ...], ...]

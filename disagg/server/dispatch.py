@@ -39,6 +39,7 @@ from disagg.messages.legs import (
     PodGone,
     RouterMessage,
     ServerMessage,
+    SetRole,
     StartLeg,
 )
 from disagg.messages.link import LinkHello, LinkMessage
@@ -49,7 +50,7 @@ from disagg.offload.instructions import StoreCommand, StoreEvent
 from disagg.server.leg_spans import LegSpans
 from disagg.server.recorder import Unrecorded
 from disagg.types.errors import ProtocolError
-from disagg.types.ids import LegKey
+from disagg.types.ids import LegKey, Role
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class Dispatch:
         clock: Callable[[], Now],
         why_not: Callable[[StartLeg], str],
         asked_to_drain: Callable[[bool], None] = lambda on: None,
+        asked_for_role: Callable[[Role], None] = lambda role: None,
     ) -> None:
         """why_not: why a leg cannot begin here now, after the name; empty if it can."""
         self._name = name
@@ -123,6 +125,7 @@ class Dispatch:
         self._clock = clock
         self._why_not = why_not
         self._asked_to_drain = asked_to_drain
+        self._asked_for_role = asked_for_role
         self.engine: AnyEngine | None = None
         self._workers: Workers | None = None
         self._store: StorePort | None = None
@@ -172,6 +175,8 @@ class Dispatch:
                     self._do(self.engine.hand_over(message.key))
             case Drain():
                 self._asked_to_drain(message.on)
+            case SetRole():
+                self._asked_for_role(message.role)
             case PodGone():
                 self.links.pod_gone(message.pod)
 

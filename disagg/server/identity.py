@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from disagg.engine.facts import MemoryFacts
-from disagg.messages.legs import LoadReport, PrefixGroup, PrefixRules, ServerHello, ServerState, StartLeg
+from disagg.messages.legs import LoadReport, PrefixGroup, PrefixRules, RoleChange, ServerHello, ServerState, StartLeg
 from disagg.messages.link import LinkHello
 from disagg.server.bringup import Incarnation
 from disagg.server.model_identity import ModelIdentity
@@ -54,13 +54,14 @@ class Identity:
         self.worker_pids: tuple[int, ...] = ()
         self.model: ModelIdentity | None = None  # of the last group that came up
         self.incarnation: Incarnation | None = None  # while a group is up
-        self.role = role
+        self.role = role  # and hands_over: they change with the role
         self._ranks = ranks
         self._served_model = model
         self._load = load
         self._pod = pod
-        self._hands_over = hands_over
+        self.hands_over = hands_over
         self.version = own_version() if version is None else version
+        self.role_change: Callable[[], RoleChange | None] = lambda: None  # as in ServerHello
         self._server_id = secrets.token_hex(8)
         self._fingerprint = ""
         self._note = ""
@@ -114,8 +115,9 @@ class Identity:
             note=self.note,
             prefix=prefix_rules(up.facts.memory) if up is not None else None,
             drains=True,
-            hands_over=self._hands_over,
+            hands_over=self.hands_over,
             version=self.version,
+            role_change=self.role_change(),
         )
 
     def greeting(self, generation: str) -> LinkHello | None:

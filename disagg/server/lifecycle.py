@@ -4,8 +4,9 @@ Everything here runs on one asyncio loop. Who it is: `identity`. How a group of 
 what its engine wants done: `dispatch`. Knows sockets, processes and time.
 
     loading ──> ready ──> draining ──> gone
-       ^          │ the workers are lost: every leg ends WORKER_LOST, links drop, a new incarnation starts
-       └──────────┘
+       ^          │ │ the workers are lost: every leg ends WORKER_LOST, links drop, a new incarnation starts
+       ├──────────┘ │
+       └────────────┘ another role is asked for (`roles`): it drains, its workers end, and new ones are of that role
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 import time
+from asyncio import create_task
 from collections.abc import Callable
 from pathlib import Path
 
-import grpc
 import msgspec
 import zmq
 
@@ -30,7 +30,7 @@ from disagg.engine.now import Now
 from disagg.messages.legs import KvEvents, LoadReport, ServerState, StorageState
 from disagg.messages.tiers import TierEvent
 from disagg.messages.transfer import Beat, PeerWired, TransferEvent
-from disagg.server.bringup import Bringup, with_device
+from disagg.server.bringup import Bringup, why_not_role, with_device
 from disagg.server.carriers import Carriers
 from disagg.server.dispatch import Dispatch
 from disagg.server.door import HELLO_S, MAX_STREAMS
@@ -39,26 +39,28 @@ from disagg.server.exporter import Exporter
 from disagg.server.identity import Identity, Ranks
 from disagg.server.leg_spans import LegSpans
 from disagg.server.links import Links
+from disagg.server.listening import dialable, listen
 from disagg.server.model_identity import SHOWN_DIGITS, ModelIdentity, changed
 from disagg.server.networks import choose_net_devices
 from disagg.server.offloading import Offloading
 from disagg.server.recorder import recorder_of
-from disagg.server.role import ServerRole
+from disagg.server.role import RoleOf, ServerRole
+from disagg.server.roles import RoleChanges
 from disagg.server.routers import RouterStreams
+from disagg.server.same_code import check_code
 from disagg.server.vllm_names import expose_vllm_names
 from disagg.server.workers import GroupLost, WorkerGroup
 from disagg.telemetry.http import TelemetryServer
-from disagg.telemetry.listening import cannot_listen, why_not_listen
 from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.metrics import EngineMetrics, new_registry
 from disagg.telemetry.process import raise_descriptor_limit
 from disagg.telemetry.traces import open_traces
 from disagg.types.addresses import join
-from disagg.types.errors import ConfigError, DisaggError
+from disagg.types.errors import ConfigError
+from disagg.types.ids import Role
 from disagg.types.plain import one_line
 from disagg.types.small_files import home_expanded
 from disagg.types.status import DONE, REFUSED
-from disagg.types.version import DIGITS, code_at_start, code_digest
 from disagg.wire.services import (
     PEER,
     SERVER,
@@ -85,9 +87,12 @@ IDLE_S = 300.0  # a connection on which nothing is called for so long is closed
 class Server:
     """`run` returns the exit status. One object per process."""
 
-    def __init__(self, config: Config, role: ServerRole, heartbeat: Callable[[], None]) -> None:
-        self._config = config
-        self._role = role
+    def __init__(self, config: Config, role_of: RoleOf, role: Role, heartbeat: Callable[[], None]) -> None:
+        """role_of: what each role is. role: the one to begin with."""
+        self._config = self._given = config
+        self._role_of = role_of
+        self._roles = RoleChanges(role)
+        self._another_role = asyncio.Event()  # is asked for
         self._beat = heartbeat
         self._model_dir = Path()
         self._device: Device = "cpu"
@@ -95,19 +100,19 @@ class Server:
         self._stop = asyncio.Event()
         self._drains = False  # an operator wants it empty
         self._tls = open_wire_tls(config.tls)
-        name, tp = config.server.name or f"{role.role.value}-0", config.server.tp
-        ranks = Ranks(tp, config.server.dp, config.server.pp)
+        name, tp = config.server.name or f"{role.value}-0", config.server.tp
         self._identity = identity = Identity(
             name,
-            role.role,
-            ranks,
+            role,
+            Ranks(tp, config.server.dp, config.server.pp),
             config.model.public_name,
             self._load,
             config.server.pod,
-            hands_over=role.hands_over,
+            hands_over=self._role.hands_over,
         )
-        self._dispatch = dispatch = Dispatch(name, tp * config.server.pp, _now, identity.why_not, self._asked_to_drain)
-        dispatch.recorder = recorder_of(config.record.dir, name, role.role.value)
+        identity.role_change = lambda: self._roles.report
+        asked = (self._asked_to_drain, self._asked_for_role)
+        self._dispatch = dispatch = Dispatch(name, tp * config.server.pp, _now, identity.why_not, *asked)
         self._dumper = dumper = Dumper(identity, dispatch)
         self._offloading = dumper.offloading = Offloading(config)
         self._routers = dispatch.routers = dumper.routers = RouterStreams(
@@ -133,10 +138,8 @@ class Server:
         self._carriers = Carriers(self._links.peer_of)
         self._registry = new_registry()
         self._tls.expose(self._registry)
-        tracing = config.tracing
-        self._traces = open_traces(tracing.otlp_endpoint, tracing.sample_ratio, self._registry, name)
-        if tracing.otlp_endpoint:
-            dispatch.leg_spans = LegSpans(self._traces, name, role.role.value)
+        self._traces = open_traces(config.tracing.otlp_endpoint, config.tracing.sample_ratio, self._registry, name)
+        self._note_role()
         metrics = EngineMetrics(self._registry)
         self._exporter = Exporter(metrics, self._registry)
         expose_vllm_names(self._registry, config.model.public_name, metrics, lambda: self._dispatch.engine)
@@ -149,22 +152,22 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        allowed = connections_allowed(self._config, self._role.role.value, raise_descriptor_limit())
+        allowed = connections_allowed(self._config, self._roles.now.value, raise_descriptor_limit())
         bounds = client_options(allowed, MAX_STREAMS, HELLO_S, IDLE_S)
         server = make_server(server_handler(self._routers), peer_handler(self._links), options=bounds)
         health = Health(server, (SERVER, PEER))
         enable_reflection(server, (SERVER, PEER))
         host = self._config.server.host
         telemetry = TelemetryServer(self._registry, self._health, self._dumper.dump, self._config.debug.remote)
-        port, metrics_port = await self._listen(server, telemetry)
-        self._identity.link_address = join(self._config.server.advertise_host or _dialable(host), port)
+        port, metrics_port = await listen(self._config.server, self._tls, server, telemetry)
+        self._identity.link_address = join(self._config.server.advertise_host or dialable(host), port)
         await server.start()
         logger.info("%s listens on %s, metrics on port %d", self._identity.name, join(host, port), metrics_port)
         self._watch.start()
-        ticker = asyncio.create_task(self._tick(), name="tick")
-        supervisor = asyncio.create_task(self._supervise(health), name="supervise")
-        stopped = asyncio.create_task(self._stop.wait(), name="stop")
-        certificates = asyncio.create_task(self._tls.look_always(), name="certificates")
+        ticker = create_task(self._tick(), name="tick")
+        supervisor = create_task(self._supervise(health), name="supervise")
+        stopped = create_task(self._stop.wait(), name="stop")
+        certificates = create_task(self._tls.look_always(), name="certificates")
         try:
             await asyncio.wait({supervisor, stopped, ticker}, return_when=asyncio.FIRST_COMPLETED)
             if ticker.done():
@@ -192,33 +195,23 @@ class Server:
             await server.stop(grace=1.0)
             ticker.cancel()
 
-    async def _listen(self, server: grpc.aio.Server, telemetry: TelemetryServer) -> tuple[int, int]:
-        """The ports of gRPC and of metrics. Raises ConfigError or DisaggError naming the setting of one that cannot be had."""
-        at = self._config.server
-        free, address = "0 takes a free one", join(at.host, at.port)
-        try:
-            port = self._tls.listen_to_peers(server, address)
-        except RuntimeError as error:  # gRPC does not say why
-            why = why_not_listen(at.host, at.port, "server.port", free)
-            raise why or DisaggError(f"server.port = {at.port}: cannot listen on {address}; {free}") from error
-        try:
-            return port, await telemetry.start(at.host, at.metrics_port)
-        except (OSError, UnicodeError) as error:
-            raise cannot_listen(at.host, at.metrics_port, "server.metrics_port", error, free) from error
-
     async def _drain(self, health: Health) -> None:
         """In this order: not serving; wait for legs; give back what is left; let routers have it all; then close."""
         self._identity.state = ServerState.DRAINING
         self._links.stopping = True
         await health.set_serving(False)
         self._routers.announce()
+        await self._empty(f"{self._identity.name} is shutting down")
+
+    async def _empty(self, reason: str) -> None:
+        """Waits for legs, gives back what is left, and lets routers have it all."""
         deadline = time.monotonic() + self._config.server.drain_s
         while (engine := self._dispatch.engine) is not None and not engine.idle and time.monotonic() < deadline:
             await asyncio.sleep(TICK_S / 2)
         deadline = min(deadline, time.monotonic() + STORE_DRAIN_S)
         while self._stores_on() and time.monotonic() < deadline:
             await asyncio.sleep(TICK_S / 2)
-        self._dispatch.drain(f"{self._identity.name} is shutting down")
+        self._dispatch.drain(reason)
         flushed = time.monotonic() + 2.0
         while not self._routers.drained and time.monotonic() < flushed:
             await asyncio.sleep(TICK_S / 2)
@@ -237,7 +230,44 @@ class Server:
     @property
     def _up_state(self) -> ServerState:
         """While workers are up."""
-        return ServerState.DRAINING if self._drains or self._stop.is_set() else ServerState.READY
+        drains = self._drains or self._stop.is_set() or self._roles.becomes is not None
+        return ServerState.DRAINING if drains else ServerState.READY
+
+    def _asked_for_role(self, role: Role) -> None:
+        """By a router, for an operator. Every router is told what comes of it."""
+        if self._roles.ask(role, self._why_not_role(role)):
+            logger.info("%s is to be a %s server, as a router asked", self._identity.name, role.value)
+            self._identity.state = self._up_state
+            self._another_role.set()
+        self._routers.announce()
+
+    def _why_not_role(self, role: Role) -> str:
+        """What can be said before anything ends."""
+        if self._stop.is_set() or self._drains:
+            return "it drains"
+        if self._identity.incarnation is None:
+            return "its workers are not up"
+        return why_not_role(self._given, self._role_of(role))
+
+    @property
+    def _role(self) -> ServerRole:
+        return self._role_of(self._roles.now)
+
+    async def _take_role(self) -> None:
+        """No workers are up: the next ones are of the role that is now."""
+        identity, role = self._identity, self._role
+        identity.role, identity.hands_over = role.role, role.hands_over
+        self._find_device()
+        recorder = self._dispatch.recorder
+        self._note_role()
+        await asyncio.to_thread(recorder.close)
+
+    def _note_role(self) -> None:
+        """Records and spans say it."""
+        name, role = self._identity.name, self._roles.now.value
+        self._dispatch.recorder = recorder_of(self._given.record.dir, name, role)
+        if self._given.tracing.otlp_endpoint:
+            self._dispatch.leg_spans = LegSpans(self._traces, name, role)
 
     def _stores_on(self) -> bool:
         """KV is on its way to storage, and with the host it would be lost."""
@@ -259,8 +289,7 @@ class Server:
             try:
                 await self._bring_up()
                 await health.set_serving(True)
-                assert self._group is not None
-                reason = await self._group.wait_lost()
+                reason = await self._lost_or_empty(health)
             except GroupLost as error:
                 reason = str(error)
                 self._identity.note = f"its workers could not start: {reason}"
@@ -271,7 +300,11 @@ class Server:
                 reason = str(error)
                 note = f"the model in {self._model_dir} could be served before, and cannot now: {reason}"
                 self._identity.note = note
-            logger.error("the workers of %s are lost: %s", self._identity.name, reason)
+            changed = self._roles.fail(reason) or self._roles.take()
+            if changed:
+                logger.info("%s begins anew as a %s server: %s", self._identity.name, self._roles.now.value, reason)
+            else:
+                logger.error("the workers of %s are lost: %s", self._identity.name, reason)
             silent_exit = self._group.silent_exit if self._group is not None else ""
             silent_exits = silent_exits + 1 if silent_exit else 0
             if self._identity.model is None and silent_exits == MOST_SILENT_EXITS:
@@ -281,14 +314,37 @@ class Server:
                     "it printed says why"
                 )
             await health.set_serving(False)
-            await self._take_down(reason)
-            if time.monotonic() - up_s > STEADY_S:
+            await self._take_down(reason, another_role=changed)
+            if changed or time.monotonic() - up_s > STEADY_S:
                 pause_s = RESTART_FIRST_S
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, RESTART_MOST_S)
 
+    async def _lost_or_empty(self, health: Health) -> str:
+        """Why the workers end: they are lost, or have nothing left and are to be of another role."""
+        assert self._group is not None
+        lost, asked = create_task(self._group.wait_lost()), create_task(self._another_role.wait())
+        emptied: asyncio.Task[None] | None = None
+        try:
+            await asyncio.wait({lost, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if not lost.done():
+                await health.set_serving(False)
+                assert self._roles.becomes is not None
+                reason = f"it becomes a {self._roles.becomes.value} server"
+                emptied = create_task(self._empty(f"{self._identity.name} is emptied: {reason}"))
+                await asyncio.wait({lost, emptied}, return_when=asyncio.FIRST_COMPLETED)
+                if emptied.done():
+                    emptied.result()
+                    if not self._stop.is_set():
+                        return reason
+            return await lost
+        finally:
+            for task in (lost, asked, emptied):
+                if task is not None:
+                    task.cancel()
+
     def _find_device(self) -> None:
-        config, self._device = with_device(self._config, self._role)
+        config, self._device = with_device(self._given, self._role)
         if config.transfer.ucx_net_devices == "auto" and self._device == "cpu":
             transfer = msgspec.structs.replace(
                 config.transfer, ucx_net_devices=choose_net_devices(self._identity.link_address)
@@ -302,7 +358,7 @@ class Server:
 
     async def _bring_up(self) -> None:
         """Start a new incarnation; then READY."""
-        await self._check_code()
+        await asyncio.get_running_loop().run_in_executor(None, check_code, self._identity.name)
         bringup = Bringup(self._config, self._role, self._device, self._model_dir)
         inspected = await asyncio.get_running_loop().run_in_executor(None, bringup.inspect)
         identity = self._identity
@@ -326,6 +382,7 @@ class Server:
         self._routers.announce()
         incarnation = await bringup.run(group, inspected)
         identity.up(incarnation)
+        self._roles.up()
         self._take_model(incarnation.model)
         keeper = self._offloading.up(incarnation.facts, group.send, self._dispatch.store_event)
         self._dispatch.attach(incarnation.engine, group, keeper)
@@ -335,18 +392,6 @@ class Server:
         logger.info(
             "%s is ready: incarnation %s, weights %s, %s", identity.name, group.incarnation, weights, incarnation.what
         )
-
-    async def _check_code(self) -> None:
-        """Workers start with the code that is on disk, and speak with this process in messages that have no versions.
-
-        Raises DisaggError where it is not the code that this process began with: whoever starts it again, starts all of it anew.
-        """
-        began, now = code_at_start(), await asyncio.get_running_loop().run_in_executor(None, code_digest)
-        if began and now and began != now:
-            raise DisaggError(
-                f"the code of disagg has been changed under {self._identity.name} (its digest was {began[:DIGITS]}, and is "
-                f"{now[:DIGITS]} now): workers would be of another version than their server, so it ends, to be started again"
-            )
 
     def _worker_config(self) -> WorkerConfig:
         """A stage waits for those before it: a step of all of them takes as many steps."""
@@ -365,15 +410,20 @@ class Server:
         identity.note = change
         identity.model = model
 
-    async def _take_down(self, reason: str) -> None:
-        """The workers are lost: tell the routers, end the workers, and then let peers know that nothing can come."""
+    async def _take_down(self, reason: str, *, another_role: bool) -> None:
+        """The workers are lost, or end for those of another role: tell the routers, end the workers, and then let peers know that
+        nothing can come.
+        """
         identity, group = self._identity, self._group
-        if identity.state is ServerState.READY:
+        if not (self._drains or self._stop.is_set()):
             identity.state = ServerState.LOADING
         identity.incarnation = None
         engine = self._dispatch.detach(f"{identity.name} lost its workers: {reason}")
         if engine is not None:
             self._exporter.retire(*(rank.counters for rank in engine.ranks))
+        if another_role:
+            self._another_role.clear()
+            await self._take_role()
         self._routers.announce()
         self._routers.flush()
         await self._offloading.down()
@@ -443,8 +493,3 @@ class Server:
 
 def _now() -> Now:
     return Now(time.monotonic(), time.time())
-
-
-def _dialable(host: str) -> str:
-    """What peers on this host dial when we listen on every address."""
-    return socket.gethostname() if host in ("0.0.0.0", "::", "[::]", "") else host

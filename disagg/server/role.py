@@ -23,3 +23,6 @@ class ServerRole(Struct, frozen=True):
     )
     hands_over: bool = False  # what goes on here can be stopped and sent to another server
     slots_beside: int = 0  # for choices, beside one for each of the `engine.max_running` sequences
+
+
+RoleOf = Callable[[Role], ServerRole]  # what each role is

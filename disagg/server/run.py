@@ -8,13 +8,17 @@ import uvloop
 
 from disagg.config.tree import Config
 from disagg.server.lifecycle import Server
-from disagg.server.role import ServerRole
+from disagg.server.role import RoleOf
+from disagg.types.ids import Role
 
 
-def run_server(config: Config, role: ServerRole, heartbeat: Callable[[], None]) -> int:
-    """Serve until SIGTERM has been drained. Returns the exit status; see types/status."""
+def run_server(config: Config, role_of: RoleOf, role: Role, heartbeat: Callable[[], None]) -> int:
+    """Serve until SIGTERM has been drained. Returns the exit status; see types/status.
+
+    role_of: what each role is, of which this server may be another later. role: the one that it begins with.
+    """
 
     async def serve() -> int:
-        return await Server(config, role, heartbeat).run()
+        return await Server(config, role_of, role, heartbeat).run()
 
     return uvloop.run(serve())

@@ -24,9 +24,9 @@ from disagg.messages.legs import (
     RouterMessage,
     ServerHello,
     ServerMessage,
+    SetRole,
     StartLeg,
 )
-from disagg.types.ids import Role
 from disagg.types.protocol import BEFORE_NUMBERS, Version
 from disagg.types.sampling import MAX_CACHE_SALT_CHARS, MAX_CHOICES, MAX_PRIORITY
 from disagg.wire import pb
@@ -53,6 +53,14 @@ from disagg.wire.fields import (
 )
 from disagg.wire.inference import fill_sampling, read_sampling
 from disagg.wire.load_report import fill_load, read_load
+from disagg.wire.roles import (
+    ROLE_FROM_PROTO,
+    ROLE_TO_PROTO,
+    fill_role_change,
+    fill_set_role,
+    read_role_change,
+    read_set_role,
+)
 from disagg.wire.versions import fill_version, read_version
 
 MAX_LEG_TOKENS = 1 << 22  # of one trunk; longer than any model's context. Read, they are 150 MB at most
@@ -69,14 +77,6 @@ OUTCOME_TO_PROTO = {
     Outcome.HANDED_OVER: pb.server.OUTCOME_HANDED_OVER,
 }
 OUTCOME_FROM_PROTO = {int(v): k for k, v in OUTCOME_TO_PROTO.items()}
-
-ROLE_TO_PROTO = {
-    Role.PREFILL: pb.server.ROLE_PREFILL,
-    Role.DECODE: pb.server.ROLE_DECODE,
-    Role.MIXED: pb.server.ROLE_MIXED,
-}
-ROLE_FROM_PROTO = {int(v): k for k, v in ROLE_TO_PROTO.items()}
-
 
 MAX_MODEL_FILES = 64
 MAX_NOTE_CHARS = 4096
@@ -274,6 +274,7 @@ _ROUTER_FILL: Mapping[type, tuple[str, Fill]] = {
     PodGone: ("pod_gone", _fill_pod_gone),
     Drain: ("drain", _fill_drain),
     HandOver: ("hand_over", _fill_hand_over),
+    SetRole: ("set_role", fill_set_role),
 }
 _ROUTER_READ: Mapping[str, Read[RouterMessage]] = {
     "start_leg": _read_start_leg,
@@ -281,6 +282,7 @@ _ROUTER_READ: Mapping[str, Read[RouterMessage]] = {
     "pod_gone": _read_pod_gone,
     "drain": _read_drain,
     "hand_over": _read_hand_over,
+    "set_role": read_set_role,
 }
 
 
@@ -363,6 +365,8 @@ def _fill_server_hello(out: pb.server.ServerHello, hello: ServerHello) -> None:
     out.drains = hello.drains
     out.hands_over = hello.hands_over
     fill_version(out.version, hello.version)
+    if hello.role_change is not None:
+        fill_role_change(out.role_change, hello.role_change)
 
 
 def _fill_prefix(out: pb.server.PrefixRules, rules: PrefixRules) -> None:
@@ -421,6 +425,7 @@ def _read_server_hello(message: pb.server.ServerHello) -> ServerHello:
         drains=message.drains,
         hands_over=message.hands_over,
         version=read_version(message),
+        role_change=read_role_change(message.role_change) if message.HasField("role_change") else None,
     )
 
 

@@ -50,6 +50,7 @@ class FakeRouter:
         self.requests: list[GenerateRequest] = []
         self.noted: list[tuple[DisaggError, str]] = []  # refused by the face
         self.drained: list[tuple[str, bool]] = []
+        self.roles: list[tuple[str, str, bool]] = []
         self.aborted: list[str] = []  # iterators closed before their end
         self.running: set[str] = set()
         self.refusal: DisaggError | None = None  # raised instead of Started
@@ -154,6 +155,10 @@ class FakeRouter:
         return LogprobEntry(self.words.index(word), word, self.raw.get(word, word.encode()), logprob)
 
     # ---- the rest of RouterPort
+
+    async def set_role(self, server: str, role: str, force: bool) -> bool:
+        self.roles.append((server, role, force))
+        return True
 
     def drain_server(self, server: str, on: bool) -> None:
         self.drained.append((server, on))

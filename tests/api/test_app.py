@@ -454,4 +454,12 @@ async def test_servers_are_drained_from_this_machine_only(router: FakeRouter, ap
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             assert (await http.post("/servers/d0/drain")).status_code == status
             assert (await http.post("/servers/d0/undrain")).status_code == status
+            asked = await http.post("/servers/d0/role", params={"role": "prefill"})
+            assert asked.status_code == status
+            assert (await http.post("/servers/d0/role?role=decode&force=true")).status_code == status
+            if status == 200:
+                assert asked.json() == {"server": "d0", "role": "prefill", "begun": True}
+                nonsense = await http.post("/servers/d0/role?role=decode&force=perhaps")
+                assert nonsense.status_code == 400 and "true or false" in nonsense.json()["error"]["message"]
     assert router.drained == [("d0", True), ("d0", False)]
+    assert router.roles == [("d0", "prefill", False), ("d0", "decode", True)]

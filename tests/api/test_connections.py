@@ -537,6 +537,7 @@ async def test_a_page_of_another_origin_neither_reads_nor_drains(router: FakeRou
             for method, path in (
                 ("POST", "/servers/d/drain"),
                 ("POST", "/servers/d/undrain"),
+                ("POST", "/servers/d/role?role=prefill"),
                 ("GET", "/debug/requests"),
             ):
                 reply = await http.request(method, path, headers=headers)
@@ -544,7 +545,7 @@ async def test_a_page_of_another_origin_neither_reads_nor_drains(router: FakeRou
                     path,
                     headers,
                 )
-        assert router.drained == []
+        assert router.drained == [] and router.roles == []
         own = {"origin": "http://localhost", "sec-fetch-site": "same-origin"}
         assert (await http.get("/debug/requests", headers=own)).status_code == 200
         pointed_here = await http.get("/debug/requests", headers={"host": "evil.example:8000"})

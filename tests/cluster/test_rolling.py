@@ -199,3 +199,26 @@ def test_every_server_and_both_routers_restart_under_load(tmp_path: Path, questi
                     assert set(causes) <= PLANNED, f"{causes} after {name}"
         pools.check_adds_up()
         print(f"{outcome.answered} answers")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_each_pool_grows_from_one_to_three_and_shrinks_again_under_load(tmp_path: Path, questions: Questions) -> None:
+    with Pools(tmp_path, questions, routers=2, prefill=3, decode=3) as pools:
+        pools.run("router-0", "router-1", "prefill-0", "decode-0")
+        with pools.load(questions) as outcome:
+            for role in ("prefill", "decode"):
+                more = [f"{role}-1", f"{role}-2"]
+                pools.wait_answers(outcome)
+                pools.run(*more)
+                pools.wait_answers(outcome)
+                for name in more:
+                    pools.wait(lambda each=name: pools.server(each)["running"] > 0, 60, f"work on {name}")
+                for name in reversed(more):
+                    pools.end(name)
+                    pools.wait_answers(outcome)
+                    assert pools.recomputed() == 0, f"after {name}"
+            causes = pools.attempts()
+        assert set(causes) <= PLANNED and causes.get("moved", 0) > 0, causes
+        pools.check_adds_up()
+        print(f"{outcome.answered} answers, attempts {causes}")

@@ -32,6 +32,7 @@ from disagg.messages.legs import (
     ServerHello,
     ServerMessage,
     ServerState,
+    SetRole,
     StartLeg,
     TimelineEvent,
 )
@@ -101,6 +102,7 @@ class FakeServer(ServerServicer):
         self.aborted: list[AbortLeg] = []
         self.pods_gone: list[str] = []
         self.frozen = False
+        self.on_role: Callable[[Role], None] = lambda role: None
         self.greetings: list[RouterHello] = []
         self.hello = ServerHello(
             **{
@@ -152,6 +154,14 @@ class FakeServer(ServerServicer):
         self._forget()
         self.hello = replace(self.hello, incarnation=secrets.token_hex(4))
         self._tell(hello=self.hello)
+
+    def become(self, role: Role, script: Script, **change: Any) -> None:
+        """The same process, with other workers. change: of its RoleChange."""
+        assert self.hello.role_change is not None
+        said = replace(self.hello.role_change, **change)
+        self.script = script
+        self.hello = replace(self.hello, role=role, role_change=said)
+        self.new_incarnation()
 
     def set_state(self, state: ServerState) -> None:
         self.hello = replace(self.hello, load=replace(self.hello.load, state=state))
@@ -258,6 +268,8 @@ class FakeServer(ServerServicer):
                     self._legs[said.key] = asyncio.create_task(self._play(said))
                 elif isinstance(said, PodGone):
                     self.pods_gone.append(said.pod)
+                elif isinstance(said, SetRole):
+                    self.on_role(said.role)
                 else:
                     self.aborted.append(said)
                     leg = self._legs.get(said.key)

@@ -58,7 +58,7 @@ def test_only_another_model_than_before_is_said() -> None:
 
 def ready_server(monkeypatch: pytest.MonkeyPatch) -> tuple[Server, list[LegEnd], list[StartLeg]]:
     """A server whose engine and routers only remember."""
-    made = Server(Config(), PREFILL, lambda: None)
+    made = Server(Config(), lambda role: PREFILL, PREFILL.role, lambda: None)
     ends: list[LegEnd] = []
     started: list[StartLeg] = []
 
@@ -135,7 +135,7 @@ async def test_a_model_that_cannot_be_loaded_for_a_while_does_not_end_a_server_t
         made._group = _Lost()  # type: ignore[assignment]
         made._take_model(outcome)
 
-    async def take_down(reason: str) -> None:
+    async def take_down(reason: str, *, another_role: bool) -> None:
         made._group = None
 
     monkeypatch.setattr(lifecycle, "RESTART_FIRST_S", 0.001)

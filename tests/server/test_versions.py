@@ -14,9 +14,10 @@ from disagg.messages.link import LinkHello
 from disagg.prefill_server.role import PREFILL
 from disagg.router.dial import dial_server
 from disagg.router.streams import VersionRefused
-from disagg.server import lifecycle
+from disagg.server import same_code
 from disagg.server.lifecycle import Server as LifeOfServer
 from disagg.server.links import Links
+from disagg.server.same_code import check_code
 from disagg.types.errors import DisaggError
 from disagg.types.protocol import BEFORE_NUMBERS, PROTOCOL, Version
 from disagg.types.version import own_version
@@ -134,15 +135,14 @@ async def test_who_dials_a_server_too_far_away_is_told_at_once() -> None:
 
 
 async def test_a_server_says_its_version_to_routers() -> None:
-    server = LifeOfServer(Config(), PREFILL, lambda: None)
+    server = LifeOfServer(Config(), lambda role: PREFILL, PREFILL.role, lambda: None)
     assert server._identity.hello().version == own_version()
 
 
-async def test_a_server_ends_where_its_workers_would_be_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = LifeOfServer(Config(), PREFILL, lambda: None)
-    await server._check_code()
-    monkeypatch.setattr(lifecycle, "code_digest", lambda: "")  # cannot be read: that proves nothing
-    await server._check_code()
-    monkeypatch.setattr(lifecycle, "code_digest", lambda: "0123456789")
+def test_a_server_ends_where_its_workers_would_be_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_code("prefill-0")
+    monkeypatch.setattr(same_code, "code_digest", lambda: "")  # cannot be read: that proves nothing
+    check_code("prefill-0")
+    monkeypatch.setattr(same_code, "code_digest", lambda: "0123456789")
     with pytest.raises(DisaggError, match=r"the code of disagg has been changed under prefill-0 .* is 01234567 now"):
-        await server._check_code()
+        check_code("prefill-0")

@@ -136,6 +136,7 @@ prefix_rules = st.builds(
     st.lists(st.builds(legs.PrefixGroup, text, u32), min_size=1, max_size=3).map(tuple),
 )
 versions = st.tuples(u32, u32, text).map(lambda said: Version(max(said[:2]), min(said[:2]), said[2]))
+role_changes = st.builds(legs.RoleChange, st.sampled_from(Role), st.none() | st.sampled_from(Role), text, u32)
 server_hellos = st.builds(
     legs.ServerHello,
     name,
@@ -152,6 +153,7 @@ server_hellos = st.builds(
     st.booleans(),
     st.booleans(),
     versions,
+    st.none() | role_changes,
 )
 router_hellos = st.builds(RouterHello, name, name, name, u64, text, text, versions)
 attach_replies = st.builds(AttachReply, u64, st.booleans())
@@ -162,6 +164,7 @@ ROUTER_MESSAGES = {
     legs.PodGone: st.builds(legs.PodGone, text),
     legs.Drain: st.builds(legs.Drain, st.booleans()),
     legs.HandOver: st.builds(legs.HandOver, keys),
+    legs.SetRole: st.builds(legs.SetRole, st.sampled_from(Role)),
     legs.AbortLeg: st.builds(legs.AbortLeg, keys, st.none() | u32),
 }
 SERVER_MESSAGES = {

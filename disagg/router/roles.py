@@ -1,0 +1,100 @@
+"""Whether a server may be given another role, and what it says came of that. Pure: decides on the picture of the cluster."""
+
+from __future__ import annotations
+
+from disagg.messages.legs import RoleChange, ServerState
+from disagg.router.view import ClusterView, ServerView
+from disagg.types.errors import InvalidRequest, Unavailable
+from disagg.types.ids import Role
+from disagg.types.plain import quoted
+
+ANSWER_S = 5.0  # which a server has to say what comes of it
+
+
+def role_named(name: str) -> Role:
+    """Raises InvalidRequest."""
+    try:
+        return Role(name)
+    except ValueError:
+        allowed = ", ".join(role.value for role in Role)
+        raise InvalidRequest(f"role {quoted(name)}: it must be one of {allowed}", "role") from None
+
+
+def server_named(view: ClusterView, name: str) -> ServerView:
+    """One that can be told something now. Raises InvalidRequest, Unavailable."""
+    found = next((server for server in view.servers if server.name == name), None)
+    if found is None:
+        names = ", ".join(str(server.name) for server in view.servers) or "none"
+        raise InvalidRequest(f"there is no server {quoted(name)}; there are: {names}", "name")
+    if found.hello is None or not found.connected:
+        raise Unavailable(f"server {name} is not heard now")
+    return found
+
+
+def needs_change(view: ClusterView, name: str, role: Role, *, force: bool) -> bool:
+    """False where the server is that already, or is becoming it. force: also the last one of its role.
+
+    Raises InvalidRequest for what is refused whenever it is asked, Unavailable for what may pass.
+    """
+    server = server_named(view, name)
+    assert server.hello is not None
+    change = server.hello.role_change
+    if change is None:
+        raise InvalidRequest(
+            f"server {name} is of a version that keeps the role that it was started in; start it anew as "
+            f"a {role.value} server",
+            "name",
+        )
+    if change.becomes is not None:
+        if change.becomes is role:
+            return False
+        raise Unavailable(f"server {name} is becoming {change.becomes.value} now; ask again when it is")
+    if server.role is role:
+        return False
+    state = view.state(server)
+    if state in (ServerState.DRAINING, ServerState.DRAINED):
+        raise Unavailable(
+            f"server {name} is {state.value}: have it take requests again first (`disagg drain {name} --undo`), or wait until it "
+            "has begun anew"
+        )
+    if not server.hello.incarnation:
+        raise Unavailable(f"server {name} is {state.value}; ask again when it is ready")
+    if not force and not _others(view, server):
+        raise InvalidRequest(_last(view, server), "name")
+    return True
+
+
+def change_begun(server: ServerView | None, role: Role, asked_before: int) -> bool | None:
+    """Of a change that was asked for: True when it has begun, or is done; None while nothing is heard of it.
+
+    asked_before: as the server's hello had it then. Raises Unavailable with the server's reason where it refuses.
+    """
+    change = _change(server)
+    if server is None or change is None or change.asked <= asked_before:
+        return None
+    if change.becomes is role or server.role is role:
+        return True
+    raise Unavailable(f"server {server.name}: {change.failed or 'another role was asked for meanwhile'}")
+
+
+def asked_before(server: ServerView) -> int:
+    change = _change(server)
+    return change.asked if change is not None else 0
+
+
+def _change(server: ServerView | None) -> RoleChange | None:
+    return server.hello.role_change if server is not None and server.hello is not None else None
+
+
+def _others(view: ClusterView, server: ServerView) -> list[ServerView]:
+    """Servers that do the same work, and would go on doing it."""
+    return [other for other in view.of_role(server.role) if other.name != server.name and other.usable]
+
+
+def _last(view: ClusterView, server: ServerView) -> str:
+    allowed = [str(other.name) for other in view.servers if other.usable and _others(view, other)]
+    role = server.role.value
+    return (
+        f"server {server.name} is the last {role} server that is ready, and requests may need one; allowed are "
+        f"{', '.join(allowed) or 'none now'}, or this one with --force"
+    )

@@ -1,0 +1,127 @@
+"""Which server may be given another role, on views made by hand."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from disagg.messages.legs import RoleChange, ServerState
+from disagg.router.roles import change_begun, needs_change, role_named
+from disagg.router.status import server_status
+from disagg.router.view import ClusterView, ServerView
+from disagg.types.errors import InvalidRequest, Unavailable
+from disagg.types.ids import Role
+from tests.router.conftest import Cluster
+from tests.router.fake_server import answer, decode, prefill
+from tests.router.test_policies import d, p
+
+
+def with_change(server: ServerView, **said: object) -> ServerView:
+    change = RoleChange(**{"started": server.role, **said})
+    return replace(server, hello=replace(server.hello, role_change=change))
+
+
+POOLS = tuple(with_change(server) for server in (p("p0"), d("d0"), d("d1")))
+
+
+def asked(name: str, role: Role, *servers: ServerView, force: bool = False) -> bool:
+    return needs_change(ClusterView(servers or POOLS), name, role, force=force)
+
+
+def test_one_of_several_may_change_and_the_last_of_its_role_only_by_force() -> None:
+    assert asked("d0", Role.PREFILL) and asked("d1", Role.MIXED)
+    with pytest.raises(InvalidRequest, match=r"p0 is the last prefill server that is ready.*allowed are d0, d1"):
+        asked("p0", Role.DECODE)
+    assert asked("p0", Role.DECODE, force=True)
+    draining = with_change(d("d1", ServerState.DRAINING))
+    with pytest.raises(InvalidRequest, match=r"d0 is the last decode server that is ready.*allowed are none now"):
+        asked("d0", Role.PREFILL, POOLS[0], POOLS[1], draining)
+
+
+def test_what_it_is_or_becomes_already_needs_nothing() -> None:
+    assert not asked("d0", Role.DECODE)
+    becoming = with_change(d("d0", ServerState.DRAINING), becomes=Role.PREFILL)
+    assert not asked("d0", Role.PREFILL, becoming)
+    with pytest.raises(Unavailable, match="d0 is becoming prefill now"):
+        asked("d0", Role.MIXED, becoming, force=True)
+
+
+def test_who_drains_loads_is_not_heard_too_old_or_not_there_is_refused_with_what_helps() -> None:
+    with pytest.raises(Unavailable, match=r"d0 is draining: .*`disagg drain d0 --undo`"):
+        asked("d0", Role.PREFILL, with_change(d("d0", ServerState.DRAINING, running=1)))
+    loading = with_change(d("d0", ServerState.LOADING))
+    with pytest.raises(Unavailable, match="d0 is loading"):
+        asked("d0", Role.PREFILL, replace(loading, hello=replace(loading.hello, incarnation="")))
+    with pytest.raises(Unavailable, match="d0 is not heard now"):
+        asked("d0", Role.PREFILL, with_change(d("d0", connected=False)))
+    with pytest.raises(InvalidRequest, match="version that keeps the role"):
+        asked("d0", Role.PREFILL, d("d0"), d("d1"))
+    with pytest.raises(InvalidRequest, match="no server 'x'; there are: p0, d0, d1"):
+        asked("x", Role.PREFILL)
+    with pytest.raises(InvalidRequest, match="must be one of prefill, decode, mixed"):
+        role_named("router")
+
+
+def test_a_server_says_what_comes_of_it_once_it_has_heard() -> None:
+    before = with_change(d("d0"), asked=3, failed="of another time")
+    assert change_begun(before, Role.PREFILL, 3) is None and change_begun(None, Role.PREFILL, 3) is None
+    begun = with_change(d("d0"), asked=4, becomes=Role.PREFILL)
+    assert change_begun(begun, Role.PREFILL, 3)
+    assert change_begun(with_change(p("d0"), asked=4), Role.PREFILL, 3), "it is done already"
+    with pytest.raises(Unavailable, match="server d0: it cannot be prefill: no room"):
+        change_begun(with_change(d("d0"), asked=4, failed="it cannot be prefill: no room"), Role.PREFILL, 3)
+
+
+def test_status_and_reason_say_what_it_becomes_and_why_it_did_not() -> None:
+    for said, becomes, reason in (
+        ({"becomes": Role.PREFILL}, "prefill", "it becomes a prefill server"),
+        ({"failed": "no room"}, "", "no room"),
+        ({"started": Role.PREFILL}, "", "it was started as a prefill server"),
+        ({}, "", ""),
+    ):
+        server = with_change(d("d0"), **said)
+        shown = server_status(server, ClusterView((server,)))
+        assert (shown["becomes"], shown["reason"]) == (becomes, reason)
+
+
+HELLO = {"p0": {"role_change": RoleChange(Role.PREFILL)}, "d1": {"role_change": RoleChange(Role.DECODE)}}
+
+
+async def test_a_server_that_has_become_another_is_used_as_that(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "d0": decode, "d1": decode}, HELLO)
+    changed = cluster.servers["d1"]
+
+    def become(role: Role) -> None:
+        changed.become(role, prefill if role is Role.PREFILL else decode, asked=changed.hello.role_change.asked + 1)
+
+    changed.on_role = become
+    assert await cluster.router.set_role("d1", "prefill", False)
+    assert [s["role"] for s in cluster.router.status()["servers"]] == ["prefill", "decode", "prefill"]
+    before = len(changed.started)
+    for _ in range(6):
+        got = await cluster.ask("hi")
+        assert got.text[0] == answer(0, 8) and got.finished.attempts == 1
+    assert len(changed.started) > before and changed.started[-1].peer.name == "d0"
+    with pytest.raises(InvalidRequest, match="d0 is of a version"):
+        await cluster.router.set_role("d0", "prefill", False)
+    assert not await cluster.router.set_role("d1", "prefill", False)
+    assert await cluster.router.set_role("d1", "decode", False)
+    assert (await cluster.ask("hi")).text[0] == answer(0, 8)
+
+
+async def test_a_server_that_refuses_another_role_says_why(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "d0": decode, "d1": decode}, HELLO)
+    server = cluster.servers["d1"]
+    server.on_role = lambda role: server.become(
+        Role.DECODE, decode, asked=1, failed=f"it cannot be {role.value}: no room"
+    )
+    with pytest.raises(Unavailable, match="server d1: it cannot be prefill: no room"):
+        await cluster.router.set_role("d1", "prefill", False)
+    assert {s["role_failed"] for s in cluster.router.status()["servers"]} == {"", "it cannot be prefill: no room"}
+
+
+async def test_a_server_that_was_started_in_another_role_than_it_is_listed_in_is_refused(cluster: Cluster) -> None:
+    listed = {"role": Role.PREFILL, "role_change": RoleChange(Role.PREFILL)}
+    await cluster.up({"p0": prefill, "d0": decode, "d1": decode}, {"d1": listed}, ready=False)
+    await cluster.until(cluster.router.healthy)
+    await cluster.until(lambda: "says that it is prefill server d1" in cluster.router.status()["servers"][2]["error"])
