@@ -124,7 +124,8 @@ class Served:
     async def _start(self) -> HttpServer:
         app = create_app(self.router, FakeChatTemplate(), self.registry, version="1", debug_remote=self._debug)
         if self._keys is not None:
-            gate = open_gate(AuthConfig(api_keys_file=str(self._keys)), Audit(CollectorRegistry()))
+            auth = AuthConfig(api_keys_file=str(self._keys), operators=("team-a",))
+            gate = open_gate(auth, Audit(CollectorRegistry()))
             assert gate is not None
             require_credentials(app, gate)
         return await serve(app, "127.0.0.1", 0)
@@ -214,13 +215,17 @@ def test_an_operator_types_a_key_and_sees_the_cluster(
     served_by: Callable[..., Served], page: Chromium, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("key-a team-a\n")
+    keys.write_text("key-a team-a\nkey-b team-b\n")
     page.open(served_by(keys=keys).url)
     page.wait("!document.getElementById('ask').hidden")
     assert not page.shown("#data") and "decode-0" not in page.text("body")
     page.type("wrong")  # the field has the focus
     page.press("Enter")
-    page.wait("!document.getElementById('wrong').hidden")
+    page.wait("document.getElementById('wrong').innerText.includes('not known')")
+    page.type("key-b")
+    page.press("Enter")
+    page.wait("document.getElementById('wrong').innerText.includes('no operator')")
+    assert not page.shown("#data")
     page.type("key-a")
     page.press("Enter")
     page.wait("!document.getElementById('data').hidden")
