@@ -56,6 +56,7 @@ BACKLOG = 1024  # connections that the kernel keeps; all are taken at once, whic
 NO_BOUNDS = Bounds()
 # Headers that tell clients of one address apart; the first one counts.
 CREDENTIALS = ("authorization", "api-key", "x-api-key")
+PROBED_BY = ["GET", "HEAD"]  # some load balancers ask for the head alone
 
 
 def create_app(
@@ -150,13 +151,13 @@ def _add_reports(app: FastAPI, router: RouterPort, registry: CollectorRegistry, 
     async def dashboard() -> Response:
         return Response(page.body, headers=page.headers)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=PROBED_BY)
     async def health() -> Response:
         healthy = router.healthy()
         state = router.status().get("state", "ready" if healthy else "unavailable")
         return _json({"healthy": healthy, "state": state}, 200 if healthy else 503)
 
-    @app.get("/live")
+    @app.api_route("/live", methods=PROBED_BY)
     async def live() -> Response:
         return _json({"alive": True})
 

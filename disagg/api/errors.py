@@ -21,6 +21,7 @@ from disagg.types.errors import (
     Unauthenticated,
     Unavailable,
     UnknownModel,
+    UnknownServer,
 )
 from disagg.types.plain import NAME_CHARS, one_line
 
@@ -69,6 +70,7 @@ _ROWS: tuple[tuple[type[DisaggError], int, str, str | None], ...] = (
     (UnreadableBody, 415, "invalid_request_error", "unsupported_encoding"),
     (Unauthenticated, 401, "invalid_request_error", "invalid_api_key"),
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
+    (UnknownServer, 404, "invalid_request_error", "server_not_found"),
     (RequestError, 400, "invalid_request_error", None),
     (Overloaded, 429, "rate_limit_error", "rate_limit_exceeded"),
     (NoCompatiblePeer, 503, "service_unavailable_error", "no_compatible_peer"),

@@ -64,14 +64,14 @@ class RouterPort(Protocol):
         ...
 
     def drain_server(self, server: str, on: bool) -> None:
-        """Has a server take nothing new, and hand over what can go on elsewhere; or undoes it. Raises InvalidRequest or
-        Unavailable.
+        """Has a server take nothing new, and hand over what can go on elsewhere; or undoes it. Raises UnknownServer,
+        InvalidRequest or Unavailable.
         """
         ...
 
     async def set_role(self, server: str, role: str, force: bool) -> bool:
         """Has a server drain, and become one of another role; False where it is that already. force: also the last one of its
-        role. Raises InvalidRequest or Unavailable.
+        role. Raises UnknownServer, InvalidRequest or Unavailable.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from disagg.messages.legs import RoleChange, ServerState
 from disagg.router.view import ClusterView, ServerView
-from disagg.types.errors import InvalidRequest, Unavailable
+from disagg.types.errors import InvalidRequest, Unavailable, UnknownServer
 from disagg.types.ids import Role
 from disagg.types.plain import quoted
 
@@ -21,11 +21,11 @@ def role_named(name: str) -> Role:
 
 
 def server_named(view: ClusterView, name: str) -> ServerView:
-    """One that can be told something now. Raises InvalidRequest, Unavailable."""
+    """One that can be told something now. Raises UnknownServer, Unavailable."""
     found = next((server for server in view.servers if server.name == name), None)
     if found is None:
         names = ", ".join(str(server.name) for server in view.servers) or "none"
-        raise InvalidRequest(f"there is no server {quoted(name)}; there are: {names}", "name")
+        raise UnknownServer(f"there is no server {quoted(name)}; there are: {names}", "name")
     if found.hello is None or not found.connected:
         raise Unavailable(f"server {name} is not heard now")
     return found
@@ -34,7 +34,7 @@ def server_named(view: ClusterView, name: str) -> ServerView:
 def needs_change(view: ClusterView, name: str, role: Role, *, force: bool) -> bool:
     """False where the server is that already, or is becoming it. force: also the last one of its role.
 
-    Raises InvalidRequest for what is refused whenever it is asked, Unavailable for what may pass.
+    Raises UnknownServer, InvalidRequest for what is refused whenever it is asked, Unavailable for what may pass.
     """
     server = server_named(view, name)
     assert server.hello is not None

@@ -259,7 +259,8 @@ class Router:
     def drain_server(self, server: str, on: bool) -> None:
         """Has a server take nothing new, for all routers; or undoes it. What it decodes goes on elsewhere, as far as it can.
 
-        Raises InvalidRequest for one that is not there, or cannot be told; Unavailable while it is not heard.
+        Raises UnknownServer for one that is not there, InvalidRequest for one that cannot be told; Unavailable while it is not
+        heard.
         """
         found = server_named(self._dispatch.fleet.view(), server)
         assert found.hello is not None
@@ -271,7 +272,8 @@ class Router:
     async def set_role(self, server: str, role: str, force: bool) -> bool:
         """Has a server drain, and become one of another role; False where it is that already. Returns when it has begun.
 
-        force: also the last server of its role. Raises InvalidRequest, or Unavailable where it may be asked again later.
+        force: also the last server of its role. Raises UnknownServer, InvalidRequest, or Unavailable where it may be
+        asked again later.
         """
         fleet, wanted = self._dispatch.fleet, role_named(role)
         before = fleet.view()

@@ -6,7 +6,8 @@
     ├── RequestError           the client's: fix the request; never retried
     │   ├── InvalidRequest         a field is wrong (INVALID_ARGUMENT / 400)
     │   ├── Unauthenticated        it shows no credentials that are good here (UNAUTHENTICATED / 401)
-    │   └── UnknownModel           no such model here (NOT_FOUND / 404)
+    │   ├── UnknownModel           no such model here (NOT_FOUND / 404)
+    │   └── UnknownServer          no such server in this cluster (404; gRPC's calls name none)
     ├── Overloaded             nobody's: try again after `retry_after_s` (RESOURCE_EXHAUSTED / 429)
     │   └── QuotaExceeded          its tenant has asked for as much as it may
     ├── Unavailable            the cluster's: no server can take it now (UNAVAILABLE / 503)
@@ -58,6 +59,10 @@ class Unauthenticated(RequestError):
 
 class UnknownModel(RequestError):
     """The request names a model that this cluster does not serve."""
+
+
+class UnknownServer(RequestError):
+    """An operator's request names a server that is not there."""
 
 
 class Overloaded(DisaggError):

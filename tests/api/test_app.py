@@ -21,6 +21,7 @@ from disagg.types.errors import (
     ProtocolError,
     RequestFailed,
     Unavailable,
+    UnknownServer,
 )
 from tests.api.fakes import MAX_MODEL_LEN, MODEL, FakeRouter
 
@@ -463,3 +464,15 @@ async def test_servers_are_drained_from_this_machine_only(router: FakeRouter, ap
                 assert nonsense.status_code == 400 and "true or false" in nonsense.json()["error"]["message"]
     assert router.drained == [("d0", True), ("d0", False)]
     assert router.roles == [("d0", "prefill", False), ("d0", "decode", True)]
+
+
+async def test_a_server_that_is_not_there_is_a_404(
+    http: httpx.AsyncClient, router: FakeRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(server: str, on: bool) -> None:
+        raise UnknownServer(f"there is no server {server}", "name")
+
+    monkeypatch.setattr(router, "drain_server", refuse)
+    for path in ("/servers/x/drain", "/servers/x/undrain"):
+        reply = await http.post(path)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "server_not_found")

@@ -96,6 +96,18 @@ def error_of(raw: bytes) -> dict[str, object]:
     return error
 
 
+@pytest.mark.parametrize("path", [b"/health", b"/live"])
+async def test_a_probe_may_ask_for_the_head_alone(port: Port, router: FakeRouter, path: bytes) -> None:
+    for router.state, status in (("ready", 200), ("unavailable", 503 if path == b"/health" else 200)):
+        heads = []
+        for method in (b"HEAD ", b"GET "):
+            came, raw = await port.answer(method + path + b" HTTP/1.1\r\nhost: face\r\nconnection: close\r\n\r\n")
+            head, _, body = raw.partition(b"\r\n\r\n")
+            heads.append(sorted(line for line in head.split(b"\r\n") if not line.startswith(b"date:")))
+            assert (came, bool(body)) == (status, method == b"GET ")
+        assert heads[0] == heads[1]
+
+
 # ---- too slow
 
 

@@ -9,7 +9,7 @@ from disagg.messages.legs import RoleChange, ServerState
 from disagg.router.roles import change_begun, needs_change, role_named
 from disagg.router.status import server_status
 from disagg.router.view import ClusterView, ServerView
-from disagg.types.errors import InvalidRequest, Unavailable
+from disagg.types.errors import InvalidRequest, Unavailable, UnknownServer
 from disagg.types.ids import Role
 from tests.router.conftest import Cluster
 from tests.router.fake_server import answer, decode, prefill
@@ -56,7 +56,7 @@ def test_who_drains_loads_is_not_heard_too_old_or_not_there_is_refused_with_what
         asked("d0", Role.PREFILL, with_change(d("d0", connected=False)))
     with pytest.raises(InvalidRequest, match="version that keeps the role"):
         asked("d0", Role.PREFILL, d("d0"), d("d1"))
-    with pytest.raises(InvalidRequest, match="no server 'x'; there are: p0, d0, d1"):
+    with pytest.raises(UnknownServer, match="no server 'x'; there are: p0, d0, d1"):
         asked("x", Role.PREFILL)
     with pytest.raises(InvalidRequest, match="must be one of prefill, decode, mixed"):
         role_named("router")

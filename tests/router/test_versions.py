@@ -16,7 +16,7 @@ from disagg.router.placement import pick_pair, pick_target
 from disagg.router.policies import LeastLoaded
 from disagg.router.versions import mixed_versions
 from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView
-from disagg.types.errors import InvalidRequest, NoCompatiblePeer
+from disagg.types.errors import InvalidRequest, NoCompatiblePeer, UnknownServer
 from disagg.types.ids import Role
 from disagg.types.protocol import BEFORE_NUMBERS, PROTOCOL, Version, spoken
 from disagg.types.version import own_version
@@ -133,6 +133,8 @@ async def test_a_server_that_cannot_be_told_to_drain_is_not_told(
 ) -> None:
     await cluster.up(NORMAL, hello={"p0": {"version": own_version()}})
     cluster.router.drain_server("p0", True)
+    with pytest.raises(UnknownServer, match=r"there is no server .d7.; there are: \w\w, \w\w"):
+        cluster.router.drain_server("d7", True)
     with pytest.raises(
         InvalidRequest, match=r"server d0 cannot be told to drain; send it SIGTERM: Drain needs protocol 1"
     ):
