@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from disagg.cli.flags import Command
+from disagg.cli.flags import Command, client_options
 from disagg.cli.interrupts import raise_at_ctrl_c
 
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -47,6 +47,11 @@ def _rate_option(flag: str, name: str, default: float | None, help_text: str) ->
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     metavar="DIR",
     help="Step times from what `disagg up --record DIR` has written; files of clusters of several TP sizes may lie in it.",
+)
+@click.option(
+    "--http",
+    metavar="URL",
+    help="Step times from a running cluster's router: of its last steps, without what lies between them; --record says more.",
 )
 @click.option(
     "--prefill-step",
@@ -96,7 +101,8 @@ def _rate_option(flag: str, name: str, default: float | None, help_text: str) ->
 @_rate_option("--limit", "limit_s", 600.0, "Seconds that all of it may take.")
 @click.option("--json", "as_json", is_flag=True, help="Print every figure as one JSON object.")
 @click.option("--plot", "plot_file", type=FILE, metavar="FILE", help="Draw what is predicted, as SVG.")
-def plan(**options: Any) -> None:
+@client_options
+def plan(http: str | None, **options: Any) -> None:
     """Say how many prefill and decode servers, of which TP size, a trace needs to stay within an SLO.
 
     Simulates the cluster with step times that were measured, and looks for the fewest GPUs; mixed servers are tried, too. Only TP
@@ -107,6 +113,7 @@ def plan(**options: Any) -> None:
     disagg up --record records                                 # and some load on it
     disagg plan --trace trace.jsonl --slo ttft=2s,itl=200ms --record records
     disagg plan --trace trace.jsonl --slo ttft=2s,itl=200ms --record records --prefill 2 --decode 3
+    disagg plan --trace trace.jsonl --slo ttft=2s,itl=200ms --http http://127.0.0.1:8000    # of a cluster that runs
     disagg plan --trace trace.jsonl --slo ttft=2s,itl=50ms --json \\
         --prefill-step fixed=2ms,token=22us,attended=1ns --decode-step fixed=4ms,token=15us,attended=29ns
 
@@ -114,7 +121,8 @@ def plan(**options: Any) -> None:
     is within the SLO; what came nearest is said then.
     """
     from disagg.bench.plan.run import PlanOptions, run_plan
-    from disagg.cli.terminal import note, result
+    from disagg.cli.terminal import get_http, note, result
 
     raise_at_ctrl_c()
-    sys.exit(run_plan(PlanOptions(**options), note, result))
+    status = None if http is None else (http, get_http(http, "/status"))
+    sys.exit(run_plan(PlanOptions(**options, status=status), note, result))

@@ -39,7 +39,7 @@ from disagg.scheduler.budget import Budget, of_tokens
 from disagg.scheduler.fairness import Shares
 from disagg.scheduler.pipeline import decode_share, plans_in_flight
 from disagg.scheduler.policies import POLICIES, PREEMPTION, Candidate, Phase, Running, StepState
-from disagg.scheduler.step_times import StepTimes
+from disagg.scheduler.step_times import StepTimes, ToldTimes
 
 PRIORITY_TOKENS = 1024  # that a prompt lets others of its tenant go first, for each step in which it is less urgent
 
@@ -65,6 +65,7 @@ class Batch:
         self._policy = POLICIES[policy]
         self._most = of_tokens(step_tokens)
         self._times = StepTimes()
+        self._told = ToldTimes()
         self.budget_tokens = step_tokens  # of the step that was planned last, where attention costs nothing
         self._last: Phase | None = None  # what the last step was for
         self._prompt_tokens = 0  # of all prompts, that steps were given so far
@@ -388,6 +389,10 @@ class Batch:
         """That a plan in flight may name, or a transfer uses."""
         return self._named.get(seq_id)
 
+    def step_costs(self) -> tuple[float, float, float, int] | None:
+        """As `ToldTimes.line`: what steps cost, for whoever plans."""
+        return self._told.line
+
     def report(self, result: StepResult) -> tuple[WorkerPlan, StepResult] | None:
         """A rank has computed a plan. The plan and what it gave, once every rank has: what it made whole enters the prefix
         cache.
@@ -398,9 +403,14 @@ class Batch:
         plan, result = complete
         if self._tiers is not None:
             self._tiers.loads.rates.computed(tuple(run.num_tokens for run in plan.runs), result.compute_s)
-        if (self._facts.target_step_s or self._stages > 1) and plan.runs:
+        learns = bool(self._facts.target_step_s or self._stages > 1)
+        told = self._told.wants_one()
+        if plan.runs and (learns or told):
             runs = [(self._named[run.seq_id].computed, run.num_tokens) for run in plan.runs]
-            self._times.observe(runs, result.compute_s)
+            if learns:
+                self._times.observe(runs, result.compute_s)
+            if told:
+                self._told.observe(runs, result.compute_s)
         for run in plan.runs:
             sequence = self._named[run.seq_id]
             sequence.computed += run.num_tokens

@@ -32,6 +32,7 @@ from disagg.messages.legs import (
     ReceivedFrom,
     ServerState,
     StartLeg,
+    StepCosts,
 )
 from disagg.messages.link import LinkHello, LinkMessage
 from disagg.messages.plan import StepResult, WorkerPlan
@@ -335,7 +336,13 @@ class Engine:
             ReceivedFrom(peer, each.payload_bytes, each.transfers, each.failures, each.seconds)
             for peer, each in self.core.counters.received.items()
         )
-        return replace(load, arena=ArenaReport(*self.arena_bytes()), received=received)
+        return replace(load, arena=ArenaReport(*self.arena_bytes()), received=received, steps=self._step_costs())
+
+    def _step_costs(self) -> StepCosts | None:
+        line, scheduling = self._batch.step_costs(), self.core.facts.scheduling
+        if line is None:
+            return None
+        return StepCosts(*line, scheduling.chunk_tokens, self.max_tokens_in_pool, scheduling.max_running)
 
     def parked(self, now_s: float) -> tuple[int, float]:
         """How many sequences gave way and have not gone on, and for how long the longest of them."""

@@ -240,13 +240,27 @@ class CarriedBy(Struct, frozen=True):
     slow: bool = False
 
 
+class StepCosts(Struct, frozen=True):
+    """What a server's steps cost lately, learned from `steps` of them, in seconds: fixed + token * tokens + attended * the tokens
+    that they attend to. The rest bounds its steps: tokens of a chunk, tokens that its pool holds, sequences at once.
+    """
+
+    fixed_s: float
+    token_s: float
+    attended_s: float
+    steps: int
+    chunk_tokens: int
+    kv_tokens: int
+    max_running: int
+
+
 class LoadReport(Struct, frozen=True):
     """A server's state and load, sent every heartbeat and at each change of state. Pages are large pages (memory/layout).
 
     memory: None while there is no pool. lost_pods: of lost peers that may still write here, as LinkHello.pod. arena: None of a
     server without an engine, or one that does not say it. received: by prefill server, of a decode server. loop_gap_s: the
     longest time for which its event loop stood still, in the last one to two minutes. carried: by what KV goes to which peer,
-    of a server that sends.
+    of a server that sends. steps: None before enough of them.
     """
 
     state: ServerState
@@ -263,6 +277,7 @@ class LoadReport(Struct, frozen=True):
     received: tuple[ReceivedFrom, ...] = ()
     loop_gap_s: float = 0.0
     carried: tuple[CarriedBy, ...] = ()
+    steps: StepCosts | None = None
 
 
 class PrefixGroup(Struct, frozen=True):

@@ -34,6 +34,7 @@ def server_status(server: ServerView, view: ClusterView) -> dict[str, Any]:
         "arena": to_builtins(load.arena) if load is not None else None,
         "received": to_builtins(load.received) if load is not None else [],
         "carried": to_builtins(load.carried) if load is not None else [],
+        "steps": to_builtins(load.steps) if load is not None else None,
         "loop_gap_s": load.loop_gap_s if load is not None else 0.0,
         "cached_pages": list(server.cached.counts()),
         "address": server.address,

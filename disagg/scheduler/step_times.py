@@ -19,30 +19,47 @@ from disagg.scheduler.budget import Budget
 KEPT = 32  # steps of each kind
 LEAST = 4  # with chunks, before anything is said
 FIT_EVERY = 8  # steps
+TOLD_EVERY = 4
+LEAST_TOLD = 8
 
 Step = tuple[float, float, float]  # tokens, tokens that they attend to, seconds
+
+
+class _Kept:
+    """The last steps of each kind."""
+
+    def __init__(self) -> None:
+        self.chunks: deque[Step] = deque(maxlen=KEPT)
+        self.decodes: deque[Step] = deque(maxlen=KEPT)
+
+    def add(self, runs: Sequence[tuple[int, int]], seconds: float) -> bool:
+        """Whether it says anything."""
+        tokens = sum(count for _, count in runs)
+        if not tokens or seconds <= 0:
+            return False
+        attended = sum(count * (start + count / 2) for start, count in runs)
+        (self.chunks if tokens > len(runs) else self.decodes).append((float(tokens), attended, seconds))
+        return True
+
+    def fit(self) -> tuple[float, float, float]:
+        return fit(chain(self.chunks, self.decodes))
 
 
 class StepTimes:
     """See the module."""
 
     def __init__(self) -> None:
-        self._chunks: deque[Step] = deque(maxlen=KEPT)
-        self._decodes: deque[Step] = deque(maxlen=KEPT)
+        self._kept = _Kept()
         self._fitted: tuple[float, float, float] | None = None
         self._since = 0
 
     def observe(self, runs: Sequence[tuple[int, int]], seconds: float) -> None:
         """A step has been computed. runs: for each, tokens before it, and its own."""
-        tokens = sum(count for _, count in runs)
-        if not tokens or seconds <= 0:
+        if not self._kept.add(runs, seconds):
             return
-        attended = sum(count * (start + count / 2) for start, count in runs)
-        kind = self._chunks if tokens > len(runs) else self._decodes
-        kind.append((float(tokens), attended, seconds))
         self._since += 1
-        if len(self._chunks) >= LEAST and (self._fitted is None or self._since >= FIT_EVERY):
-            self._fitted, self._since = fit(chain(self._chunks, self._decodes)), 0
+        if len(self._kept.chunks) >= LEAST and (self._fitted is None or self._since >= FIT_EVERY):
+            self._fitted, self._since = self._kept.fit(), 0
 
     def budget(self, target_s: float, most_tokens: int) -> Budget:
         """What a step of target_s may cost: most_tokens while nothing is known, and never more."""
@@ -58,6 +75,34 @@ class StepTimes:
             return Budget(most_tokens, most_tokens=most_tokens)
         _, each, attended = self._fitted
         return Budget(most_tokens, each / attended, most_tokens)
+
+
+class ToldTimes:
+    """What steps cost, for whoever plans clusters: learned from one step in `TOLD_EVERY`, so that steps do not wait for it."""
+
+    def __init__(self) -> None:
+        self._kept = _Kept()
+        self._steps = 0
+        self._since = 0  # observed, and not in the line
+        self._line: tuple[float, float, float] | None = None
+
+    def wants_one(self) -> bool:
+        """Asked once a step: whether this one is to be observed."""
+        self._steps += 1
+        return self._steps % TOLD_EVERY == 0
+
+    def observe(self, runs: Sequence[tuple[int, int]], seconds: float) -> None:
+        self._since += self._kept.add(runs, seconds)
+
+    @property
+    def line(self) -> tuple[float, float, float, int] | None:
+        """(fixed, each, attended) in seconds, as `fit` has them, and from how many steps; None of too few."""
+        count = len(self._kept.chunks) + len(self._kept.decodes)
+        if count < LEAST_TOLD:
+            return None
+        if self._line is None or self._since >= FIT_EVERY:
+            self._line, self._since = self._kept.fit(), 0
+        return (*self._line, count)
 
 
 def fit(steps: Iterable[Step]) -> tuple[float, float, float]:

@@ -11,6 +11,7 @@ from disagg.messages.legs import (
     MemoryReport,
     ReceivedFrom,
     ServerState,
+    StepCosts,
     StorageState,
 )
 from disagg.wire import pb
@@ -59,6 +60,18 @@ def fill_load(out: pb.server.LoadReport, load: LoadReport) -> None:
         )
     for to in load.carried:
         out.carried.add(peer=to.peer, ways=to.ways, slow=to.slow)
+    if (steps := load.steps) is not None:
+        out.steps.CopyFrom(
+            pb.server.StepCosts(
+                fixed_s=steps.fixed_s,
+                token_s=steps.token_s,
+                attended_s=steps.attended_s,
+                steps=steps.steps,
+                chunk_tokens=steps.chunk_tokens,
+                kv_tokens=steps.kv_tokens,
+                max_running=steps.max_running,
+            )
+        )
 
 
 def read_load(message: pb.server.LoadReport) -> LoadReport:
@@ -83,6 +96,19 @@ def read_load(message: pb.server.LoadReport) -> LoadReport:
         received=tuple(map(_read_received, message.received)),
         loop_gap_s=read_seconds(message, "loop_gap_s"),
         carried=tuple(map(_read_carried, message.carried)),
+        steps=_read_steps(message.steps) if message.HasField("steps") else None,
+    )
+
+
+def _read_steps(message: pb.server.StepCosts) -> StepCosts:
+    return StepCosts(
+        fixed_s=read_seconds(message, "fixed_s"),
+        token_s=read_seconds(message, "token_s"),
+        attended_s=read_seconds(message, "attended_s"),
+        steps=message.steps,
+        chunk_tokens=message.chunk_tokens,
+        kv_tokens=message.kv_tokens,
+        max_running=message.max_running,
     )
 
 

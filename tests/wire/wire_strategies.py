@@ -125,6 +125,7 @@ loads = st.builds(
     tuples(st.builds(legs.ReceivedFrom, text, u64, u64, u64, st.floats(0, 1e9))),
     st.floats(0, 1e9),
     tuples(st.builds(legs.CarriedBy, text, tuples(text), st.booleans())),
+    st.none() | st.builds(legs.StepCosts, *[st.floats(0, 1e9)] * 3, u32, u64, u64, u32),
 )
 cached_pages = tuples(st.tuples(st.integers(0, MAX_GROUPS - 1), st.binary(max_size=36)))
 kv_updates = st.builds(KvUpdate, st.builds(legs.KvEvents, cached_pages, cached_pages), st.booleans())

@@ -3,8 +3,8 @@
     prefill   ├─ chunk ─┤├─ chunk ─┤                   a step counts from its start to the start of the next one of the same
     decode              handoff ─> ├─ step ─┤├─ step   request, so what lies between two of them is a part of it
 
-Steps are grouped by role and TP size. The line is that of `scheduler.step_times`; the shares by which steps were longer or
-shorter stay in their order.
+Steps are grouped by role and TP size. The line is that of `scheduler.step_times`, through the medians of steps that are alike;
+the shares by which steps were longer or shorter stay in their order.
 """
 
 from __future__ import annotations
@@ -192,10 +192,22 @@ def _cost(role: str, parts: Sequence[Steps]) -> StepCost | None:
     chosen = np.concatenate(
         [each[np.linspace(0, len(each) - 1, min(len(each), MOST_FITTED)).astype(int)] for each in kinds]
     )
-    fixed_s, token_s, attended_s = fit((t, a, s) for t, a, s, _ in chosen.tolist())
+    fixed_s, token_s, attended_s = fit((t, a, s) for t, a, s in medians(chosen[:, :3]).tolist())
     followed = np.concatenate([_evenly(each) for each in kinds])
     off = followed[:, 2] / (fixed_s + token_s * followed[:, 0] + attended_s * followed[:, 1])
     return StepCost(fixed_s, token_s, attended_s, tuple(off.tolist()), len(rows))
+
+
+def medians(rows: np.ndarray) -> np.ndarray:
+    """Of steps that are alike (tokens and attended tokens within half an octave) each is taken to be their median, so that a few
+    that were held up bend no line. rows: [steps, 3] of tokens, attended, seconds.
+    """
+    alike = np.floor(2 * np.log2(1 + rows[:, :2])).astype(int)
+    _, which = np.unique(alike, axis=0, return_inverse=True)
+    which = which.reshape(-1)
+    middles = np.stack([np.median(rows[which == each], axis=0) for each in range(int(which.max()) + 1)])
+    out: np.ndarray = middles[which]
+    return out
 
 
 def _evenly(rows: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ from disagg.bench.plan.costs import (
     parse_time,
     with_limits,
 )
+from disagg.bench.plan.live import running
 from disagg.bench.plan.report import RouterRates, alternative, best_of, costs_of, figures_of, overheads, servers_of
 from disagg.bench.plan.search import Limits, Search, Verdict, judge, missed
 from disagg.bench.plan.show import Progress, show_plan
@@ -68,6 +69,7 @@ class PlanOptions(Struct, frozen=True):
     limit_s: float = 600.0
     as_json: bool = False
     plot_file: Path | None = None
+    status: tuple[str, Any] | None = None  # a router's URL, and what its /status says
 
 
 def run_plan(options: PlanOptions, say: Say, result: Say) -> int:
@@ -80,8 +82,8 @@ def run_plan(options: PlanOptions, say: Say, result: Say) -> int:
     asked = _asked(options)
     if measured.assumed:
         say(
-            f"WARNING: no step times of yours were given (--record DIR, or --prefill-step and --decode-step): these are "
-            f"{measured.source}, which says nothing of another model or machine"
+            f"WARNING: no step times of yours were given (--record DIR, --http URL, or --prefill-step and --decode-step): "
+            f"these are {measured.source}, which says nothing of another model or machine"
         )
     planner = _Planner(options, slo, measured, asked, say)
     with planner.progress:
@@ -109,7 +111,13 @@ def _measured(options: PlanOptions) -> Measured:
     by_hand = bool(options.prefill_steps or options.decode_steps)
     if options.records is not None and by_hand:
         raise ConfigError("--record and --prefill-step, --decode-step are two sources of step times; give one of them")
-    if options.records is not None:
+    if options.status is not None and (by_hand or options.records is not None):
+        raise ConfigError(
+            "--http is a source of step times like --record, --prefill-step and --decode-step; give one of them"
+        )
+    if options.status is not None:
+        measured = running(options.status[1], options.status[0])
+    elif options.records is not None:
         from disagg.bench.plan.learn import learn
 
         measured = learn(options.records)
