@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from disagg.cli.rundir import PORTS
-from disagg.cli.up import UpOptions, plan_cluster, reachable, server_states
+from disagg.cli.up import UpOptions, credentials_for, plan_cluster, reachable, server_states
 from disagg.config.load import dump_config, load_config
-from disagg.config.tree import Config, EngineConfig, RouterConfig, ServerConfig
+from disagg.config.tree import AuthConfig, Config, EngineConfig, RouterConfig, ServerConfig
 from disagg.types.errors import ConfigError
 
 ONE_OF_EACH = UpOptions(num_prefill=1, num_decode=1)
@@ -135,3 +135,15 @@ def test_pipeline_stages_are_those_of_mixed_servers_alone() -> None:
 def test_what_is_said_of_servers_that_there_are_none_of_is_refused(flag: str, options: UpOptions) -> None:
     with pytest.raises(ConfigError, match=f"^{flag}: there are no "):
         plan_cluster(Config(), options)
+
+
+def test_up_asks_its_router_with_an_operators_key_if_there_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("key-a team-a\nkey-b team-b\nkey-c team-c\n")
+
+    def shown(*operators: str) -> str:
+        return credentials_for(AuthConfig(api_keys_file=str(file), operators=operators))["authorization"]
+
+    assert shown() == shown("elsewhere") == "Bearer key-a"
+    assert shown("team-c", "team-b") == "Bearer key-b"
+    assert credentials_for(AuthConfig(jwks_file="keys", operators=("team-a",))) == {}
