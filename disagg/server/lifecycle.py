@@ -235,7 +235,7 @@ class Server:
 
     def _asked_for_role(self, role: Role) -> None:
         """By a router, for an operator. Every router is told what comes of it."""
-        if self._roles.ask(role, self._why_not_role(role)):
+        if self._roles.ask(role, lambda: self._why_not_role(role)):
             logger.info("%s is to be a %s server, as a router asked", self._identity.name, role.value)
             self._identity.state = self._up_state
             self._another_role.set()

@@ -9,6 +9,7 @@ While it goes back it is asked in vain. Whoever is refused is told why (`report.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 from disagg.messages.legs import RoleChange
 from disagg.types.ids import Role
@@ -44,8 +45,8 @@ class RoleChanges:
     def becomes(self) -> Role | None:
         return self._becomes
 
-    def ask(self, role: Role, why_not: str) -> bool:
-        """Whether it empties from now on. why_not: what speaks against that role here and now, if anything does.
+    def ask(self, role: Role, why_not: Callable[[], str]) -> bool:
+        """Whether it empties from now on. why_not: what speaks against that role here and now, asked only for a new one.
 
         What it is, or is becoming already, needs nothing. Another role than the one that it is becoming is refused.
         """
@@ -59,8 +60,8 @@ class RoleChanges:
         self._failed = ""
         if role is self.now:
             return False
-        if why_not:
-            self._failed = _cut(f"it cannot be {role.value}: {why_not}")
+        if why := why_not():
+            self._failed = _cut(f"it cannot be {role.value}: {why}")
             return False
         self.phase, self._becomes = Phase.EMPTYING, role
         return True

@@ -12,6 +12,11 @@ from disagg.types.ids import Role
 roles = st.sampled_from(Role)
 
 
+def nothing() -> str:
+    """Speaks against it."""
+    return ""
+
+
 class Changes(RuleBasedStateMachine):
     """Workers are up or not; what they are is what `now` was when they came up."""
 
@@ -25,7 +30,7 @@ class Changes(RuleBasedStateMachine):
     @rule(role=roles, why_not=st.sampled_from(["", "no room", "x" * 5000]))
     def ask(self, role: Role, why_not: str) -> None:
         before = self.changes.phase
-        begun = self.changes.ask(role, why_not if self.up is not None else "its workers are not up")
+        begun = self.changes.ask(role, lambda: why_not if self.up is not None else "its workers are not up")
         self.asked += 1
         report = self.changes.report
         assert begun <= (self.up is not None and before is Phase.STEADY and not why_not and role is not self.up)
@@ -73,9 +78,9 @@ TestChanges = Changes.TestCase
 
 def test_a_change_is_asked_for_tried_and_done() -> None:
     changes = RoleChanges(Role.DECODE)
-    assert changes.ask(Role.PREFILL, "")
+    assert changes.ask(Role.PREFILL, nothing)
     assert (changes.now, changes.report) == (Role.DECODE, RoleChange(Role.DECODE, Role.PREFILL, "", 1))
-    assert not changes.ask(Role.MIXED, "") and changes.report.failed == "it is becoming prefill now"
+    assert not changes.ask(Role.MIXED, nothing) and changes.report.failed == "it is becoming prefill now"
     assert changes.take() and changes.now is Role.PREFILL and changes.becomes is Role.PREFILL
     changes.up()
     assert changes.report == RoleChange(Role.DECODE, None, "", 2)
@@ -83,8 +88,8 @@ def test_a_change_is_asked_for_tried_and_done() -> None:
 
 def test_workers_that_cannot_start_bring_the_old_role_back_which_may_take_a_few_tries() -> None:
     changes = RoleChanges(Role.DECODE)
-    assert changes.ask(Role.PREFILL, "") and changes.take() and changes.fail("no room")
+    assert changes.ask(Role.PREFILL, nothing) and changes.take() and changes.fail("no room")
     assert changes.now is Role.DECODE and not changes.fail("no room again")
-    assert not changes.ask(Role.PREFILL, "") and "again now" in changes.report.failed
+    assert not changes.ask(Role.PREFILL, nothing) and "again now" in changes.report.failed
     changes.up()
-    assert changes.phase is Phase.STEADY and changes.ask(Role.PREFILL, "")
+    assert changes.phase is Phase.STEADY and changes.ask(Role.PREFILL, nothing)
