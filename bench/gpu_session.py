@@ -70,9 +70,9 @@ ALL_FUSIONS = ("norm", "residual", "gate_up", "qkv", "few_rows", "rotation", "en
 PARTS = (
     Part(
         "parity",
-        1.5,
+        2.5,
         "whether fused modules and captured steps compute what plain ones do (Show 5)",
-        tests("tests/models/test_fused.py", "tests/models/test_graphs.py"),
+        tests("tests/models/test_captured.py", "tests/models/test_fused.py", "tests/models/test_graphs.py"),
         drops=("rotation", "ends"),  # the others have passed on GPUs
     ),
     Part(
@@ -84,8 +84,14 @@ PARTS = (
     Part(
         "client",
         3.0,
-        "the same at the client, a burst of prompts from eight processes (.85), 8k tokens coming to 32 (1 ms) (Shows 3, 4)",
-        module("bench.client", *EIGHT_B, "--sequences", "1", "32", "128", "--lengths", "3"),
+        "the same at the client, and a burst of prompts from eight processes (.85) (Show 3)",
+        module("bench.client", *EIGHT_B, "--sequences", "1", "32", "128", "--lengths", "3", "--newcomer", "0"),
+    ),
+    Part(
+        "newcomer",
+        1.5,
+        "how much prompts of 8k tokens add to the longest silence of 32 sequences that decode: 1 ms (Show 4)",
+        module("bench.newcomer", *EIGHT_B),
     ),
     Part(
         "prefill",
