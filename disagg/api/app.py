@@ -32,30 +32,26 @@ from disagg.api.bodies import parse_chat, parse_completion
 from disagg.api.connections import UNSENT_BYTES, Connection
 from disagg.api.crowd import Bounds, Crowd, HttpMetrics
 from disagg.api.dashboard import read_page
-from disagg.api.entry import owner_of
 from disagg.api.errors import INTERNAL, BadField, BodyTooLarge, Fault, UnreadableBody, fault_of, fault_of_http
+from disagg.api.headers import client_request_id, said
+from disagg.api.headers import tenant as tenant_of_request
 from disagg.api.ports import ChatTemplatePort, RouterPort, ServedModel
 from disagg.auth.reloaded import Reloaded
 from disagg.auth.tls import Certificates, serving_context
 from disagg.router.budget import Held
-from disagg.router.tenants import TENANT_HEADER, tenant_of
 from disagg.telemetry.listening import bound_socket, cannot_listen
 from disagg.telemetry.near import Asker, fault_of_asker
 from disagg.types.addresses import join, unmapped
 from disagg.types.errors import DisaggError, UnknownModel
 from disagg.types.plain import quoted
-from disagg.types.trace_context import MAX_CHARS
 
 MAX_BODY_BYTES = 16 << 20
 MAX_PROMPTS = 128
 MAX_ANSWER_BYTES = 128 << 20
 INLINE_BYTES = 16 << 10  # of a completion's body that is read on the event loop: 1 ms
-CLIENT_REQUEST_ID_CHARS = 128
 GOODBYE_S = 2.0  # after the drain: for the last words of what did not end in time
 BACKLOG = 1024  # connections that the kernel keeps; all are taken at once, which holds the loop for some 60 ms
 NO_BOUNDS = Bounds()
-# Headers that tell clients of one address apart; the first one counts.
-CREDENTIALS = ("authorization", "api-key", "x-api-key")
 PROBED_BY = ["GET", "HEAD"]  # some load balancers ask for the head alone
 
 
@@ -102,22 +98,24 @@ def _add_generation(
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         with _refusals_noted(router, request), _holding(router) as held:
+            who = said(request)
             body = await _body(request, limits.max_body_bytes, held)
-            client_id, tenant = _client_request_id(request), _tenant(request)
+            client_id, tenant = client_request_id(request), tenant_of_request(request)
             if len(body) <= INLINE_BYTES:
                 call = parse_completion(body, router.limits, limits.max_prompts, client_id, tenant)
             else:
                 call = await router.beside(
                     len(body), parse_completion, body, router.limits, limits.max_prompts, client_id, tenant
                 )
-            call = call.asked_by(owner_of(request), _traceparent(request), "text_completion")
+            call = call.asked_by("text_completion", who)
             return Answer(router, call, fingerprint, held, limits.max_answer_bytes)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         with _refusals_noted(router, request), _holding(router) as held:
+            who = said(request)
             body = await _body(request, limits.max_body_bytes, held)
-            client_id, tenant = _client_request_id(request), _tenant(request)
+            client_id, tenant = client_request_id(request), tenant_of_request(request)
             has_template = chat_template is not None
             # Beside the loop whatever its length: many small messages take longer to read than one long text.
             chat = await router.beside(len(body), parse_chat, body, router.limits, has_template, client_id, tenant)
@@ -127,7 +125,7 @@ def _add_generation(
             prompt = await until_gone(request.receive, rendering)
             if prompt is None:
                 raise ClientDisconnect
-            call = chat.rendered(prompt).asked_by(owner_of(request), _traceparent(request), "chat")
+            call = chat.rendered(prompt).asked_by("chat", who)
             return Answer(router, call, fingerprint, held, limits.max_answer_bytes)
 
 
@@ -258,7 +256,7 @@ def _refusals_noted(router: RouterPort, request: Request) -> Iterator[None]:
     try:
         yield
     except DisaggError as error:
-        router.note_refused(error, _client_request_id(request))
+        router.note_refused(error, client_request_id(request))
         raise
 
 
@@ -290,23 +288,6 @@ async def _body(request: Request, limit: int, held: Held) -> bytes:
         held.add(len(part), new=True)
         parts.append(part)
     return b"".join(parts)
-
-
-def _client_request_id(request: Request) -> str:
-    """For the logs only, so cut rather than refused."""
-    return request.headers.get("x-request-id", "")[:CLIENT_REQUEST_ID_CHARS]
-
-
-def _traceparent(request: Request) -> str:
-    return request.headers.get("traceparent", "")[:MAX_CHARS]
-
-
-def _tenant(request: Request) -> str:
-    if owner := owner_of(request):
-        return tenant_of("", name=owner)
-    address = unmapped(request.client.host) if request.client is not None else ""
-    credentials = next((request.headers[name] for name in CREDENTIALS if name in request.headers), "")
-    return tenant_of(address, credentials, name=request.headers.get(TENANT_HEADER, ""))
 
 
 # ---- errors

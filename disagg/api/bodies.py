@@ -46,7 +46,6 @@ _UNSERVED = frozenset(
         "functions",
         "parallel_tool_calls",
         "prediction",
-        "prompt_cache_key",
         "prompt_logprobs",
         "reasoning_effort",
         "structured_outputs",
@@ -102,6 +101,7 @@ class _Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: TokenIds = ()
     cache_salt: str = ""
+    prompt_cache_key: str = ""
     priority: Int32 = 0
     return_token_ids: bool = False
 
@@ -151,10 +151,9 @@ class Call(Struct, frozen=True, kw_only=True):
     usage_last: bool = False
     usage_each: bool = False
 
-    def asked_by(self, owner: str, traceparent: str, operation: str) -> Call:
-        """The same, of whoever showed a key (empty: of nobody), with what GenerateRequest calls so."""
-        who = {"owner": owner, "traceparent": traceparent, "operation": operation}
-        requests = tuple(msgspec.structs.replace(request, **who) for request in self.requests)
+    def asked_by(self, operation: str, who: Mapping[str, object]) -> Call:
+        """The same, with what GenerateRequest calls so. who: out of headers."""
+        requests = tuple(msgspec.structs.replace(request, operation=operation, **who) for request in self.requests)
         return msgspec.structs.replace(self, requests=requests)
 
 
@@ -255,6 +254,7 @@ def _call(
             max_tokens_unasked=max_tokens is None,
             seed=seed,
             cache_salt=body.cache_salt,
+            session=body.prompt_cache_key,
             priority=body.priority,
             tenant=tenant,
             prompt_name="prompt" if len(prompts) == 1 else f"prompt[{at}]",

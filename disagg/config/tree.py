@@ -164,6 +164,7 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     memory_bytes: Annotated[int, Meta(ge=16 * MIB)] = 2048 * MIB  # of texts and unread answers, all requests together
     answer_bytes: Annotated[int, Meta(ge=MIB)] = 128 * MIB  # of one answer, as far as it is not sent
     max_attempts: PositiveInt = 3
+    shed_wait_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0  # a longer wait is not begun; 0: any is
     retry_share: Annotated[float, Meta(ge=0, le=100)] = 1.0  # of the requests of ten seconds, that may be run again
     retry_floor: Annotated[float, Meta(ge=0, le=1e6)] = 10.0  # and so many more each second
     request_deadline_s: Seconds = 600.0

@@ -50,6 +50,7 @@ _OUTCOMES = {
     "no_compatible_peer": (Level.BAD, "found no prefill and decode server that fit together"),
     "retries_spent": (Level.BAD, "were lost with servers, more than may be run again (router.retry_share)"),
     "deadline": (Level.WARN, "ran into their deadline"),
+    "shed": (Level.WARN, "were refused, because they would have waited too long for their first token"),
     "overloaded": (Level.WARN, "were refused, because the queue was full or the router had no memory for them"),
 }
 

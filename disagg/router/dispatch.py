@@ -91,7 +91,7 @@ class Dispatch:
         self.live: dict[str, Live] = {}
         self.places: Places[Live] = Places(config.max_inflight, config.max_queued, config.tenant_share)
         self.replays: deque[Live] = deque()  # for a server; they have a place
-        self.pairing = Pairing(self.fleet, policy, self.places, self.outstanding)
+        self.pairing = Pairing(self.fleet, policy, self.places, self.outstanding, config.shed_wait_s)
         self.outcomes = Outcomes(metrics, caller.model)
         self._failures = Failures(config, self.fleet.circuits, metrics, caller.clock)
         self._name = caller.name
@@ -107,6 +107,7 @@ class Dispatch:
         self.live[asked.request_id] = live
         cost = queue_cost(len(asked.prompt_token_ids), asked.params)
         self.places.waiting.append(asked.tenant, live, cost, asked.priority)
+        self.pairing.waiting_tokens += len(asked.prompt_token_ids)
         self._after(live, max(0.0, asked.deadline_s - self._clock()), DeadlinePassed())
         self._pump_soon()
 
@@ -148,17 +149,18 @@ class Dispatch:
         for live in self.pairing.to_move(self.live.values()):
             self.drive(live, TargetSeen())
         for live in tuple(self.replays):
-            found = self.pairing.pick(live)
+            found = self.pairing.pick(live, self._clock())
             if isinstance(found, Pair):
                 self.replays.remove(live)
                 self.drive(live, PairPicked(found, self._clock()))
             elif self._no_pair_yet(live, found):
                 break
         for live in self.pairing.next_ones():
-            found = self.pairing.pick(live)
+            found = self.pairing.pick(live, self._clock())
             if isinstance(found, Pair):
                 self.places.take(live.machine.asked.tenant, live)
                 live.dispatched = True
+                self.pairing.waiting_tokens -= len(live.machine.prompt_token_ids)
                 self._metrics.queue_s.observe(self._clock() - live.arrived_s)
                 live.timeline.append(TimelineEvent("queued", live.arrived_unix_s, time.time(), self._name))
                 self.drive(live, PairPicked(found, self._clock()))
@@ -223,7 +225,7 @@ class Dispatch:
 
     def _explain_wait(self, live: Live) -> None:
         """Lets the machine know what the request waits for, for its last words."""
-        found = self.pairing.why_not(live)
+        found = self.pairing.why_not(live, self._clock())
         if isinstance(found, NoPair):
             self.drive(live, NoPairFound(found))
 
@@ -262,6 +264,7 @@ class Dispatch:
                 self._metrics.replayed_tokens.inc(attempted.prefill_tokens)
         live.account.begin(*stages)
         self._failures.attempted(pair)
+        self.pairing.attempted(live, pair, self._clock())
         logger.log(
             logging.DEBUG if attempted.attempt == 1 else logging.INFO,
             "attempt %d (%s): on %s",
@@ -333,6 +336,8 @@ class Dispatch:
             self.replays.remove(live)
         if live.dispatched:
             self.places.leave(machine.asked.tenant, now_s)
+        else:
+            self.pairing.waiting_tokens -= len(machine.prompt_token_ids)
         del self.live[machine.request_id]
         self._failures.request_ended()
         outcome = self.outcomes.ended(live, end, now_s)

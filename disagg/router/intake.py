@@ -21,7 +21,14 @@ from disagg.text.stops import StopTable
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import InvalidRequest, UnknownModel
 from disagg.types.plain import quoted
-from disagg.types.sampling import MAX_CACHE_SALT_CHARS, MAX_INT, MAX_PRIORITY, SamplingParams, check_ids
+from disagg.types.sampling import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_INT,
+    MAX_PRIORITY,
+    MAX_SESSION_CHARS,
+    SamplingParams,
+    check_ids,
+)
 
 
 class Intake:
@@ -47,6 +54,13 @@ class Intake:
                 f"cache_salt has {len(request.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed",
                 "cache_salt",
             )
+        if len(request.session) > MAX_SESSION_CHARS:
+            raise InvalidRequest(
+                f"the session's name has {len(request.session)} characters; at most {MAX_SESSION_CHARS} are allowed",
+                "prompt_cache_key",
+            )
+        if request.slo_ttft_s is not None and not (math.isfinite(request.slo_ttft_s) and request.slo_ttft_s > 0):
+            raise InvalidRequest(f"slo_ttft_s is {request.slo_ttft_s}; it must be a positive number", "slo_ttft_ms")
         if abs(request.priority) > MAX_PRIORITY:
             raise InvalidRequest(
                 f"priority is {request.priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", "priority"

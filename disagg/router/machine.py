@@ -131,6 +131,7 @@ class RequestMachine:
             weights=self.pair.weights if begun and self.pair is not None else "",
             draw=zlib.crc32(self.request_id.encode()),
             pages=self.asked.pages,
+            turns=self.asked.turns,
         )
 
     def busy(self, work: Work) -> bool:

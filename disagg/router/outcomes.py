@@ -20,12 +20,14 @@ from disagg.types.errors import (
     QuotaExceeded,
     RequestError,
     RetriesSpent,
+    Shed,
     Unavailable,
 )
 
 _OUTCOMES: tuple[tuple[type[DisaggError], str], ...] = (
     (RequestError, "invalid"),
     (QuotaExceeded, "quota_exceeded"),
+    (Shed, "shed"),
     (Overloaded, "overloaded"),
     (NoCompatiblePeer, "no_compatible_peer"),
     (RetriesSpent, "retries_spent"),

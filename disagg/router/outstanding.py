@@ -73,6 +73,10 @@ class Outstanding:
         """Choices of all its requests."""
         return self._tenants[tenant, work]
 
+    def tenants(self, work: Work) -> dict[str, int]:
+        """Choices of each that has some."""
+        return {tenant: choices for (tenant, of), choices in self._tenants.items() if of is work}
+
     def account(self, tenant: str, call: str = "") -> Account:
         """For one request. call: that it is part of with others; empty: it is one by itself."""
         return Account(self, tenant, call)

@@ -7,13 +7,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from msgspec.structs import replace
+
 from disagg.messages.legs import LegEnd, Outcome, PrefixRules
+from disagg.router.admission import Expected, Queue, expected, refused, share_of
 from disagg.router.fleet import Fleet
 from disagg.router.live import Live
 from disagg.router.outstanding import Outstanding, call_may_go, tenant_may_go
 from disagg.router.placement import pick_pair, pick_target
 from disagg.router.places import Places
-from disagg.router.policies import Policy
+from disagg.router.policies import Policy, RequestFacts
+from disagg.router.sessions import Sessions
 from disagg.router.view import NoPair, NoPairReason, Pair, Work
 from disagg.types.ids import Role
 
@@ -24,30 +28,52 @@ CHUNK = "chunk"  # of a prompt, in what servers say of a leg's time
 class Pairing:
     """Of one router."""
 
-    def __init__(self, fleet: Fleet, policy: Policy, places: Places[Live], outstanding: Outstanding) -> None:
+    def __init__(
+        self, fleet: Fleet, policy: Policy, places: Places[Live], outstanding: Outstanding, shed_wait_s: float
+    ) -> None:
+        self.waiting_tokens = 0  # of the prompts in `places`
+        self._shed_wait_s = shed_wait_s
         self._fleet = fleet
         self._policy = policy
         self._places = places
         self._outstanding = outstanding
+        self._sessions = Sessions()
 
     @property
     def ways(self) -> tuple[PrefixRules, ...]:
         """In which servers name pages, if the policy asks what they have of a prompt."""
         return self._fleet.ways() if self._policy.uses_caches else ()
 
-    def pick(self, live: Live) -> Pair | NoPair:
+    def pick(self, live: Live, now_s: float) -> Pair | NoPair:
         wish, view = live.wish, self._fleet.view()
+        facts, asked = live.machine.facts, live.machine.asked
+        if asked.session:
+            facts = replace(facts, session=self._sessions.of(asked.tenant, asked.session, now_s))
         if wish is not None and wish.source is not None:
-            target = pick_target(view, live.machine.facts, self._policy, wish.source)
+            target = pick_target(view, facts, self._policy, wish.source)
             if target is not None:
                 return target
         return pick_pair(
             view,
-            live.machine.facts,
+            facts,
             self._policy,
             prefer_decode=wish.prefer_decode if wish is not None else None,
             avoid=wish.avoid if wish is not None else (),
         )
+
+    def why_refused(
+        self, facts: RequestFacts, tenant: str, priority: int, in_time_s: float
+    ) -> tuple[float, str] | None:
+        """When to try again, and why, for a request that is not to be taken (`admission`)."""
+        waiting = self._places.waiting
+        found = expected(self._fleet.view(), facts, Queue(len(waiting), self.waiting_tokens))
+        if found is None or refused(found, priority, in_time_s, self._shed_wait_s) is None:
+            return None
+        computing = self._outstanding.tenants(Work.PREFILL)
+        there = waiting.tenants | computing.keys() | {tenant}
+        all_, own = sum(computing.values()) + len(waiting), computing.get(tenant, 0) + waiting.count(tenant)
+        fair = Expected(found.wait_s * share_of(own, all_, len(there)), found.compute_s)
+        return refused(fair, priority, in_time_s, self._shed_wait_s)
 
     def next_ones(self) -> Iterator[Live]:
         """Of those that wait for a place, tenants in turns, who may take one. What has been given may be taken meanwhile."""
@@ -56,10 +82,15 @@ class Pairing:
             if self._call_may_go(live, prefills):
                 yield live
 
-    def why_not(self, live: Live) -> Pair | NoPair:
+    def attempted(self, live: Live, pair: Pair, now_s: float) -> None:
+        """It is sent there."""
+        asked = live.machine.asked
+        self._sessions.note(asked.tenant, asked.session, pair.servers, now_s)
+
+    def why_not(self, live: Live, now_s: float) -> Pair | NoPair:
         """What a request waits for; the pair that it would have now, if for nothing."""
         if live.dispatched:
-            return self.pick(live)
+            return self.pick(live, now_s)
         if self._places.free <= 0:
             return NoPair(NoPairReason.NO_PLACE)
         if not self._places.may_take(live.machine.asked.tenant):
@@ -67,7 +98,7 @@ class Pairing:
         prefills = self._num_prefills()
         if not (self._tenant_may_go(live.machine.asked.tenant, prefills) and self._call_may_go(live, prefills)):
             return NoPair(NoPairReason.COMPUTING)
-        return self.pick(live)
+        return self.pick(live, now_s)
 
     def to_move(self, lives: Iterable[Live]) -> Iterator[Live]:
         """Of decode servers that drain, what can go on elsewhere: what has not begun to answer at once, since that moves when it

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from disagg.messages.legs import PeerRef, ServerState, StartLeg
 from disagg.messages.needs import understands
-from disagg.router.policies import Policy, RequestFacts, cached_tokens
+from disagg.router.policies import Policy, RequestFacts, cached_tokens, turn
 from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView, Work
 from disagg.types.ids import Role
 from disagg.types.protocol import circles
@@ -79,11 +79,11 @@ class _Wanted(Struct, frozen=True):
 
     def prefill_rank(self, server: ServerView, index: int, servers: list[ServerView]) -> tuple[Any, ...]:
         rank = self.policy.prefill_rank(server, index, len(servers), self.facts)
-        return self.wishes(server, None, Work.PREFILL), rank, _turn(index, servers, self.facts)
+        return self.wishes(server, None, Work.PREFILL), rank, self.turn(server, index, len(servers))
 
     def decode_rank(self, server: ServerView, index: int, servers: list[ServerView]) -> tuple[Any, ...]:
         rank = self.policy.decode_rank(server, index, len(servers), self.facts)
-        return self.wishes(server, self.prefer_decode, Work.DECODE), rank, _turn(index, servers, self.facts)
+        return self.wishes(server, self.prefer_decode, Work.DECODE), rank, self.turn(server, index, len(servers))
 
     def mixed_rank(self, server: ServerView, index: int, servers: list[ServerView]) -> tuple[Any, ...]:
         _, rank, turn = self.decode_rank(server, index, servers)
@@ -97,6 +97,10 @@ class _Wanted(Struct, frozen=True):
         preferred = prefer is None or (server.name, server.peer_ref.incarnation) == (prefer.name, prefer.incarnation)
         broken = (server.fails(*works), not preferred, server.name in self.avoid, not server.fresh)
         return tuple(map(int, broken))
+
+    def turn(self, server: ServerView, index: int, count: int) -> tuple[int, int]:
+        """Ties stay where the conversation was, or take turns."""
+        return int(self.facts.strange(server.name)), turn(index, count, self.facts)
 
     def asked(self, servers: list[ServerView], prefer: PeerRef | None, *works: Work) -> list[ServerView]:
         """Those that the policy is asked about: all, or two of those that break the fewest wishes, if these are stale.
@@ -129,7 +133,8 @@ def _best(layout: _Layout, wanted: _Wanted) -> Iterator[_Route]:
     decodes = [d for d in layout.decode if facts.total_tokens <= _limit(d)]
     mixed = [m for m in layout.mixed if max(facts.prefill_tokens, facts.total_tokens) <= _limit(m)]
     # Where both are equally busy they take turns, too.
-    mixed_turn = facts.serial % (min(len(prefills), len(decodes)) + len(mixed) or 1) < len(mixed)
+    routes = min(len(prefills), len(decodes)) + len(mixed) or 1
+    mixed_turn = -turn(0, routes, facts) % routes < len(mixed)
     if prefills and decodes:
         (p_wishes, p_rank, _), prefill = _least(wanted.asked(prefills, None, Work.PREFILL), wanted.prefill_rank)
         (d_wishes, d_rank, _), decode = _least(
@@ -184,11 +189,6 @@ class _Layout(Struct):
             pairs = (max(map(_length, self.prefill)), max(map(_limit, self.prefill)), max(map(_limit, self.decode)))
             limit = max(limit, min(pairs))
         return limit
-
-
-def _turn(index: int, servers: list[ServerView], facts: RequestFacts) -> int:
-    """Ties take turns; no two servers of a list have the same turn."""
-    return (index - facts.serial) % len(servers)
 
 
 def _length(server: ServerView) -> int:

@@ -5,18 +5,22 @@ A policy only ranks; which servers can be taken at all is decided in `placement`
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import ClassVar, Protocol
 
 from msgspec import Struct
 
 from disagg.router.prefixes import NO_PAGES, PromptPages, hit_tokens
+from disagg.router.sessions import NOWHERE
 from disagg.router.view import ServerView
 from disagg.types.ids import Role
 
 Rank = tuple[float, ...]
 
 GRAIN_SHARE = 0.05  # of what a prompt costs if nothing of it is cached: smaller differences are none
+STRANGE_SHARE = 0.1  # of a prompt: what it is worth to stay where the conversation was
 SEQUENCE_S = 0.002  # that one more sequence in a decode batch costs all of them
 TRANSFER_TOKEN_S = 5e-6  # of a token's KV, from prefill to decode: most of it beside computing
 
@@ -25,7 +29,9 @@ class RequestFacts(Struct, frozen=True):
     """What a policy may know of a request. Tokens: to be computed by prefill; the most that decode has to hold.
 
     serial: which request of this router it is, from 0. weights: of which tokens were accepted, so that only they may give
-    the rest; empty while there are none. draw: 32 random bits of its own. pages: names of the prompt's pages.
+    the rest; empty while there are none. draw: 32 random bits of its own. turns: 32 of its router's, by which that one's turns
+    differ from others'; 0: they begin with the first server. pages: names of the prompt's pages. session: servers that its
+    conversation was sent to last.
     """
 
     prefill_tokens: int
@@ -35,6 +41,27 @@ class RequestFacts(Struct, frozen=True):
     weights: str = ""
     draw: int = 0
     pages: PromptPages = NO_PAGES
+    turns: int = 0
+    session: frozenset[str] = NOWHERE
+
+    def strange(self, server: str) -> bool:
+        """Its conversation was sent elsewhere."""
+        return bool(self.session) and server not in self.session
+
+
+def turn(index: int, count: int, facts: RequestFacts) -> int:
+    """When a server's turn is, of so many; no two have the same. In each round every one is first once, and where it begins is
+    each router's own: routers that begin alike and hear the same requests at once do not go on together.
+    """
+    round_, at = divmod(facts.serial, count)
+    begins = _begins(facts.turns, round_) if facts.turns else 0
+    return (index - at - begins) % count
+
+
+@lru_cache(256)  # each server of a view asks
+def _begins(turns: int, round_: int) -> int:
+    """Unlike a checksum's, no two routers' numbers have a difference that lasts."""
+    return int.from_bytes(hashlib.blake2b(b"%d %d" % (turns, round_), digest_size=8).digest())
 
 
 class Policy(Protocol):
@@ -85,10 +112,10 @@ class RoundRobin:
     two_when_stale: ClassVar[bool] = False
 
     def prefill_rank(self, server: ServerView, index: int, count: int, facts: RequestFacts) -> Rank:
-        return (float((index - facts.serial) % count),)
+        return (float(turn(index, count, facts)),)
 
     def decode_rank(self, server: ServerView, index: int, count: int, facts: RequestFacts) -> Rank:
-        return (float((index - facts.serial) % count),)
+        return (float(turn(index, count, facts)),)
 
     def route_rank(self, prefill: Rank, decode: Rank) -> Rank:
         return (*prefill, *decode)
@@ -100,22 +127,26 @@ class KvAware:
         prefill   (tokens that it computes for us + those of others' prompts + this prompt - what it has cached) at its speed
         decode    sequences per free page, and the transfer of what it has not cached
 
-    So a prompt goes where its prefix is until waiting there costs more than computing it elsewhere; which then has it, too.
+    Servers that its conversation was not sent to before count as busier by a tenth of a prompt, or one sequence. So
+    a prompt goes where its prefix is until waiting there costs more than computing it elsewhere; which then has it, too.
     """
 
     uses_caches: ClassVar[bool] = True
     two_when_stale: ClassVar[bool] = True
 
     def prefill_rank(self, server: ServerView, index: int, count: int, facts: RequestFacts) -> Rank:
-        grain_s = GRAIN_SHARE * server.usual_speed.seconds(1, facts.prefill_tokens)
-        return (grain_s * int(prefill_s(server, facts) / grain_s),)
+        prompt_s = server.usual_speed.seconds(1, facts.prefill_tokens)
+        grain_s = GRAIN_SHARE * prompt_s
+        strange_s = STRANGE_SHARE * prompt_s * facts.strange(server.name)
+        return (grain_s * int((prefill_s(server, facts) + strange_s) / grain_s),)
 
     def decode_rank(self, server: ServerView, index: int, count: int, facts: RequestFacts) -> Rank:
         assert server.load is not None
         moved = 0
         if server.role is Role.DECODE:
             moved = facts.prefill_tokens - cached_tokens(server, facts, facts.prefill_tokens)
-        seconds = SEQUENCE_S * _sequences_per_free(server, facts) + TRANSFER_TOKEN_S * moved
+        sequences = _sequences_per_free(server, facts) + facts.strange(server.name)
+        seconds = SEQUENCE_S * sequences + TRANSFER_TOKEN_S * moved
         return (seconds, float(-server.load.pages_total))
 
     def route_rank(self, prefill: Rank, decode: Rank) -> Rank:

@@ -29,6 +29,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     too_large: why the face could not hold the answer, if it could not: said once everything else is in order.
     traceparent: which trace it is part of, as its client says (W3C); nonsense is as good as nothing. operation: what it is, as
     OpenTelemetry's GenAI conventions name it.
+    session: which conversation it is part of, by its client's name for it: it is rather sent where that was before.
+    slo_ttft_s: of no use to its client if its first token comes later than that after it was asked for.
     add_special_tokens: whether the tokenizer adds BOS and the like to a text prompt (a rendered chat has them already).
     """
 
@@ -49,6 +51,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     priority: int = 0
     traceparent: str = ""
     operation: str = "text_completion"
+    session: str = ""
+    slo_ttft_s: float | None = None
 
     @property
     def the_prompt(self) -> str:
@@ -65,7 +69,8 @@ class Asked(Struct, frozen=True, kw_only=True):
 
     deadline_s: on the clock of the events' now_s; limit_s: how long after its arrival that is. prompt_name, call,
     priority: as in GenerateRequest. serial: which request of this router it is, from 0. pages: names of the prompt's pages, if
-    they are of use. trace: its own span, if it is traced; client_traceparent, operation: as in GenerateRequest.
+    they are of use. trace: its own span, if it is traced; client_traceparent, operation, session: as in
+    GenerateRequest. turns: as in RequestFacts.
     """
 
     request_id: str
@@ -83,6 +88,8 @@ class Asked(Struct, frozen=True, kw_only=True):
     trace: TraceContext | None = None
     client_traceparent: str = ""
     operation: str = "text_completion"
+    session: str = ""
+    turns: int = 0
 
 
 class Started(Struct, frozen=True):

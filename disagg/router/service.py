@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import time
@@ -39,7 +40,7 @@ from disagg.router.mailbox import Mailbox
 from disagg.router.metrics import RouterMetrics
 from disagg.router.names import drawn_name
 from disagg.router.outcomes import outcome_of
-from disagg.router.policies import POLICIES
+from disagg.router.policies import POLICIES, RequestFacts
 from disagg.router.prefixes import PAGE_BYTES, PromptHashing, PromptPages, num_pages
 from disagg.router.requests import Asked, GenerateRequest, Started, Update
 from disagg.router.roles import ANSWER_S, asked_before, change_begun, needs_change, role_named, server_named
@@ -52,7 +53,7 @@ from disagg.router.vllm_names import expose_vllm_names
 from disagg.telemetry.traces import Traces
 from disagg.text.limits import TextLimits
 from disagg.text.tokenizer import Tokenizer
-from disagg.types.errors import DisaggError, InvalidRequest, Unavailable
+from disagg.types.errors import DisaggError, InvalidRequest, Shed, Unavailable
 from disagg.types.version import own_version
 from disagg.wire.inference import ModelInfo
 from disagg.wire.tls import open_wire_tls
@@ -118,6 +119,7 @@ class Router:
         self._intake = Intake(tokenizer, model_name, max_model_len, self._longest)
         self._budget = Budget(self._config.memory_bytes)
         self._serial = 0
+        self.turns = secrets.randbits(32)  # by which its turns among servers differ from other routers'
         self._accepting = asyncio.Lock()  # in turns of the loop, which many that come at once would hold together
         self._closing = False
         self._readers = 0  # answers that a face is still reading; the engines may be done with them
@@ -341,6 +343,8 @@ class Router:
         try:
             pages = await self._hashed(ways, salt, prompt)
             self._dispatch.check_room(request.tenant)
+            slo_s = math.inf if request.slo_ttft_s is None else request.slo_ttft_s
+            self._check_wait(request, len(prompt), pages, arrived_s + min(slo_s, limit_s) - self._clock())
             self._dispatch.make_room(request.tenant)
         except BaseException:
             held.release()
@@ -361,6 +365,8 @@ class Router:
             trace=self._dispatch.outcomes.traces.begin(request.traceparent),
             client_traceparent=request.traceparent,
             operation=request.operation,
+            session=request.session,
+            turns=self.turns,
         )
         self._serial += 1
         live = Live(
@@ -374,6 +380,14 @@ class Router:
         )
         self._begin(live, request.client_request_id)
         return live
+
+    def _check_wait(self, request: GenerateRequest, prompt_tokens: int, pages: PromptPages, in_time_s: float) -> None:
+        """Raises Shed where its first token would come too late to be of use, or too many prompts are before it."""
+        facts = RequestFacts(prefill_tokens=prompt_tokens, total_tokens=prompt_tokens, pages=pages)
+        found = self._dispatch.pairing.why_refused(facts, request.tenant, request.priority, in_time_s)
+        if found is not None:
+            retry_after_s, why = found
+            raise Shed(f"{request.the_prompt} is not taken: {why}", retry_after_s)
 
     async def _read(self, request: GenerateRequest) -> tuple[int, ...]:
         """The prompt's ids. Whoever is read has a place in the queue meanwhile."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Generic, TypeVar
 
 from disagg.types.bounded import forget_oldest
@@ -73,6 +73,16 @@ class FairQueue(Generic[Item]):
 
     def __contains__(self, item: Item) -> bool:
         return id(item) in self._of
+
+    def count(self, tenant: str) -> int:
+        """Its items."""
+        waiting = self._tenants.get(tenant)
+        return 0 if waiting is None else len(waiting.items)
+
+    @property
+    def tenants(self) -> Set[str]:
+        """That wait for something."""
+        return self._tenants.keys()
 
     @property
     def num_tenants(self) -> int:

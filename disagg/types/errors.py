@@ -9,6 +9,7 @@
     │   ├── UnknownModel           no such model here (NOT_FOUND / 404)
     │   └── UnknownServer          no such server in this cluster (404; gRPC's calls name none)
     ├── Overloaded             nobody's: try again after `retry_after_s` (RESOURCE_EXHAUSTED / 429)
+    │   ├── Shed                   it would not have been answered in time
     │   └── QuotaExceeded          its tenant has asked for as much as it may
     ├── Unavailable            the cluster's: no server can take it now (UNAVAILABLE / 503)
     │   ├── RetriesSpent           it was lost with a server, as many others were, and is not run again
@@ -71,6 +72,10 @@ class Overloaded(DisaggError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class Shed(Overloaded):
+    """The request would wait longer for its first token than it may, or than it is of use for."""
 
 
 class QuotaExceeded(Overloaded):

@@ -15,7 +15,15 @@ from disagg.messages.legs import TimelineEvent
 from disagg.types.errors import InvalidRequest
 from disagg.types.ids import FinishReason
 from disagg.types.plain import NAME_CHARS
-from disagg.types.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKENS, SamplingParams, at_most
+from disagg.types.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_SESSION_CHARS,
+    MAX_SLO_MS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    SamplingParams,
+    at_most,
+)
 from disagg.wire import pb
 from disagg.wire.fields import FINISH_TO_PROTO, fill_timeline, read_finish, read_timeline, refuse, require
 
@@ -77,6 +85,8 @@ class GenerateOptions(TypedDict, total=False):
     client_request_id: str
     add_special_tokens: bool
     priority: int
+    slo_ttft_s: float | None
+    session: str
 
 
 class GenerateFields(TypedDict):
@@ -94,6 +104,8 @@ class GenerateFields(TypedDict):
     client_request_id: str
     add_special_tokens: bool
     priority: int
+    slo_ttft_s: float | None
+    session: str
 
 
 def generate_request_to_proto(
@@ -106,6 +118,7 @@ def generate_request_to_proto(
         request_id=options.get("client_request_id", ""),
         add_special_tokens=options.get("add_special_tokens", True),
         priority=options.get("priority", 0),
+        session_id=options.get("session", ""),
     )
     if isinstance(prompt, str):
         out.text = prompt
@@ -120,6 +133,8 @@ def generate_request_to_proto(
         out.sampling.seed = seed
     if (deadline_s := options.get("deadline_s")) is not None:
         out.deadline_ms = max(1, round(deadline_s * 1000))
+    if (slo_ttft_s := options.get("slo_ttft_s")) is not None:
+        out.slo_ttft_ms = max(1, round(slo_ttft_s * 1000))
     return out
 
 
@@ -139,6 +154,10 @@ def generate_request_from_proto(message: pb.inference.GenerateRequest, max_ids: 
         _invalid("max_tokens", f"is {sampling.max_tokens}; it must be at least 1, or absent for as many as fit")
     if message.HasField("deadline_ms") and message.deadline_ms < 1:
         _invalid("deadline_ms", f"is {message.deadline_ms}; it must be at least 1")
+    if message.HasField("slo_ttft_ms") and not 1 <= message.slo_ttft_ms <= MAX_SLO_MS:
+        _invalid("slo_ttft_ms", f"is {message.slo_ttft_ms}; it must be from 1 to {MAX_SLO_MS}")
+    if len(message.session_id) > MAX_SESSION_CHARS:
+        _invalid("session_id", f"has {len(message.session_id)} characters; at most {MAX_SESSION_CHARS} are allowed")
     return GenerateFields(
         model=message.model,
         prompt=message.text if kind == "text" else tuple(message.token_ids.ids),
@@ -149,6 +168,8 @@ def generate_request_from_proto(message: pb.inference.GenerateRequest, max_ids: 
         client_request_id=message.request_id[:NAME_CHARS],  # for the logs only, so cut rather than refused
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
         priority=message.priority,
+        slo_ttft_s=message.slo_ttft_ms / 1000 if message.HasField("slo_ttft_ms") else None,
+        session=message.session_id,
     )
 
 

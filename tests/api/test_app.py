@@ -416,6 +416,37 @@ async def test_the_clients_own_id_is_passed_on_for_the_logs(http: httpx.AsyncCli
     assert router.requests[0].client_request_id == ("mine" * 100)[:128]
 
 
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+async def test_a_session_and_an_slo_are_said_in_headers(
+    http: httpx.AsyncClient, router: FakeRouter, path: str, body: dict[str, object]
+) -> None:
+    await http.post(path, json=body)
+    await http.post(path, json={**body, "prompt_cache_key": "key"})
+    headers = {"x-session-id": "s" * 256, "x-slo-ttft-ms": "1500"}
+    await http.post(path, json={**body, "prompt_cache_key": "key"}, headers=headers)
+    assert [(each.session, each.slo_ttft_s) for each in router.requests] == [
+        ("", None),
+        ("key", None),
+        ("s" * 256, 1.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("x-session-id", "s" * 257, "has 257 characters; at most 256"),
+        *(("x-slo-ttft-ms", value, "must be a whole number") for value in ("", "0", "-1", "1.5", "1e3", "x", "9" * 11)),
+        ("x-slo-ttft-ms", "1000000001", "from 1 to 1000000000"),
+    ],
+)
+async def test_a_header_beyond_its_bounds_is_refused_by_name(
+    http: httpx.AsyncClient, router: FakeRouter, name: str, value: str, says: str
+) -> None:
+    reply = await http.post("/v1/completions", json=BODY, headers={name: value})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
+    assert says in reply.json()["error"]["message"] and not router.requests
+
+
 @pytest.mark.parametrize("said", ["x" * 50_000, "a\nb\x1b[2J\x85\u2028\u202e" * 1000, "\ud800" * 10])
 async def test_errors_repeat_what_clients_say_clipped_and_escaped(
     http: httpx.AsyncClient, router: FakeRouter, said: str

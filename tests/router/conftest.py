@@ -70,6 +70,7 @@ class Cluster:
         tree = Config(router=replace(CONFIG, servers=tuple(refs), **config))
         facts: dict[str, Any] = {"model_name": MODEL, "max_model_len": 512, "files": files or {}}
         self.router = Router(tree, TOKENIZER, registry=self.registry, linger_s=0.1, **facts)
+        self.router.turns = 0  # the first request begins with the first server
         await self.router.start()
         if ready:  # all of them: a router that is healthy may still be greeting the second server of a role
             await self.until(lambda: all(server["connected"] for server in self.router.status()["servers"]))
@@ -109,6 +110,8 @@ def request(prompt: str | tuple[int, ...] = "hi", **params: Any) -> GenerateRequ
         "priority",
         "traceparent",
         "operation",
+        "session",
+        "slo_ttft_s",
     )
     outer = {name: params.pop(name) for name in names if name in params}
     return GenerateRequest(

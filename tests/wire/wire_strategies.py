@@ -272,5 +272,7 @@ generate_fields = st.fixed_dictionaries(
         "client_request_id": text,
         "add_special_tokens": st.booleans(),
         "priority": st.integers(-1000, 1000),
+        "slo_ttft_s": st.none() | st.integers(1, 10**9).map(lambda ms: ms / 1000),
+        "session": st.text(max_size=256),
     }
 )

@@ -26,7 +26,7 @@
     {{- end }}
     - alert: DisaggRequestsFail
       expr: >-
-        sum(rate(disagg_router_requests_total{ {{- $of }},outcome=~"overloaded|no_compatible_peer|unavailable|retries_spent|deadline|failed"}[5m]))
+        sum(rate(disagg_router_requests_total{ {{- $of }},outcome=~"overloaded|shed|no_compatible_peer|unavailable|retries_spent|deadline|failed"}[5m]))
         / sum(rate(disagg_router_requests_total{ {{- $of }}}[5m]) > 0) > 0.01
       for: 5m
       labels: {severity: critical}
