@@ -41,7 +41,7 @@ from disagg.auth.tls import Certificates, serving_context
 from disagg.router.budget import Held
 from disagg.telemetry.listening import bound_socket, cannot_listen
 from disagg.telemetry.near import Asker, fault_of_asker
-from disagg.types.addresses import join, unmapped
+from disagg.types.addresses import join
 from disagg.types.errors import DisaggError, UnknownModel
 from disagg.types.plain import quoted
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from disagg.router.policies import RequestFacts, cached_tokens
-from disagg.router.view import ClusterView
+from disagg.router.view import ClusterView, ServerView
 from disagg.types.ids import Role
 
 LESS_URGENT, MORE_URGENT = 0.5, 2.0  # of router.shed_wait_s
@@ -30,26 +30,35 @@ class Queue(Struct, frozen=True):
 
 
 class Expected(Struct, frozen=True):
-    """Until a request's first token: for others' prompts, and for its own."""
+    """Until a request's first token: for others' prompts, and what its own adds to that."""
 
     wait_s: float
     compute_s: float
 
 
 def expected(view: ClusterView, facts: RequestFacts, queue: Queue) -> Expected | None:
-    """Of the server where it is soonest. None: there is none now, so it is not known."""
+    """The least wait on any server, and its end on the one that is done with it first. Where there is no wait, nothing else is
+    looked up. None: there is no server now, so it is not known."""
     servers = [server for server in view.servers if server.usable and server.role is not Role.DECODE]
     if not servers:
         return None
-    found = []
-    for server in servers:
-        speed = server.speed
-        ours_s = speed.seconds(server.outstanding_prompts, server.outstanding_prompt_tokens)
-        waiting_s = server.usual_speed.seconds(queue.prompts, queue.tokens) / len(servers)
-        cached = cached_tokens(server, facts, facts.prefill_tokens - 1)
-        compute_s = speed.seconds(1, facts.prefill_tokens - cached)
-        found.append(Expected(ours_s + server.others_prompts * speed.usual_s + waiting_s, compute_s))
-    return min(found, key=lambda each: each.wait_s + each.compute_s)
+    queue_s = servers[0].usual_speed.seconds(queue.prompts, queue.tokens) / len(servers)
+    waits_s = [queue_s + _under_way_s(server) for server in servers]
+    least_s = min(waits_s)
+    if least_s <= 0:
+        return Expected(0.0, 0.0)
+    end_s = min(wait_s + _own_s(server, facts) for server, wait_s in zip(servers, waits_s, strict=True))
+    return Expected(least_s, end_s - least_s)
+
+
+def _under_way_s(server: ServerView) -> float:
+    ours_s = server.speed.seconds(server.outstanding_prompts, server.outstanding_prompt_tokens)
+    return ours_s + server.others_prompts * server.speed.usual_s
+
+
+def _own_s(server: ServerView, facts: RequestFacts) -> float:
+    cached = cached_tokens(server, facts, facts.prefill_tokens - 1)
+    return server.speed.seconds(1, facts.prefill_tokens - cached)
 
 
 def share_of(own: int, all_prompts: int, tenants: int) -> float:
