@@ -131,7 +131,13 @@ def test_every_time_has_a_least_value_or_works_however_short() -> None:
         for name in getattr(Config(), section).__struct_fields__
         if name.endswith("_s") and not name.endswith("_per_s")
     }
-    any_works = {"engine.preempt_after_s", "transfer.link_idle_s", "server.drain_s", "router.drain_s"}
+    any_works = {
+        "engine.preempt_after_s",
+        "transfer.link_idle_s",
+        "server.drain_s",
+        "router.drain_s",
+        "router.shed_wait_s",
+    }
     of_its_heartbeat = {"router.lease_s"}
     assert times == {least.path for least in LEAST_S} | any_works | of_its_heartbeat
 
