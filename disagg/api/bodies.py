@@ -228,23 +228,7 @@ def _call(
         raise InvalidRequest("stream_options is set but stream is not; set stream to true", "stream_options")
     if options.include_obfuscation:
         raise BadField("include_obfuscation is not served", "stream_options.include_obfuscation", "unsupported_value")
-    params = SamplingParams(
-        max_tokens=COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
-        min_tokens=body.min_tokens,
-        temperature=body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        logit_bias=_logit_bias(body.logit_bias),
-        stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
-        stop_token_ids=body.stop_token_ids,
-        ignore_eos=body.ignore_eos,
-        logprobs=logprobs,
-        n=body.n,
-    )
+    params = _params(body, max_tokens, logprobs)
     seed = _seed(body.seed)
     requests = tuple(
         GenerateRequest(
@@ -273,6 +257,26 @@ def _call(
         stream=body.stream,
         usage_last=options.include_usage,
         usage_each=options.continuous_usage_stats,
+    )
+
+
+def _params(body: _Body, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
+        min_tokens=body.min_tokens,
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=_logit_bias(body.logit_bias),
+        stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=body.ignore_eos,
+        logprobs=logprobs,
+        n=body.n,
     )
 
 
