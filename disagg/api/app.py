@@ -150,10 +150,11 @@ def _add_reports(app: FastAPI, router: RouterPort, registry: CollectorRegistry, 
         return Response(page.body, headers=page.headers)
 
     @app.api_route("/health", methods=PROBED_BY)
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         healthy = router.healthy()
         state = router.status().get("state", "ready" if healthy else "unavailable")
-        return _json({"healthy": healthy, "state": state}, 200 if healthy else 503)
+        fine = router.open() if "waiting" in request.query_params else healthy
+        return _json({"healthy": healthy, "state": state}, 200 if fine else 503)
 
     @app.api_route("/live", methods=PROBED_BY)
     async def live() -> Response:

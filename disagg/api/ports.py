@@ -59,6 +59,10 @@ class RouterPort(Protocol):
         """Whether a request that arrives now can be served."""
         ...
 
+    def open(self) -> bool:
+        """Whether a request that arrives now is taken, be it that it waits for servers that are to come back."""
+        ...
+
     def status(self) -> Mapping[str, object]:
         """The cluster as the router sees it; JSON-encodable. "state", if present, is one word for the whole."""
         ...

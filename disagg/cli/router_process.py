@@ -82,6 +82,9 @@ class RouterFace:
     def healthy(self) -> bool:
         return self._router.healthy()
 
+    def open(self) -> bool:
+        return self._router.open()
+
     def status(self) -> Mapping[str, object]:
         return self._router.status()
 

@@ -126,6 +126,7 @@ class Router:
         self._idle = asyncio.Event()  # nothing runs and nothing is left to be read
         self._idle.set()
         self._changed: list[Callable[[], None]] = []
+        self._has_paired = False
         self.loop_gap_s: Callable[[], float] = lambda: 0.0  # of the process, by whoever watches its loop
         self._metrics.running.set_function(lambda: self._dispatch.places.inflight)
         self._metrics.waiting.set_function(lambda: len(self._dispatch.places.waiting))
@@ -227,6 +228,11 @@ class Router:
     def healthy(self) -> bool:
         """A request that comes now can be served."""
         return not self._closing and self._dispatch.fleet.view().has_pair
+
+    def open(self) -> bool:
+        """A request that comes now is taken, be it that it waits for servers: a router that has had a pair waits for the next
+        one. Whether one that never had any can ever have one, nobody knows."""
+        return not self._closing and (self._has_paired or self._dispatch.fleet.view().has_pair)
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Calls back, on the event loop, whenever `healthy()` may have changed."""
@@ -440,6 +446,7 @@ class Router:
     # ---- the dispatch calls these
 
     def fleet_changed(self) -> None:
+        self._has_paired = self._has_paired or self._dispatch.fleet.view().has_pair
         for callback in self._changed:
             callback()
 

@@ -59,6 +59,7 @@ class FakeRouter:
         self.gate: asyncio.Event | None = None  # awaited after two tokens of each choice
         self.early_gate: asyncio.Event | None = None  # awaited before Started
         self.state = "ready"
+        self.is_open = True
         self.words: Sequence[str] = WORDS
         self.raw: Mapping[str, bytes] = {}  # a token's own bytes, where they are not its text's
         self.timelines: dict[str, tuple[TimelineEvent, ...]] = {}
@@ -171,6 +172,9 @@ class FakeRouter:
 
     def healthy(self) -> bool:
         return self.state == "ready"
+
+    def open(self) -> bool:
+        return self.is_open
 
     def status(self) -> Mapping[str, object]:
         return {"state": self.state, "servers": [{"name": "p0", "role": "prefill"}]}

@@ -388,6 +388,18 @@ async def test_health_says_which_state(http: httpx.AsyncClient, router: FakeRout
     assert (reply.status_code, reply.json()) == (503, {"healthy": False, "state": "no-peer"})
 
 
+async def test_a_router_in_which_requests_may_wait_is_ready_for_who_asks_for_that(
+    http: httpx.AsyncClient, router: FakeRouter
+) -> None:
+    assert (await http.get("/health?waiting")).status_code == 200
+    router.state, router.is_open = "no-peer", True
+    assert (await http.get("/health")).status_code == 503
+    reply = await http.get("/health?waiting")
+    assert (reply.status_code, reply.json()) == (200, {"healthy": False, "state": "no-peer"})
+    router.is_open = False
+    assert (await http.get("/health?waiting")).status_code == 503
+
+
 async def test_a_router_that_is_not_ready_lives(http: httpx.AsyncClient, router: FakeRouter) -> None:
     for state in ("ready", "no-peer", "draining"):
         router.state = state

@@ -318,12 +318,12 @@ def test_pods_are_confined_probed_and_given_the_time_to_drain(values: Path) -> N
         slept = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         assert grace >= 35
         assert grace >= slept + own["drainSeconds"] + 5
-        port = "http" if process.role == "router" else "metrics"
+        port, ready = ("http", "/health?waiting") if process.role == "router" else ("metrics", "/health")
         scheme = {"scheme": "HTTPS"} if process.role == "router" and has_tls(given(values)) else {}
         paths = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
         assert paths == {
             "startup": {"path": "/live", "port": port, **scheme},
-            "readiness": {"path": "/health", "port": port, **scheme},
+            "readiness": {"path": ready, "port": port, **scheme},
             "liveness": {"path": "/live", "port": port, **scheme},
         }
         writable = {each["mountPath"] for each in container["volumeMounts"] if not each.get("readOnly")}

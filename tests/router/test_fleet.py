@@ -47,12 +47,27 @@ async def test_servers_that_are_found_later_serve(cluster: Cluster, anonymous: b
     waiting = asyncio.create_task(cluster.ask("hi"))
     await asyncio.sleep(0.1)
     assert not cluster.router.healthy() and not waiting.done()
+    assert not cluster.router.open(), "it never had a pair"
     await more(cluster, "p0", Role.PREFILL)
     await more(cluster, "d0", Role.DECODE)
     fleet(cluster).update(by_key(found(cluster, "p0", "d0", anonymous=anonymous)))
     assert (await waiting).text[0] == answer(0, 8)
     assert names(cluster) == {"p0", "d0"}
     assert set((await cluster.router.dump())["choices_outstanding"]) == {"p0", "d0"}
+
+
+async def test_a_router_that_has_had_a_pair_is_open_for_requests_that_wait_for_the_next(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "d0": decode})
+    fleet(cluster).update(by_key(found(cluster, "p0", "d0", uid="a")))
+    await cluster.until(cluster.router.healthy)
+    fleet(cluster).update(by_key(found(cluster, "p0", uid="a")))
+    await cluster.until(lambda: names(cluster) == {"p0"})
+    waiting = asyncio.create_task(cluster.ask("hi"))
+    await asyncio.sleep(0.1)
+    assert not cluster.router.healthy() and cluster.router.open() and not waiting.done()
+    await more(cluster, "d1", Role.DECODE)
+    fleet(cluster).update(by_key(found(cluster, "p0", "d1", uid="a")))
+    assert (await waiting).text[0] == answer(0, 8)
 
 
 async def test_a_pod_that_is_gone_is_lost_at_once_and_its_requests_go_on_elsewhere(cluster: Cluster) -> None:

@@ -807,7 +807,7 @@ async def test_closing_lets_what_runs_finish_and_takes_nothing_new(cluster: Clus
     await cluster.until(lambda: bool(cluster.servers["d0"].started))
     closing = asyncio.create_task(router.close(DEADLINE_S))
     await asyncio.sleep(0)
-    assert not router.healthy()
+    assert not router.healthy() and not router.open()
     with pytest.raises(Unavailable, match="shutting down"):
         await cluster.ask()
     assert (await running).text[0] == answer(0, 20)

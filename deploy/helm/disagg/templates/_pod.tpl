@@ -20,8 +20,8 @@ capabilities:
 {{- end }}
 {{- end }}
 
-{{/* Probes of a role: (port, secure, startupSeconds). The kubelet shows no certificate, and neither port asks for one. A process that answers /live lives, also while it loads for minutes; one that
-answers /health with 200 can serve. */}}
+{{/* Probes of a role: (port, secure, startupSeconds, ready). The kubelet shows no certificate, and neither port asks for one. A process
+that answers /live lives, also while it loads for minutes; one that answers `ready` with 200 can serve. */}}
 {{- define "disagg.probes" -}}
 startupProbe:
   httpGet: {path: /live, port: {{ .port }}{{ if .secure }}, scheme: HTTPS{{ end }}}
@@ -29,7 +29,7 @@ startupProbe:
   timeoutSeconds: 5
   failureThreshold: {{ max 1 (div .startupSeconds 5) }}
 readinessProbe:
-  httpGet: {path: /health, port: {{ .port }}{{ if .secure }}, scheme: HTTPS{{ end }}}
+  httpGet: {path: {{ quote .ready }}, port: {{ .port }}{{ if .secure }}, scheme: HTTPS{{ end }}}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 2
@@ -56,6 +56,18 @@ livenessProbe:
 {{- with .extraEnv }}
 {{ toYaml . }}
 {{- end }}
+{{- end }}
+
+{{/* How many pods, empty where nothing is to be said: (root, role, own, kind). With an autoscaler those that there are: a number that
+was in the release and is left out would become 1. Outside of a cluster (helm template) they are not known. */}}
+{{- define "disagg.replicas" -}}
+{{- if not .own.autoscaling.enabled -}}
+{{ .own.replicas }}
+{{- else -}}
+{{- $name := printf "%s-%s" (include "disagg.fullname" .root) .role -}}
+{{- $live := lookup "apps/v1" .kind .root.Release.Namespace $name -}}
+{{- dig "spec" "replicas" "" ($live | default dict) -}}
+{{- end -}}
 {{- end }}
 
 {{- define "disagg.mounts" -}}
