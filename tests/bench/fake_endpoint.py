@@ -66,8 +66,12 @@ class FakeEndpoint:
             body = b'{"data": [{"id": "fake"}]}'
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
             return True
-        (length,) = (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-        body = json.loads(await reader.readexactly(length))
+        length = sum(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        content = await reader.readexactly(length)
+        if not head.startswith(b"POST /v1/"):  # whatever else a client would like to know
+            writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+            return True
+        body = json.loads(content)
         probe = self.probes and body["max_tokens"] == 2 and not self.bodies
         if not probe:
             self.bodies.append(body)
