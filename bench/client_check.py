@@ -22,7 +22,8 @@ from typing import Any
 from tests.bench.fake_endpoint import Step, answer, fake_endpoint
 from tests.models.tiny import write_tokenizer
 
-KINDS = 20  # of requests: the first one's first token comes after 50 ms and its gaps are 10 ms, the last one's 240 and 29
+# Of requests: the first one's first token comes after 50 ms and its gaps are 10 ms, the last one's 240 and 29.
+KINDS = 20
 FIGURES = ("mean", "p50", "p90", "p99")
 AGREES = 0.05
 
@@ -91,12 +92,16 @@ def vllms(args: argparse.Namespace, url: str, model: str, tokenizer: Path, direc
         *("--result-filename", kept.name),
     )
     found = json.loads(kept.read_text())
-    times = {f"{name} {figure} s": found[f"{figure}_{name}_ms"] / 1000 for name in ("ttft", "itl") for figure in FIGURES}
+    times = {
+        f"{name} {figure} s": found[f"{figure}_{name}_ms"] / 1000 for name in ("ttft", "itl") for figure in FIGURES
+    }
     return {**times, "requests/s": found["request_throughput"]}
 
 
 def run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
     if done.returncode:
         sys.exit(f"{' '.join(command[:5])} ... failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 
