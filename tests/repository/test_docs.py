@@ -26,7 +26,14 @@ from tests.repository.source import PACKAGE, ROOT
 README = (ROOT / "README.md").read_text()
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-PAGES = ("README.md", "docs/architecture.md", "docs/operations.md", "docs/kubernetes.md", "docs/benchmarks.md")
+PAGES = (
+    "README.md",
+    "docs/architecture.md",
+    "docs/operations.md",
+    "docs/kubernetes.md",
+    "docs/benchmarks.md",
+    "docs/versions.md",
+)
 
 
 def settings() -> Iterator[tuple[str, str]]:

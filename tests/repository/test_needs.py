@@ -10,6 +10,7 @@ from disagg.messages.legs import AbortLeg, PodGone, RouterMessage, ServerHello, 
 from disagg.messages.link import LinkMessage
 from disagg.messages.needs import MAY_BE_PASSED_OVER, NEEDS
 from disagg.types.protocol import OLDEST_PROTOCOL, PROTOCOL
+from tests.repository.source import ROOT
 
 # What every server of OLDEST_PROTOCOL understands.
 KNOWN = {StartLeg, AbortLeg, PodGone}
@@ -71,3 +72,11 @@ def test_rows_are_of_protocols_that_not_all_speak_and_of_what_hellos_say() -> No
         assert OLDEST_PROTOCOL < need.protocol <= PROTOCOL, "the row has had its time"
         assert need.said_by in said
         assert not field or field in {each.name for each in fields(message)}
+
+
+def test_the_operators_page_lists_every_row() -> None:
+    page = (ROOT / "docs" / "versions.md").read_text()
+    rows = [*NEEDS, *MAY_BE_PASSED_OVER]
+    names = [f"`{message.__name__}.{field}`" if field else f"`{message.__name__}`" for message, field in rows]
+    assert [name for name in names if name not in page] == []
+    assert [need.said_by for need in NEEDS.values() if f"`ServerHello.{need.said_by}`" not in page] == []
