@@ -13,10 +13,6 @@ KV crosses it by NIXL over TCP. The router goes on seeing every server: only the
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,65 +25,13 @@ from disagg.cli.rundir import pick_ports
 from disagg.config.load import dump_config, load_config
 from disagg.config.tree import AuthConfig, ServerRef
 from tests.cluster.cluster import START_S
+from tests.cluster.namespaces import OURS_B, PAIR_A, PAIR_B, SIDE_A, SIDE_B, Namespaces, namespaces_or_skip
 from tests.cluster.separate import SeparateProcesses
 from tests.cluster.wire_faults.questions import Questions, ask, two_layers
 
 CUT_S = 15.0
 RATE = "8mbit"  # of the link that is cut: a piece takes a quarter of a second, so that a cut finds some under way
 LINK_BYTES = 2 * (4 << 20)  # transfer.link_segments of transfer.segment_bytes
-
-OURS_A, SIDE_A = "10.213.1.1", "10.213.1.2"
-OURS_B, SIDE_B = "10.213.2.1", "10.213.2.2"
-CUT_A, CUT_B = "10.213.3.1", "10.213.3.2"
-
-
-def ip(*words: str) -> None:
-    run("ip", *words)
-
-
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
-
-
-class Namespaces:
-    """A and B, each joined to ours and to each other. `with Namespaces() as net:`; raises CalledProcessError."""
-
-    def __init__(self) -> None:
-        serial = os.getpid() % 100_000
-        self.a, self.b = f"disagg-a{serial}", f"disagg-b{serial}"
-        self.ours_a, self.ours_b = f"dga{serial}", f"dgb{serial}"
-
-    def __enter__(self) -> Namespaces:
-        with contextlib.ExitStack() as undo:
-            for name in (self.a, self.b):
-                ip("netns", "add", name)
-                undo.callback(ip, "netns", "del", name)
-                ip("-n", name, "link", "set", "lo", "up")
-            for ours, namespace, here, there in (
-                (self.ours_a, self.a, OURS_A, SIDE_A),
-                (self.ours_b, self.b, OURS_B, SIDE_B),
-            ):
-                ip("link", "add", ours, "type", "veth", "peer", "name", "ours", "netns", namespace)
-                undo.callback(ip, "link", "del", ours)
-                ip("addr", "add", f"{here}/30", "dev", ours)
-                ip("link", "set", ours, "up")
-                ip("-n", namespace, "addr", "add", f"{there}/30", "dev", "ours")
-                ip("-n", namespace, "link", "set", "ours", "up")
-            ip("-n", self.a, "link", "add", "pair", "type", "veth", "peer", "name", "pair", "netns", self.b)
-            for namespace, address in ((self.a, CUT_A), (self.b, CUT_B)):
-                ip("-n", namespace, "addr", "add", f"{address}/30", "dev", "pair")
-                ip("-n", namespace, "link", "set", "pair", "up")
-            shape = ("root", "tbf", "rate", RATE, "burst", "64k", "latency", "1s")
-            run("tc", "-n", self.a, "qdisc", "add", "dev", "pair", *shape)
-            self._undo = undo.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
-
-    def link(self, state: str) -> None:
-        """up or down."""
-        ip("-n", self.a, "link", "set", "pair", state)
 
 
 class PartedCluster(SeparateProcesses):
@@ -115,8 +59,8 @@ class PartedCluster(SeparateProcesses):
         http_port, grpc_port, *ports = pick_ports("127.0.0.1", 8)
         base, net, refs = replace(self._base, auth=AuthConfig(insecure=True)), self._net, []
         for name, namespace, advertised, devices in (
-            ("prefill-0", net.a, CUT_A, "pair"),
-            ("decode-0", net.b, CUT_B, "pair,ours"),
+            ("prefill-0", net.a, PAIR_A, "pair"),
+            ("decode-0", net.b, PAIR_B, "pair,ours"),
             ("prefill-1", None, OURS_B, net.ours_b),
         ):
             port = ports.pop()
@@ -151,14 +95,8 @@ class PartedCluster(SeparateProcesses):
 
 @pytest.fixture(scope="module")
 def net() -> Iterator[Namespaces]:
-    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        pytest.skip(f"no network namespaces can be made here: there is no {' and no '.join(missing)}")
-    with contextlib.ExitStack() as stack:
-        try:
-            namespaces = stack.enter_context(Namespaces())
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces can be made here: {' '.join(error.cmd)}: {error.stderr}")
-        yield namespaces
+    with namespaces_or_skip(RATE) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +128,7 @@ def test_a_pair_that_is_parted_for_a_while_spoils_no_answer_and_disturbs_no_othe
         asked = pool.submit(wave, 0)
         cluster.wait(lambda: cluster.pieces_sent("prefill-0") >= 4, 60, "pieces on the link")
         cluster.wait(lambda: cluster.server("decode-0")["running"] >= 2, 60, "requests that decode")
-        net.link("down")
+        net.between("down")
         cut_s = time.monotonic()
         try:
             assert not asked.done()
@@ -201,7 +139,7 @@ def test_a_pair_that_is_parted_for_a_while_spoils_no_answer_and_disturbs_no_othe
             if lost:
                 assert quarantined() == LINK_BYTES
         finally:
-            net.link("up")
+            net.between("up")
         asked.result()
         later.result()
         print(
