@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -68,6 +68,9 @@ class DnsDiscovery:
                 )
             )
             await asyncio.sleep(self._every_s)
+
+    def faults(self) -> Mapping[str, str]:
+        return {}
 
     async def gone(self, pod: str) -> bool:
         return False  # an address that is not listed any more proves nothing of the process behind it

@@ -45,6 +45,10 @@ class Discovery(Protocol):
 
     async def run(self, publish: Publish) -> None: ...
 
+    def faults(self) -> Mapping[str, str]:
+        """What is found now and can be no server, though it is meant to be one: why, by its name. Bounded."""
+        ...
+
     async def gone(self, pod: str) -> bool:
         """Whether this pod, NAMESPACE/NAME/UID, is known to have ended, with all of its processes. False where that cannot
         be told."""
@@ -67,6 +71,9 @@ class Static:
 
     async def run(self, publish: Publish) -> None:
         publish(self._found)
+
+    def faults(self) -> Mapping[str, str]:
+        return {}
 
     async def gone(self, pod: str) -> bool:
         return False

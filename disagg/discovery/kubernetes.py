@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,20 @@ class KubernetesDiscovery:
         self._kubeconfig = kubeconfig
         self._timing = timing
         self._api: client.CoreV1Api | None = None
+        self._reflector: Reflector | None = None
 
     async def run(self, publish: Publish) -> None:
         configuration, namespace = await self._configuration()
         async with client.ApiClient(configuration) as api:
             self._api, self._namespace = client.CoreV1Api(api), namespace
+            self._reflector = Reflector(Pods(self._api, namespace, self._selector), publish, self._timing)
             try:
-                await Reflector(Pods(self._api, namespace, self._selector), publish, self._timing).run()
+                await self._reflector.run()
             finally:
                 self._api = None
+
+    def faults(self) -> Mapping[str, str]:
+        return {} if self._reflector is None else self._reflector.faults.now
 
     async def gone(self, pod: str) -> bool:
         namespace, _, rest = pod.partition("/")

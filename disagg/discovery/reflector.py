@@ -19,8 +19,10 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from disagg.discovery.faults import Faults
 from disagg.discovery.found import Publish, by_key
-from disagg.discovery.pods import found_in, version_of
+from disagg.discovery.pods import fault_of, found_in, uid_of, version_of
+from disagg.types.plain import quoted
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,8 @@ class Reflector:
         self._clock = clock
         self._jitter = jitter
         self._pods: dict[str, Pod] = {}
+        self._twice: dict[str, str] = {}  # names that several pods of the list had, and what is said of that
+        self.faults = Faults()
         self._version = ""  # to watch from; empty: list first
         self._listed_s = 0.0
         self._failures = 0
@@ -111,7 +115,7 @@ class Reflector:
             pods, version = await self._source.list()
         if not version:
             raise SourceError("the list has no resourceVersion")
-        self._pods = {_name(pod): pod for pod in pods}
+        self._pods, self._twice = _by_name(pods)
         self._version, self._listed_s = version, self._clock()
         self._tell()
 
@@ -150,6 +154,7 @@ class Reflector:
         if event.kind == "BOOKMARK":
             return
         name = _name(event.pod)
+        self._twice.pop(name, None)
         if event.kind == "DELETED":
             self._pods.pop(name, None)
         elif event.kind in ("ADDED", "MODIFIED"):
@@ -159,6 +164,9 @@ class Reflector:
         self._tell()
 
     def _tell(self) -> None:
+        wrong = {name: fault for name, pod in self._pods.items() if (fault := fault_of(pod))}
+        for line in self.faults.found({quoted(name): fault for name, fault in {**wrong, **self._twice}.items()}):
+            logger.warning("no server: pod %s", line)
         self._publish(by_key(found for pod in self._pods.values() if (found := found_in(pod)) is not None))
 
     def _works(self) -> None:
@@ -176,6 +184,18 @@ class Reflector:
         timing = self._timing
         most_s = min(timing.max_backoff_s, timing.first_backoff_s * 2 ** min(self._failures, 16))
         await asyncio.sleep(most_s * (0.5 + 0.5 * self._jitter()))
+
+
+def _by_name(pods: list[Pod]) -> tuple[dict[str, Pod], dict[str, str]]:
+    """The first of each name, and what is to be said of names that several have, which no API gives out."""
+    by_name: dict[str, Pod] = {}
+    twice = {}
+    for pod in pods:
+        name = _name(pod)
+        if (first := by_name.setdefault(name, pod)) is not pod:
+            uids = f"{quoted(uid_of(first))} and {quoted(uid_of(pod))}"
+            twice[name] = f"the list has it twice, with the uids {uids}; the first counts, a name must be one pod's"
+    return by_name, twice
 
 
 def _name(pod: Pod) -> str:

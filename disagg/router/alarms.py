@@ -19,6 +19,7 @@ WINDOW_S = 60
 LOOP_GAP_S = 0.25  # as telemetry.loop warns of
 FULL_SHARE = 0.95  # of a KV pool that running sequences need, with others waiting
 MAX_ALARMS = 200
+NOTHING: Mapping[str, str] = {}
 
 
 class Level(enum.StrEnum):
@@ -62,15 +63,18 @@ def alarms(
     rival: str = "",
     own: Version = BEFORE_NUMBERS,
     certificate_left_s: float | None = None,
+    no_servers: Mapping[str, str] = NOTHING,
 ) -> tuple[Alarm, ...]:
     """The worst first; at most MAX_ALARMS, of which the last then says how many are left out.
 
     ended: requests of the last WINDOW_S, by outcome. loop_gap_s: of the router. rival: another router's claim on its name.
     own: this router's version. certificate_left_s: until its certificate expires, if that is soon.
+    no_servers: what discovery finds that can be no server, though it is meant to be one, and why.
     """
     found = [*_of_requests(view, ended), *_of_router(loop_gap_s, rival), *_of_certificate(certificate_left_s)]
     if mixed := mixed_versions(view, own):
         found.append(Alarm(Level.WARN, "router", mixed))
+    found += [Alarm(Level.WARN, name, f"it can be no server: {fault}") for name, fault in no_servers.items()]
     for server in view.servers:
         found += _of_server(server, view)
     found.sort(key=lambda alarm: alarm.level is not Level.BAD)

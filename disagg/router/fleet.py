@@ -129,6 +129,11 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(log_death)
 
+    @property
+    def no_servers(self) -> Mapping[str, str]:
+        """What discovery finds that can be no server, though it is meant to be one: why, by its name."""
+        return self._discovery.faults()
+
     def send(self, server: str, message: RouterMessage) -> None:
         """To a server that has left, nothing is sent."""
         stream = self._named.get(server)

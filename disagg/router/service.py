@@ -262,7 +262,7 @@ class Router:
 
     def _alarms(self, view: ClusterView, ended: Mapping[str, int]) -> tuple[Alarm, ...]:
         rival, left_s = self._dispatch.fleet.rival, self.tls.ends_in_s(time.time())
-        return alarms(view, ended, self.loop_gap_s(), rival, self._version, left_s)
+        return alarms(view, ended, self.loop_gap_s(), rival, self._version, left_s, self._dispatch.fleet.no_servers)
 
     def drain_server(self, server: str, on: bool) -> None:
         """Has a server take nothing new, for all routers; or undoes it. What it decodes goes on elsewhere, as far as it can.

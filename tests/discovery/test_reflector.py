@@ -92,6 +92,51 @@ async def test_a_call_that_fails_costs_time_and_nothing_that_was_known(
         await watched.close()
 
 
+async def test_a_pod_that_can_be_no_server_is_said_once_and_until_it_is_mended(
+    api: FakeApi, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    api.put(pod("odd", role="admin"))
+    api.put(pod("d0"))
+    watched = Watched(api, tmp_path)
+    try:
+        await watched.until({"d0"})
+        api.put(pod("far", port=999999))
+        api.put(pod("d1"))
+        await watched.until({"d0", "d1"})
+        lists = api.calls.count("list")
+        async with asyncio.timeout(WITHIN_S):  # it is listed again, and not said again
+            while api.calls.count("list") < lists + 2:
+                await asyncio.sleep(0.01)
+        said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert len(said) == 2 and "no server: pod 'odd': its label disagg/role is 'admin'" in said[0]
+        assert "pod 'far': the containerPort of its server is 999999" in said[1]
+        assert set(watched.discovery.faults()) == {"'odd'", "'far'"}
+        api.put(pod("odd"))
+        api.delete("far")
+        await watched.until({"d0", "d1", "odd"})
+        async with asyncio.timeout(WITHIN_S):
+            while watched.discovery.faults():
+                await asyncio.sleep(0.01)
+    finally:
+        await watched.close()
+
+
+async def test_of_two_pods_with_one_name_the_first_counts_and_that_is_said(
+    api: FakeApi, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = pod("d0"), pod("d0", ip="10.0.0.2")
+    second["metadata"]["uid"] = "uid-of-another"
+    api.pods = {"d0": first, "d0 again": second}
+    watched = Watched(api, tmp_path)
+    try:
+        await watched.until({"d0"})
+        assert watched.found["d0"].uid == "uid-d0"
+        [said] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert "pod 'd0': the list has it twice, with the uids 'uid-d0' and 'uid-of-another'" in said
+    finally:
+        await watched.close()
+
+
 async def test_a_deletion_that_no_watch_says_is_found_by_the_next_list(api: FakeApi, tmp_path: Path) -> None:
     api.put(pod("d0"))
     api.put(pod("d1"))

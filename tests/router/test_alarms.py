@@ -94,6 +94,11 @@ def test_a_certificate_is_told_of_before_it_expires(left_s: float, level: Level,
     assert (alarm.subject, alarm.level) == ("router", level) and words in alarm.text
 
 
+def test_what_can_be_no_server_is_told_by_its_name() -> None:
+    [alarm] = alarms(ClusterView((server(),)), {}, 0.0, no_servers={"'x'": "its label is wrong"})
+    assert alarm == Alarm(Level.WARN, "'x'", "it can be no server: its label is wrong")
+
+
 @given(st.integers(0, 3 * MAX_ALARMS))
 def test_there_are_never_more_than_can_be_shown(count: int) -> None:
     found = told(server(), *(server(f"x{n}", ServerState.LOADING) for n in range(count)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import pytest
 from msgspec.structs import replace
@@ -182,6 +183,9 @@ class Pods:
     async def run(self, publish: Publish) -> None:
         raise NotImplementedError
 
+    def faults(self) -> Mapping[str, str]:
+        return {"'web-0'": "it has no port"}
+
     async def gone(self, pod: str) -> bool:
         self.asked.append(pod)
         return pod in self.ended
@@ -194,6 +198,11 @@ async def test_a_server_is_told_which_pods_of_lost_peers_have_ended(
     await cluster.up(NORMAL)
     pods = Pods()
     monkeypatch.setattr(fleet(cluster), "_discovery", pods)
+    assert {
+        "level": "warn",
+        "subject": "'web-0'",
+        "text": "it can be no server: it has no port",
+    } in cluster.router.status()["alarms"]
     pods.ended.add("models/p7/uid-1")
     server = cluster.servers["d0"]
     server.lose_pods("models/p7/uid-1", "models/p8/uid-2")
