@@ -101,6 +101,7 @@ class Circuits:
 
     def __init__(self) -> None:
         self._breakers: dict[tuple[str, Work], _Breaker] = {}
+        self._ill: set[str] = set()  # servers with one that is not closed
         self._lost: dict[tuple[str, Work], str] = {}  # the last incarnation whose loss counted
 
     def ended(self, server: str, work: Work, done: bool, now_s: float) -> Circuit | None:
@@ -113,6 +114,7 @@ class Circuits:
         breaker.ended(done, now_s)
         if breaker.closed == closed:
             return None
+        self._ill.add(server)
         return Circuit.CLOSED if breaker.closed else Circuit.OPEN
 
     def lost(self, server: str, incarnation: str, work: Work, now_s: float) -> Circuit | None:
@@ -131,12 +133,17 @@ class Circuits:
 
     def of(self, server: str, now_s: float) -> Mapping[Work, Circuit]:
         """Those that are not closed."""
+        if server not in self._ill:
+            return NO_CIRCUITS
         found = {work: self._breakers.get((server, work)) for work in Work}
         states = {work: each.state(now_s) for work, each in found.items() if each is not None and not each.closed}
+        if not states:
+            self._ill.discard(server)
         return states or NO_CIRCUITS
 
     def forget(self, server: str) -> None:
         """It has left."""
+        self._ill.discard(server)
         for work in Work:
             self._breakers.pop((server, work), None)
             self._lost.pop((server, work), None)

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from disagg.messages.legs import PeerRef, ServerState, StartLeg
 from disagg.messages.needs import understands
-from disagg.router.policies import Policy, RequestFacts, cached_tokens, turn
+from disagg.router.policies import Policy, RequestFacts, cached_tokens, first_turn
 from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView, Work
 from disagg.types.ids import Role
 from disagg.types.protocol import circles
@@ -95,12 +95,12 @@ class _Wanted(Struct, frozen=True):
         """Broken ones, the gravest first: not one that fails such work, the preferred one, not one to avoid, nor one that fell
         silent."""
         preferred = prefer is None or (server.name, server.peer_ref.incarnation) == (prefer.name, prefer.incarnation)
-        broken = (server.fails(*works), not preferred, server.name in self.avoid, not server.fresh)
-        return tuple(map(int, broken))
+        fails = bool(server.circuits) and server.fails(*works)
+        return fails, not preferred, server.name in self.avoid, not server.fresh
 
     def turn(self, server: ServerView, index: int, count: int) -> tuple[int, int]:
         """Ties stay where the conversation was, or take turns."""
-        return int(self.facts.strange(server.name)), turn(index, count, self.facts)
+        return self.facts.strange(server.name), (index - first_turn(count, self.facts)) % count
 
     def asked(self, servers: list[ServerView], prefer: PeerRef | None, *works: Work) -> list[ServerView]:
         """Those that the policy is asked about: all, or two of those that break the fewest wishes, if these are stale.
@@ -134,7 +134,7 @@ def _best(layout: _Layout, wanted: _Wanted) -> Iterator[_Route]:
     mixed = [m for m in layout.mixed if max(facts.prefill_tokens, facts.total_tokens) <= _limit(m)]
     # Where both are equally busy they take turns, too.
     routes = min(len(prefills), len(decodes)) + len(mixed) or 1
-    mixed_turn = -turn(0, routes, facts) % routes < len(mixed)
+    mixed_turn = first_turn(routes, facts) < len(mixed)
     if prefills and decodes:
         (p_wishes, p_rank, _), prefill = _least(wanted.asked(prefills, None, Work.PREFILL), wanted.prefill_rank)
         (d_wishes, d_rank, _), decode = _least(

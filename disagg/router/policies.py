@@ -50,12 +50,16 @@ class RequestFacts(Struct, frozen=True):
 
 
 def turn(index: int, count: int, facts: RequestFacts) -> int:
-    """When a server's turn is, of so many; no two have the same. In each round every one is first once, and where it begins is
-    each router's own: routers that begin alike and hear the same requests at once do not go on together.
+    """When a server's turn is, of so many; no two have the same."""
+    return (index - first_turn(count, facts)) % count
+
+
+def first_turn(count: int, facts: RequestFacts) -> int:
+    """The index of whose turn it is, of so many. In each round everyone's is once, and where it begins is each router's own:
+    routers that begin alike and hear the same requests at once do not go on together.
     """
     round_, at = divmod(facts.serial, count)
-    begins = _begins(facts.turns, round_) if facts.turns else 0
-    return (index - at - begins) % count
+    return (at + _begins(facts.turns, round_)) % count if facts.turns else at
 
 
 @lru_cache(256)  # each server of a view asks
