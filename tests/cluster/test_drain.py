@@ -144,3 +144,34 @@ def test_the_loss_of_either_end_of_a_move_costs_no_answer(victim: str, tmp_path:
                 drain(cluster, "decode-0", "--undo")
             cluster.wait_healthy()
         cluster.check_adds_up()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("tps", "victim"), [((1, 2), "decode-0"), ((2, 3), "decode-1"), ((3, 1), "decode-0")], ids=str)
+def test_the_loss_of_either_end_of_a_move_between_tp_sizes_costs_no_answer(
+    tps: tuple[int, int], victim: str, tmp_path: Path
+) -> None:
+    """Answers move from decode-0 to decode-1, of which one loses a rank."""
+    requests = asked(random.Random(5), 6)
+    model_dir = make_tiny("llama", tmp_path / "llama", **SIX)
+    with MixedCluster(tmp_path / "run", model_dir, (1,), tps) as cluster, ThreadPoolExecutor(len(requests)) as pool:
+
+        def ask(request: dict[str, Any]) -> list[list[int]]:
+            return cluster.complete(max_tokens=OUTPUTS, ignore_eos=True, **request).token_ids
+
+        drain(cluster, "decode-0", "--wait")
+        undisturbed = list(pool.map(ask, requests))  # on decode-1 alone
+        for pause_s in (0.0, 0.2):
+            drain(cluster, "decode-0", "--undo")
+            cluster.wait_healthy()
+            answers = [pool.submit(ask, request) for request in requests]
+            cluster.wait(lambda: cluster.server("decode-0")["running"] >= 2, 120, "work on decode-0")
+            ranks = cluster.server(victim)["worker_pids"]
+            drain(cluster, "decode-0")
+            time.sleep(pause_s)  # somewhere in the moves
+            cluster.kill(ranks[-1])
+            assert [answer.result() for answer in answers] == undisturbed
+        drain(cluster, "decode-0", "--undo")
+        cluster.wait_healthy()
+        cluster.check_adds_up()
