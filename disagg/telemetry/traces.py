@@ -23,7 +23,7 @@ from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter
 
 from disagg.messages.legs import TimelineEvent
-from disagg.types.addresses import join
+from disagg.types.addresses import join, split
 from disagg.types.errors import ConfigError
 from disagg.types.trace_context import TraceContext, begun
 from disagg.types.version import version
@@ -221,12 +221,14 @@ def _exporter(endpoint: str) -> Any:
 def read_endpoint(endpoint: str) -> tuple[Literal["grpc", "http"], str, bool]:
     """What is spoken there, the address as its exporter wants it, and whether over TLS. Raises ConfigError.
 
-    HOST:PORT, grpc:// and grpcs:// are gRPC; http:// and https:// are HTTP, but at port 4317, which is OTLP's own for gRPC.
+    HOST:PORT, grpc:// and grpcs:// are gRPC, the latter two at port 4317 if they name none;
+    http:// and https:// are HTTP, but at port 4317, which is OTLP's own for gRPC.
     """
     text = endpoint if "://" in endpoint else f"grpc://{endpoint}"
     try:
         parts = urlsplit(text)
         port, host = parts.port, parts.hostname
+        split(join(host or "", port or GRPC_PORT) if "://" in endpoint else endpoint)  # with a host that can be dialled
     except ValueError:
         port, host = None, None
     if not host or parts.scheme not in ("grpc", "grpcs", "http", "https") or parts.username or parts.query:

@@ -20,6 +20,8 @@ SERVER = '[{"name": "d", "role": "decode", "address": "h:1"}]'
         ({"selector": "a=b"}, "router.selector says where"),
         ({"discovery": "dns"}, "needs router.selector"),
         ({"namespace": "x"}, "router.namespace"),
+        ({"servers": SERVER.replace("h:1", "http://127.0.0.1:1")}, "must be host:port"),
+        ({"servers": SERVER.replace("h:1", "a b:1")}, "must be host:port"),
         ({"kubeconfig": "x"}, "router.kubeconfig"),
         ({"discovery": "kubernetes", "namespace": "No_Such"}, "router.namespace"),
     ],

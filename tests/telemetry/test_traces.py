@@ -98,7 +98,21 @@ def test_an_endpoint_says_what_is_spoken_there(endpoint: str, found: tuple[str, 
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["ftp://x:1", "http://", "http://x:99999", "http://me:secret@x:1", "://", "http://[x"]
+    "endpoint",
+    [
+        "foo",
+        "foo:",
+        ":4317",
+        "a b:4317",
+        "foo:4317/v1",
+        "http://a b:1",
+        "ftp://x:1",
+        "http://",
+        "http://x:99999",
+        "http://me:secret@x:1",
+        "://",
+        "http://[x",
+    ],
 )
 def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"tracing\.otlp_endpoint"):
