@@ -58,10 +58,12 @@ from disagg.router.requests import Finished
 from disagg.router.streams import Caller
 from disagg.router.view import NoPair, NoPairReason, Pair, Work
 from disagg.text.tokenizer import Tokenizer
-from disagg.types.errors import DisaggError
+from disagg.types.errors import DisaggError, Shed
 from disagg.wire.tls import CLEAR, WireTls
 
 logger = logging.getLogger(__name__)
+
+LATE_RETRY_S = 1.0  # when there will be a place is not known
 
 
 class DispatchOwner(Protocol):
@@ -109,7 +111,18 @@ class Dispatch:
         self.places.waiting.append(asked.tenant, live, cost, asked.priority)
         self.pairing.waiting_tokens += len(asked.prompt_token_ids)
         self._after(live, max(0.0, asked.deadline_s - self._clock()), DeadlinePassed())
+        if asked.slo_ttft_s is not None:
+            left_s = max(0.0, live.arrived_s + asked.slo_ttft_s - self._clock())
+            live.timers.append(
+                asyncio.get_running_loop().call_later(left_s, self._shed_if_waiting, live, asked.slo_ttft_s)
+            )
         self._pump_soon()
+
+    def _shed_if_waiting(self, live: Live, slo_s: float) -> None:
+        """Its first token would come too late now, and nothing of it was computed."""
+        if not live.dispatched:
+            why = f"it has waited for a place or a server for {slo_s:g} s, after which its first token is of no use"
+            self.drive(live, ShutDown(Shed(f"the request is not taken: {why} (x-slo-ttft-ms)", LATE_RETRY_S)))
 
     def check_room(self, tenant: str) -> None:
         """Raises Overloaded where no more may wait."""

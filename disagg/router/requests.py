@@ -69,7 +69,7 @@ class Asked(Struct, frozen=True, kw_only=True):
 
     deadline_s: on the clock of the events' now_s; limit_s: how long after its arrival that is. prompt_name, call,
     priority: as in GenerateRequest. serial: which request of this router it is, from 0. pages: names of the prompt's pages, if
-    they are of use. trace: its own span, if it is traced; client_traceparent, operation, session: as in
+    they are of use. trace: its own span, if it is traced; client_traceparent, operation, session, slo_ttft_s: as in
     GenerateRequest. turns: as in RequestFacts.
     """
 
@@ -89,6 +89,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     client_traceparent: str = ""
     operation: str = "text_completion"
     session: str = ""
+    slo_ttft_s: float | None = None
     turns: int = 0
 
 

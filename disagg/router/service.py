@@ -372,6 +372,7 @@ class Router:
             client_traceparent=request.traceparent,
             operation=request.operation,
             session=request.session,
+            slo_ttft_s=request.slo_ttft_s,
             turns=self.turns,
         )
         self._serial += 1

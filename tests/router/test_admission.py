@@ -130,3 +130,14 @@ async def test_the_least_urgent_are_refused_first(cluster: Cluster) -> None:
     assert 1 <= taken[5] < taken[0] < taken[-5] < 20
     gate.set()
     assert {(await each).text[0] for each in running} == {answer(0, 8)}
+
+
+async def test_what_still_waits_when_it_is_of_no_use_any_more_goes_and_what_runs_does_not(cluster: Cluster) -> None:
+    gate = await gate_of(cluster, max_inflight=1)
+    runs = asyncio.create_task(cluster.ask(slo_ttft_s=2.0))
+    await cluster.until(lambda: len(cluster.servers["d0"].started) == 1)
+    with pytest.raises(Shed, match=r"has waited for a place or a server for 3 s"):
+        await cluster.ask(slo_ttft_s=3.0)
+    assert cluster.router.status()["routers"][0]["queued"] == 0 and not runs.done()
+    gate.set()
+    assert (await runs).text[0] == answer(0, 8)
