@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,8 +11,10 @@ from disagg.memory.hashing import extend_hashes
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 from disagg.messages.stored import Span
 from disagg.offload.keys import Scope
-from disagg.offload.tier import StorageTier
 from disagg.offload.units import Bytes, cut_page, heads_of, join_page, written_by
+
+if TYPE_CHECKING:  # its libraries are not everywhere that pages are tested
+    from disagg.offload.tier import StorageTier
 
 PAGE_TOKENS = 4
 CHECKPOINT_TOKENS = 8

@@ -8,43 +8,24 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
-from disagg.memory.groups import spec_of
-from disagg.memory.layout import PageSizing, PoolLayout, plan_layout
+from disagg.memory.layout import PageSizing, PoolLayout
 from disagg.messages.control import OpenOffload
 from disagg.messages.stored import PartRef, Span
 from disagg.messages.tiers import GroupParts, PartsRead, PartsWritten, ReadParts, TierCommand, TierEvent, WriteParts
-from disagg.models.pool import Pool
 from disagg.offload.keys import Scope
 from disagg.offload.store import open_store
 from disagg.offload.tier import Found, StorageTier
 from disagg.offload.units import heads_of
 from disagg.worker.offload_driver import OffloadDriver
 from tests.offload.pages import CHECKPOINT_TOKENS, rank_page
+from tests.worker.rank_pools import layout_of, pool_of
 
 PATIENCE_S = 20.0
-POOL_LARGE, HOST_LARGE = 12, 64
+HOST_LARGE = 64
 MOST_PAGES = 6  # of a group, of a sequence in these tests
 
 T = TypeVar("T")
-
-
-def layout_of(scope: Scope, tp: int, sizing: PageSizing = PageSizing.LCM) -> PoolLayout:
-    """Of a rank."""
-    specs = [spec_of(group.on_rank(tp), scope.page_tokens) for group in scope.groups]
-    return plan_layout(specs, scope.page_tokens, CHECKPOINT_TOKENS, sizing)
-
-
-def pool_of(scope: Scope, tp: int, sizing: PageSizing = PageSizing.LCM, num_large: int = POOL_LARGE) -> Pool:
-    """A rank's, of random bytes."""
-    layout = layout_of(scope, tp, sizing)
-    groups = tuple(group.on_rank(tp) for group in scope.groups)
-    pool = Pool.create(groups, num_large, layout.large_bytes, layout.strides, scope.page_tokens, "cpu")
-    pool.bytes.copy_(
-        torch.randint(0, 256, pool.bytes.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    )
-    return pool
 
 
 def opening(scope: Scope, layout: PoolLayout, url: str = "", **changed: Any) -> OpenOffload:

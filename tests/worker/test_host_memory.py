@@ -11,7 +11,7 @@ from disagg.types.errors import ConfigError
 from disagg.worker import host_memory
 from disagg.worker.host_memory import HostMemory, allocate_host
 from tests.offload.pages import PAGE_TOKENS, SCOPES
-from tests.worker.offload_ranks import layout_of, pool_of
+from tests.worker.rank_pools import layout_of, pool_of
 
 
 def resident_bytes() -> int:

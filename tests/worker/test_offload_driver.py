@@ -30,7 +30,8 @@ from disagg.offload.keys import Scope
 from disagg.types.errors import ConfigError, ProtocolError
 from disagg.worker.offload_driver import OffloadDriver
 from tests.offload.pages import FULL, PAGE_TOKENS, SCOPES, STATE, WINDOW
-from tests.worker.offload_ranks import HOST_LARGE, Rank, layout_of, opening, pool_of
+from tests.worker.offload_ranks import HOST_LARGE, Rank, opening
+from tests.worker.rank_pools import layout_of, pool_of
 
 SCOPE = SCOPES["everything"]
 NAME = bytes(32)

@@ -38,7 +38,7 @@ from disagg.worker.page_copies import (
     warm_up,
 )
 from tests.offload.pages import FULL, PAGE_TOKENS, SCOPES
-from tests.worker.offload_ranks import layout_of, pool_of
+from tests.worker.rank_pools import layout_of, pool_of
 
 DEVICE = "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
 HOST_LARGE = 9
