@@ -212,8 +212,9 @@ def test_each_pool_grows_from_one_to_three_and_shrinks_again_under_load(tmp_path
                 pools.wait_answers(outcome)
                 pools.run(*more)
                 pools.wait_answers(outcome)
+                worked = f"disagg_{role}_tokens_total"
                 for name in more:
-                    pools.wait(lambda each=name: pools.server(each)["running"] > 0, 60, f"work on {name}")
+                    pools.wait(lambda each=name, worked=worked: pools.metrics(each)[worked] > 0, 60, f"work on {name}")
                 for name in reversed(more):
                     pools.end(name)
                     pools.wait_answers(outcome)
