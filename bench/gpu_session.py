@@ -85,13 +85,14 @@ PARTS = (
         "client",
         3.0,
         "the same at the client, and a burst of prompts from eight processes (.85) (Show 3)",
-        module("bench.client", *EIGHT_B, "--sequences", "1", "32", "128", "--lengths", "3", "--newcomer", "0"),
+        module("bench.client", *EIGHT_B, "--sequences", "1", "32", "64", "--lengths", "3", "--newcomer", "0"),
     ),
     Part(
         "newcomer",
         1.5,
         "how much prompts of 8k tokens add to the longest silence of 32 sequences that decode: 1 ms (Show 4)",
         module("bench.newcomer", *EIGHT_B),
+        gpus=2,  # on one, prefill takes the sequences' multiprocessors
     ),
     Part(
         "prefill",
