@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg.bench.plan import run
 from disagg.bench.plan.cluster import Asked, Caches
 from disagg.bench.plan.costs import Handoff, Measured, ServerFacts, StepCost, parse_step, parse_time
 from disagg.bench.plan.report import RouterRates, overheads
@@ -235,6 +236,56 @@ def test_the_command_prints_what_scripts_read_and_draws_a_plot(tmp_path: Path) -
     assert shown.exit_code == 0 and "recommended" in shown.stdout and "goodput" in shown.stdout
 
 
+def planned(tmp_path: Path, *flags: str, requests: int = 60) -> tuple[int, dict[str, object], str]:
+    """The exit status, what `--json` prints, and what is said beside it."""
+    trace = write_trace(tmp_path / "trace.jsonl", requests)
+    few = ("--most-prefill", "2", "--most-decode", "2")
+    done = CliRunner().invoke(cli, ["plan", "--trace", str(trace), "--json", *STEPS, *few, *flags])
+    assert "Traceback" not in done.output
+    return done.exit_code, json.loads(done.stdout), done.stderr
+
+
+def test_nothing_within_the_slo_is_said_in_json_too(tmp_path: Path) -> None:
+    status, found, said = planned(tmp_path, "--slo", "ttft=2s,itl=1ms")
+    assert (status, found["within"], found["complete"]) == (1, False, True) and "itl comes to" in said
+    assert isinstance(found["tried"], list) and len(found["tried"]) == 2, "pools and mixed"
+    assert all(not each["within"] and each["over"]["itl"] > 0.001 for each in found["tried"])
+
+
+@pytest.mark.parametrize(("simulations", "within"), [(0, None), (1, None), (2, True)])
+def test_when_time_runs_out_the_best_so_far_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simulations: int, within: bool | None
+) -> None:
+    """Of prefill alone, of both, and of mixed servers, in this order."""
+    check = run._Planner._check_time
+
+    def impatient(self: run._Planner) -> None:
+        if self.progress._tried > simulations:
+            self._until_s = -math.inf
+        check(self)
+
+    monkeypatch.setattr(run._Planner, "_check_time", impatient)
+    status, found, said = planned(tmp_path, "--slo", "ttft=2s,itl=200ms")
+    assert (found["within"], found["complete"], status) == (within, False, 0 if within else 1)
+    assert "was not done after" in said and "--limit" in said
+    if within:
+        assert (found["prefill"], found["decode"], found["recommended"]) == (1, 1, "pools")
+        assert found["goodput_requests_per_s"] is None and "best so far" in said
+
+
+def test_a_trace_of_few_requests_is_warned_of(tmp_path: Path) -> None:
+    slo = ("--slo", "ttft=2s,itl=200ms")
+    for requests, enough in ((3, False), (100, True)):
+        _, found, said = planned(tmp_path, *slo, requests=requests)
+        assert isinstance(found["trace"], dict) and found["trace"]["enough_requests"] is enough
+        assert ("WARNING: the trace has 3 requests" in said) is not enough
+
+
+@pytest.mark.parametrize(("share", "least"), [(0.99, 100), (0.5, 30), (0.999, 1000), (0.9999, 1000), (1.0, 100)])
+def test_a_percentile_needs_requests_beyond_it(share: float, least: int) -> None:
+    assert Slo({"ttft": 1.0}, share).least_requests == least
+
+
 def test_without_measured_times_it_says_whose_it_takes(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", 5)
     done = CliRunner().invoke(cli, ["plan", "--trace", str(trace), "--slo", "ttft=2s,itl=200ms", "--json"])
@@ -249,6 +300,8 @@ def test_without_measured_times_it_says_whose_it_takes(tmp_path: Path) -> None:
         ("{}\n", (), 2, "line 1"),
         ('{"input_length": 5, "output_length": 5}\n', (), 2, "--rate is needed"),
         (None, ("--slo", "ttft=fast"), 2, "--slo"),
+        (None, ("--slo", "ttft=2s,ttft=3s"), 2, '"ttft" is given twice'),
+        (None, ("--plot", "/no/such/directory/plan.svg", "--slo", "itl=1ms"), 2, "/no/such/directory"),
         (None, ("--slo", "itl=1ms"), 1, "itl comes to"),
         (None, ("--slo", "ttft=1ms"), 1, "ttft comes to"),
         (None, ("--kv-tokens", "100"), 1, "60 requests do not fit the KV"),

@@ -97,7 +97,7 @@ def test_the_command_plans_with_what_the_router_says(tmp_path: Path, monkeypatch
     assert done.exit_code == 0, done.output
     assert asked == [URL + "/status"]
     kept = json.loads(done.stdout)
-    assert kept["within"] and "WARNING" not in done.stderr
+    assert kept["within"] and "WARNING: no step times" not in done.stderr
     refused = CliRunner().invoke(cli, [*plan, "--prefill-step", "token=1us"])
     assert refused.exit_code == 2 and "--http is a source of step times" in refused.stderr
 

@@ -30,6 +30,7 @@ from disagg.bench.plan.show import Progress, show_plan
 from disagg.bench.plan.simulate import Cluster, Simulated, Simulation
 from disagg.bench.serve.arrivals import random_arrivals, trace_arrivals
 from disagg.bench.serve.goodput import RateSearch, Slo
+from disagg.bench.serve.keep import keep, try_to_write
 from disagg.bench.serve.trace import read_trace
 from disagg.types.errors import ConfigError, DisaggError
 
@@ -37,6 +38,18 @@ MOST_OUTPUT_TOKENS = 20_000_000  # of all requests: a number is kept for each
 GOODPUT_TOLERANCE = 0.02
 GOODPUT_TRIALS = 24
 Say = Callable[[str], None]
+
+
+class NoPlan(DisaggError):
+    """None that can be recommended. kept: what is known nevertheless, as `--json` prints it."""
+
+    def __init__(self, message: str, kept: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.kept = kept
+
+
+class TimeUp(DisaggError):
+    """--limit ran out."""
 
 
 class PlanOptions(Struct, frozen=True):
@@ -73,7 +86,10 @@ class PlanOptions(Struct, frozen=True):
 
 
 def run_plan(options: PlanOptions, say: Say, result: Say) -> int:
-    """The exit status: 1 if no cluster that was tried is within the SLO. Raises ConfigError, DisaggError."""
+    """The exit status. Raises ConfigError; NoPlan if no cluster that was tried is within the SLO, which is printed before as
+    JSON where that is wanted; DisaggError."""
+    if options.plot_file is not None:
+        try_to_write(options.plot_file)
     try:
         slo = Slo.parse(options.slo, options.share)
     except ValueError as error:
@@ -85,13 +101,25 @@ def run_plan(options: PlanOptions, say: Say, result: Say) -> int:
             f"WARNING: no step times of yours were given (--record DIR, --http URL, or --prefill-step and --decode-step): "
             f"these are {measured.source}, which says nothing of another model or machine"
         )
+    if len(asked) < slo.least_requests:
+        say(
+            f"WARNING: the trace has {len(asked)} requests; with fewer than {slo.least_requests} neither what "
+            f"{100 * slo.share:g}% of them get nor goodput says much"
+        )
     planner = _Planner(options, slo, measured, asked, say)
-    with planner.progress:
-        kept = planner.fixed() if _is_fixed(options) else planner.searched()
+    try:
+        with planner.progress:
+            kept = planner.fixed() if _is_fixed(options) else planner.searched()
+    except NoPlan as none:
+        if options.as_json:
+            result(msgspec.json.format(msgspec.json.encode(none.kept)).decode())
+        raise
+    if not kept["complete"]:
+        say(f"WARNING: {planner.time_up}. This is the best so far: fewer servers may do, and goodput may be higher")
     if options.plot_file is not None:
         from disagg.bench.plan.plot import plot_plan
 
-        options.plot_file.write_text(plot_plan(kept, planner.chosen.outcomes, slo), "utf-8")
+        keep(options.plot_file, plot_plan(kept, planner.chosen.outcomes, slo).encode())
         say(f"plots in {options.plot_file}")
     if options.as_json:
         result(msgspec.json.format(msgspec.json.encode(kept)).decode())
@@ -189,6 +217,7 @@ class _Planner:
         self.progress = Progress(len(asked), say)
         self._until_s = time.monotonic() + options.limit_s
         self.chosen = Simulated([], 0.0, {})
+        self.time_up: TimeUp | None = None
         span_s = asked[-1].at_s - asked[0].at_s
         self._rate = (len(asked) - 1) / span_s if span_s > 0 else math.inf
 
@@ -196,6 +225,7 @@ class _Planner:
         """speed: the trace's requests come so many times as fast."""
         options = self._options
         self.progress.begins(str(cluster))
+        self._check_time()
         asked = self._asked
         if speed != 1.0:
             asked = tuple(msgspec.structs.replace(each, at_s=each.at_s / speed) for each in asked)
@@ -204,11 +234,16 @@ class _Planner:
 
     def _watch(self, ended: int) -> None:
         self.progress.ended(ended)
+        self._check_time()
+
+    def _check_time(self) -> None:
+        """Raises TimeUp."""
         if time.monotonic() > self._until_s:
-            raise DisaggError(
+            self.time_up = TimeUp(
                 f"the simulation was not done after {self._options.limit_s:g} s: --requests takes fewer of the trace, "
                 "and --limit gives it longer"
             )
+            raise self.time_up
 
     def fixed(self) -> dict[str, Any]:
         """What the cluster that was named would do."""
@@ -225,7 +260,10 @@ class _Planner:
                 raise ConfigError("--prefill and --decode go together")
             self._need_pools()
             cluster = Cluster(options.prefill, options.decode, 0, min(measured.prefill), min(measured.decode))
-        verdict = judge(cluster, self._simulate(cluster, None), self._slo)
+        try:
+            verdict = judge(cluster, self._simulate(cluster, None), self._slo)
+        except TimeUp as error:
+            raise NoPlan(str(error), {**self._given(), **servers_of(cluster), "within": None}) from error
         kept = self._kept(verdict)
         kept["within"] = verdict.within
         return {**kept, "over": {name: found for name, (found, _) in verdict.over.items()}}
@@ -237,22 +275,55 @@ class _Planner:
     def searched(self) -> dict[str, Any]:
         options, measured, slo = self._options, self._measured, self._slo
         search = Search(self._simulate, slo, Limits(options.most_prefill, options.most_decode))
-        pools = search.pools(sorted(measured.prefill), sorted(measured.decode))
-        mixed = search.mixed(list(mixed_facts(measured)))
+        try:
+            pools = search.pools(sorted(measured.prefill), sorted(measured.decode))
+            mixed = search.mixed(list(mixed_facts(measured)))
+        except TimeUp:
+            found = [
+                best_of([each for each in search.tried if bool(each.cluster.mixed) is kind]) for kind in (False, True)
+            ]
+            pools, mixed = ([] if each is None else [each] for each in found)
         best_pools, best_mixed = best_of(pools), best_of(mixed)
         best = best_of([*pools, *mixed])
         if best is None:
-            raise DisaggError(f"no cluster that was tried is within {slo}: {self._nearest([*pools, *mixed])}")
+            raise self._none([*pools, *mixed] or search.tried)
         kept = self._kept(best_pools or best)
         kept["recommended"] = "mixed" if best.cluster.mixed else "pools"
         kept["mixed"] = None if best_mixed is None else alternative(best_mixed, slo)
         kept["alternatives"] = [alternative(each, slo) for each in (*pools, *mixed) if each is not best_pools]
         return {**kept, "within": (best_pools or best).within, "over": {}}
 
-    def _nearest(self, verdicts: list[Verdict]) -> str:
-        """In words. What was given up early is simulated to its end, which is not done for all."""
-        whole = [each for each in verdicts if each.cluster.decode or each.cluster.mixed]
-        return missed([judge(each.cluster, self._simulate(each.cluster, None), self._slo) for each in whole])
+    def _none(self, verdicts: list[Verdict]) -> NoPlan:
+        """What is said when nothing is within. What was given up early is simulated to its end, if there is time."""
+        why, whole = "", [each for each in verdicts if each.cluster.decode or each.cluster.mixed]
+        try:
+            if self.time_up is None:
+                whole = [judge(each.cluster, self._simulate(each.cluster, None), self._slo) for each in whole]
+        except TimeUp:
+            pass  # what is known of them stays
+        if self.time_up is not None:
+            why = f"{self.time_up}. "
+        nearest = [alternative(each, self._slo) for each in whole]
+        best = missed(whole) if whole else "not one was simulated to its end"
+        words = f"{why}No cluster that was tried is within {self._slo}: {best}"
+        return NoPlan(
+            words[0].lower() + words[1:], {**self._given(), "within": False if whole else None, "tried": nearest}
+        )
+
+    def _given(self) -> dict[str, Any]:
+        """What every report says."""
+        return {
+            "slo": {"limits_s": self._slo.limits_s, "share": self._slo.share},
+            "complete": self.time_up is None,
+            "trace": {
+                "requests": len(self._asked),
+                "enough_requests": len(self._asked) >= self._slo.least_requests,
+                "requests_per_s": self._rate if math.isfinite(self._rate) else None,
+                "input_tokens": sum(each.input_tokens for each in self._asked),
+                "output_tokens": sum(each.output_tokens for each in self._asked),
+            },
+            "times": costs_of(self._measured),
+        }
 
     def _kept(self, verdict: Verdict) -> dict[str, Any]:
         """What is reported of the one that was chosen."""
@@ -269,7 +340,6 @@ class _Planner:
             "prefill_tp": cluster.prefill_tp,
             "decode_tp": cluster.decode_tp,
             **found,
-            "slo": {"limits_s": self._slo.limits_s, "share": self._slo.share},
             "goodput_requests_per_s": self._goodput(cluster),
             "overheads": {
                 "chosen": overheads(cluster, rate, tokens, rates),
@@ -277,14 +347,8 @@ class _Planner:
                 "router_requests_per_s": rates.requests_per_s,
                 "router_tokens_per_s": rates.tokens_per_s,
             },
-            "trace": {
-                "requests": len(self._asked),
-                "requests_per_s": self._rate if math.isfinite(self._rate) else None,
-                "input_tokens": sum(each.input_tokens for each in self._asked),
-                "output_tokens": sum(each.output_tokens for each in self._asked),
-            },
-            "times": costs_of(self._measured),
             "servers": servers_of(cluster),
+            **self._given(),  # goodput first: --limit may run out meanwhile
         }
 
     def _goodput(self, cluster: Cluster) -> float | None:
@@ -294,5 +358,8 @@ class _Planner:
             return None
         search = RateSearch(1.0, GOODPUT_TOLERANCE, 1e-3, 1e4)
         while (speed := search.rate) is not None and search.trials < GOODPUT_TRIALS:
-            search.judged(judge(cluster, self._simulate(cluster, self._slo, speed), self._slo).within)
+            try:
+                search.judged(judge(cluster, self._simulate(cluster, self._slo, speed), self._slo).within)
+            except TimeUp:
+                break
         return None if search.good is None else search.good * self._rate

@@ -59,6 +59,11 @@ class Search:
         self._limits = limits
         self._known: dict[Cluster, Verdict] = {}
 
+    @property
+    def tried(self) -> list[Verdict]:
+        """Of whole clusters, so far."""
+        return [each for cluster, each in self._known.items() if cluster.decode or cluster.mixed]
+
     def pools(self, prefill_tp: Sequence[int], decode_tp: Sequence[int]) -> list[Verdict]:
         return [self._pair(p, d) for p in prefill_tp for d in decode_tp]
 
@@ -135,4 +140,4 @@ def missed(verdicts: Sequence[Verdict]) -> str:
         for name, (found, limit) in best.over.items()
         if name in TIMES and math.isfinite(found)
     ]
-    return f"the best was {best.cluster}: {', '.join(said)}"
+    return f"the best was {best.cluster}: {', '.join(said) or 'given up, for too many first tokens were late'}"

@@ -42,7 +42,9 @@ class Slo(Struct, frozen=True):
         limits: dict[str, float] = {}
         for part in text.split(","):
             name, equals, value = part.strip().partition("=")
-            if name not in TIMES or not equals or name in limits:
+            if name in limits:
+                raise ValueError(f'"{name}" is given twice; each of {", ".join(TIMES)} has one limit')
+            if name not in TIMES or not equals:
                 raise ValueError(f'"{part.strip()}" is not one of {", ".join(TIMES)} with a time, such as ttft=2s')
             limits[name] = parse_seconds(value)
         return Slo(limits, share)
@@ -64,6 +66,12 @@ class Slo(Struct, frozen=True):
         if failed and not over and failed > (1.0 - self.share) * (failed + len(times["ttft"])):
             over["failed"] = (float(failed), 0.0)
         return over
+
+    @property
+    def least_requests(self) -> int:
+        """With fewer the percentile is the one or two latest of them, and says little."""
+        beyond = 1.0 - self.share
+        return max(30, min(1000, math.ceil(1.0 / beyond - 1e-6))) if beyond > 0 else 100
 
     def good(self, answered: Answered) -> bool:
         """One request is within: its own times, and `share` of its gaps between tokens."""
