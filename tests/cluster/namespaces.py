@@ -76,9 +76,9 @@ class Namespaces:
         ip("-n", self.a, "link", "set", "pair", state)
 
     def to_us(self, state: str) -> None:
-        """The links of both to this namespace: up or down."""
-        ip("link", "set", self.ours_a, state)
-        ip("link", "set", self.ours_b, state)
+        """The links of both to this namespace, by their far ends, so that our routes stay and lead nowhere: up or down."""
+        ip("-n", self.a, "link", "set", "ours", state)
+        ip("-n", self.b, "link", "set", "ours", state)
 
 
 @contextlib.contextmanager
