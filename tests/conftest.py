@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import campaigns
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 os.environ.setdefault("TRITON_INTERPRET", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:  # each of those that run side by side computes on one core
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes says what else the machine does, not whether it is right.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
