@@ -212,11 +212,9 @@ def command_of(part: Part, scratch: str, dropped: Sequence[str]) -> list[str]:
 
 
 def environment(dropped: Sequence[str]) -> dict[str, str]:
-    """Of a part: kernels run on the GPU, and clusters fuse what may be."""
-    settings = {"TRITON_INTERPRET": "0", "PYTHONUNBUFFERED": "1"}
-    if dropped:
-        settings["DISAGG__MODEL__FUSIONS"] = json.dumps(fusions_without(dropped))
-    return {**os.environ, **settings}
+    """Of a part: kernels run on the GPU, and clusters fuse all that may be, also what they do not by default."""
+    fusions = json.dumps(fusions_without(dropped))
+    return {**os.environ, "TRITON_INTERPRET": "0", "PYTHONUNBUFFERED": "1", "DISAGG__MODEL__FUSIONS": fusions}
 
 
 def latest_end_s(part: Part, left_s: float) -> float:
