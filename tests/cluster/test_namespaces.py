@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -24,6 +26,7 @@ from tests.cluster.separate import SeparateProcesses
 from tests.cluster.wire_faults.questions import Questions, ask, two_layers
 
 BENCH_S = 240.0
+CUT_S = 15.0
 
 
 class TwoMachines(SeparateProcesses):
@@ -90,6 +93,33 @@ def test_servers_on_two_machines_answer_exactly_over_the_device_that_reaches_the
         [carried] = cluster.server("prefill-0")["carried"]
         assert carried["peer"] == "decode-0"
         assert [way.rpartition(" ")[2] for way in carried["ways"]] == ["tcp/pair"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_router_that_is_parted_from_all_servers_for_a_while_fails_no_request(tmp_path: Path, net: Namespaces) -> None:
+    """What runs goes on, and what comes meanwhile waits."""
+    questions = two_layers(tmp_path, prompts=6, shortest=100, longest=300, outputs=1000)
+
+    def wave(first: int) -> None:
+        serials = range(first, first + 4 * len(questions.prompts))
+        ask(cluster, questions, serials, len(serials)).check()
+
+    with TwoMachines(tmp_path, net, questions) as cluster, ThreadPoolExecutor(2) as pool:
+        asked = pool.submit(wave, 0)
+        cluster.wait(lambda: cluster.server("decode-0")["running"] >= 2, 60, "requests that decode")
+        net.to_us("down")
+        try:
+            assert not asked.done()
+            later = pool.submit(wave, 100)
+            time.sleep(CUT_S)
+            assert not later.done()
+        finally:
+            net.to_us("up")
+        asked.result()
+        later.result()
+        ask(cluster, questions, range(200, 206), 6).check()
+        cluster.check_adds_up()
 
 
 @pytest.mark.timeout(600)

@@ -36,7 +36,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tokenizer-files": ("-m", "slow", "tests/text"),
     "rolling": ("-m", "slow", "tests/cluster/test_rolling.py", "tests/cluster/test_drain.py"),
     "upgrade": ("-m", "slow", "tests/cluster/test_upgrade.py"),
-    "partition": ("tests/cluster/test_partition.py",),
+    "partition": ("-m", "slow", "tests/cluster/test_partition.py", "tests/cluster/test_namespaces.py"),
     "offload": ("-m", "slow", "tests/offload", "tests/cluster/test_offload_store.py", "tests/cluster/test_offload.py"),
     "offload-parked": ("-m", "slow", "tests/cluster/test_offload_parked.py"),
     "offload-turns": ("-m", "slow", "tests/cluster/test_offload_turns.py"),
