@@ -200,8 +200,6 @@ class Batch:
         outputs: only one that has made so many tokens since it last joined, so that each turn brings it forward.
         to_arrival: only one that is younger. A prompt that has begun with part of its pages goes before all of them.
         """
-        if self.end_partly(reason):
-            return
         could = tuple(
             Running(s.seq_id, s.arrival, len(s.tokens), s.priority)
             for s in self.running.values()
@@ -209,7 +207,7 @@ class Batch:
         )
         # How long a transfer uses what prompts and those that stop have left behind, nobody knows.
         coming = any(s.partly or not (s.is_prompt or s.stops) for s in self._leaving)
-        if coming or not could:
+        if coming or self.end_partly(reason) or not could:
             return
         victim = self.running[PREEMPTION[self._facts.preemption](could).seq_id]
         self._leave(victim)

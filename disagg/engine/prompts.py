@@ -8,8 +8,9 @@ whose first prompt waits for another's prefix lets the others go on; nobody over
 computed enters the cache chunk by chunk, so that the next prompt finds it while this one still runs.
 
 A prompt has pages for all of its tokens when it begins. Where a policy says so, one at a time begins with what is free, keeps
-its place in the queue, and gets more as it comes free (`_extend`): it begins in earnest, as it were, when it has all. Whoever
-has begun and lacks a page takes them back; then it begins again, behind what it left in the prefix cache.
+its place in the queue, and gets more when it is its turn (`_extend`): it begins in earnest, as it were, when it has all. Whoever
+has begun, or comes before it in the queue, and lacks a page takes them back; then it begins again, behind what it left in the
+prefix cache.
 
 What becomes of the KV is somebody else's business (`Onward`): a transfer's, or that of the choices which go on here.
 """
@@ -87,7 +88,9 @@ class Prompts(Stage):
         """If the queue is full, the youngest of whoever has most there is given back."""
         if self._waiting < self._facts.max_waiting:
             return ""
-        other = self._turns.queue.displaced_by(leg.tenant, lambda turn: isinstance(turn.what, Prompt))
+        other = self._turns.queue.displaced_by(
+            leg.tenant, lambda turn: isinstance(turn.what, Prompt) and turn.what is not self._partly
+        )
         if other is None:
             return f"{self._waiting} legs are waiting already"
         assert isinstance(other.what, Prompt)
@@ -160,16 +163,18 @@ class Prompts(Stage):
     def schedule(self, now: Now) -> None:
         """What is kept elsewhere of those that come next is brought back before it is their turn."""
         if self._partly is not None:
-            self._extend(self._partly, now)
+            self._note_if_it_gave_way(self._partly)
         for prompt in islice(self.queue, LOADS_AHEAD if self._tiers is not None else 0):
             if prompt is not self._partly:
                 self._brought_back(prompt, now)
 
     def _try(self, prompt: Prompt, now: Now) -> Begins:
         """Its turn has come."""
-        if prompt is self._partly:
+        if prompt is self._partly and not self._note_if_it_gave_way(prompt):
+            return Begins.NOW if self._extend(prompt) else Begins.TOO_LITTLE
+        if self._batch.full or not self._onward_of(prompt.leg).may_admit:
             return Begins.TOO_LITTLE
-        if not self._onward_of(prompt.leg).may_admit or self._batch.slots.free < len(prompt.leg.start.choices):
+        if self._batch.slots.free < len(prompt.leg.start.choices):
             return Begins.TOO_LITTLE
         if not self._brought_back(prompt, now):
             return Begins.NOT_NOW
@@ -202,7 +207,7 @@ class Prompts(Stage):
         """Another prompt that is being computed begins with much of what this one would have to compute."""
         self._hash(prompt)
         for seq_id, other in self._batch.running.items():
-            if not other.is_prompt:
+            if not other.is_prompt or other.partly:
                 continue
             common = common_pages(other.hashes, prompt.hashes) * self._page_tokens
             last = len(other.tokens) if self._pool.kv.keeps_back else common
@@ -277,18 +282,25 @@ class Prompts(Stage):
             return
         clock, chunk_tokens = self._batch.pipeline.clock, self._facts.chunk_tokens
         pages = kv.open_partly(prompt.hashes, leg.num_tokens, chunk_tokens, clock, lambda: lookahead.spare_large)
-        if pages is not None:
-            self._partly = prompt
-            self._join(prompt, pages, now, partly=True)
-
-    def _extend(self, prompt: Prompt, now: Now) -> None:
-        """More pages, if some are free beside what those that have begun will need; with all of them, what comes after it."""
-        leg, sequence, batch = prompt.leg, prompt.sequence, self._batch
-        assert sequence is not None
-        if sequence.done:  # it gave way
-            prompt.gave_way, prompt.sequence, self._partly = sequence, None, None
+        if pages is None:
+            prompt.too_little_at = kv.releases  # which letting go of what it held of the cache has raised
             return
-        assert sequence.pages is not None
+        assert prompt.turn is not None
+        self._partly, prompt.turn.partly = prompt, True
+        self._join(prompt, pages, now, partly=True)
+
+    def _note_if_it_gave_way(self, prompt: Prompt) -> bool:
+        sequence = prompt.sequence
+        assert sequence is not None and prompt.turn is not None
+        if sequence.done:
+            prompt.gave_way, prompt.sequence, self._partly = sequence, None, None
+            prompt.turn.partly = False
+        return sequence.done
+
+    def _extend(self, prompt: Prompt) -> bool:
+        """More pages, if some are free beside what those that have begun will need. With all of them it begins in earnest."""
+        leg, sequence, batch = prompt.leg, prompt.sequence, self._batch
+        assert sequence is not None and sequence.pages is not None
         alone = batch.holds_alone(sequence) and not (self._tiers is not None and self._tiers.held())
         large = self._pool.kv.allocator.num_large if alone else self._core.lookahead.spare_large
         sequence.pages.extend(leg.num_tokens, large)
@@ -297,8 +309,10 @@ class Prompts(Stage):
             sequence.partly = False
             self._partly = None
             self._begun(prompt)
-        elif alone:  # the rest cannot be had beside what it holds: it begins again, with the pool to itself
+            return True
+        if alone:  # the rest cannot be had beside what it holds: it begins again, with the pool to itself
             batch.end_partly("memory")
+        return False
 
     # ---- steps
 

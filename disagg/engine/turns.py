@@ -35,13 +35,15 @@ class Begins(enum.Enum):
 @dataclass(slots=True, eq=False)
 class Turn:
     """A place in the queue. begin: tries; it takes the place out of the queue when it begins. what: whose it is. overtaken:
-    how many began that came after it, while it was the first one that they overtook.
+    how many began that came after it, while it was the first one that they overtook. partly: it holds a slot already, and part of
+    its pages.
     """
 
     tenant: str
     begin: Callable[[Now], Begins]
     what: object
     overtaken: int = 0
+    partly: bool = False
 
 
 class Turns:
@@ -70,8 +72,11 @@ class Turns:
         held_up: set[str] = set()
         passed: Turn | None = None
         for turn in self.queue.of_those(lambda tenant: tenant not in held_up):
-            went = turn.begin(now) if batch.slots.free and not batch.full else Begins.TOO_LITTLE
+            may = turn.partly or (batch.slots.free and not batch.full)
+            went = turn.begin(now) if may else Begins.TOO_LITTLE
             if went is Begins.TOO_LITTLE:
+                if not turn.partly:
+                    batch.end_partly("memory")  # it comes before the one that holds part of its pages
                 return
             if went is Begins.AWAITS:
                 held_up.add(turn.tenant)

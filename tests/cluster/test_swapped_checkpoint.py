@@ -199,14 +199,14 @@ def test_a_checkpoint_overwritten_under_a_pair_gives_no_wrong_text_and_is_said(t
         assert count(answers, old) == {0: len(answers)}
         # While prefill-0 has no workers yet, which may be longer than requests wait, it is one role that lacks a server. Whoever
         # had the old model's first token when prefill-0 died, before its KV was at decode-0, cannot be served by the new one.
-        assert refused_for(refusals, "models differ", "other weights", "no server of one role"), refusals
+        assert refused_for(refusals, "models or protocols differ", "other weights", "no server of one role"), refusals
 
         kill_workers(cluster, "decode-0")
         cluster.wait_healthy()
         load.wait_answers(CLIENTS)
         answers, refusals = load.take()
         assert count(answers, old, new)[-1] == 0
-        assert refused_for(refusals, "models differ", "other weights", "no server of one role"), refusals
+        assert refused_for(refusals, "models or protocols differ", "other weights", "no server of one role"), refusals
 
 
 @pytest.mark.slow

@@ -313,6 +313,36 @@ def test_a_prompt_with_part_of_its_pages_leaves_nothing_behind_when_its_client_g
     assert told["later"] == 2 and not told["new"] and mixed.used == 0 and mixed.engine.idle
 
 
+def test_who_comes_before_a_prompt_with_part_of_its_pages_takes_them() -> None:
+    """It is more urgent."""
+    mixed = beside_those_that_decode(110, prompt=156, lookahead_tokens=200)
+    new = of(mixed, "new")
+    assert new is not None and new.partly
+    mixed.start(replace(leg("before", 40, 3, first_token=9000), priority=-1))
+    told = Counter[str]()
+    while told["x0"] < 20:
+        told.update(name for name, *_ in said(mixed.compute()))
+    assert told["before"] == 3 and not told["new"]
+    told.update(name for name, *_ in said(mixed.compute_all()))
+    assert told["new"] == 3 and mixed.used == 0 and mixed.engine.idle
+
+
+def test_a_prompt_that_waits_with_much_of_it_cached_is_not_tried_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed = Mixed(one_token_pages(40, 16, spare_tokens=0, max_model_len=200, lookahead_tokens=200))
+    mixed.start(leg("first", 130, 1, first_token=7000))
+    mixed.compute_all()
+    mixed.decoding("x", outputs=110)
+    kv, tried = mixed.engine.core.pool.kv, []
+    real = kv.open
+    monkeypatch.setattr(kv, "open", lambda *args: tried.append(args) or real(*args))
+    mixed.start(leg("again", 156, 3, first_token=7000))
+    for _ in range(20):
+        mixed.compute()
+    assert len(tried) == 1 and of(mixed, "again") is None
+    mixed.compute_all()
+    assert mixed.engine.idle and mixed.used == 0
+
+
 @pytest.mark.parametrize(
     ("policy", "begins"), [("sarathi", True), ("simple_chunking", True), ("vllm", False), ("orca", False)]
 )
