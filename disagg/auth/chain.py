@@ -50,8 +50,11 @@ def check_chain(shown: ssl.SSLContext, cert: Path, key: Path, ca: Path | None, n
         raise ConfigError(f"tls.cert = {cert}: it is not valid before {_day(own.from_s)}, by this machine's clock")
     if ca is None:
         return own
-    _check_signed(cert, key, ca)
-    between, trusted = _authorities(cert), _authorities(ca)
+    try:
+        _check_signed(cert, key, ca)
+        between, trusted = _authorities(cert), _authorities(ca)
+    except (OSError, ValueError) as error:  # they are being written just now, say
+        raise ConfigError(f"tls.cert = {cert}, tls.key = {key} and tls.ca = {ca} cannot be read: {error}") from error
     return Validity(own.from_s, until(decoded, [each for each in between if each != decoded], trusted))
 
 

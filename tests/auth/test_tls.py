@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from disagg.api.app import HttpServer, create_app, serve
 from disagg.api.crowd import Bounds
-from disagg.auth.chain import DAY_S, Validity
+from disagg.auth.chain import DAY_S, Validity, check_chain
 from disagg.auth.reloaded import Reloaded
 from disagg.auth.tls import Certificates, open_certificates, trusting
 from disagg.config.tree import TlsConfig
@@ -164,6 +164,16 @@ def test_a_certificate_that_nobody_would_take_is_refused(authority: Authority, t
     assert open_certificates(authority.write(tmp_path / "half", usages=both)) is not None
     ended = Authority("authority", days=-1 / 48)
     assert "a certificate that it rests on" in refusal(ended.write(tmp_path / "ended"))
+
+
+def test_files_that_are_being_written_just_now_are_refused_like_others(authority: Authority, tmp_path: Path) -> None:
+    """They were read, and are gone when the certificate is tried; whoever looks again and again goes on looking."""
+    config = authority.write(tmp_path / "one")
+    shown = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    shown.load_cert_chain(config.cert, config.key)
+    Path(config.key).unlink()
+    with pytest.raises(ConfigError, match="cannot be read: "):
+        check_chain(shown, Path(config.cert), Path(config.key), Path(config.ca), time.time())
 
 
 @pytest.mark.parametrize("named_like", ["other", "authority"])

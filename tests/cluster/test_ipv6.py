@@ -68,10 +68,9 @@ def sockets_over_ipv6(pid: int) -> set[str]:
 def test_it_answers_and_kv_crosses_and_clients_of_ipv4_are_let_in(ipv6: SeparateProcesses) -> None:
     answer = ipv6.complete(PROMPT, max_tokens=4)
     assert len(answer.token_ids[0]) == 4
-    sent = ipv6.metrics("prefill")['disagg_transfer_payload_bytes_total{direction="sent"}']
-    assert sent > 0
-    received = 'disagg_transfer_payload_bytes_total{direction="received"}'
-    ipv6.wait(lambda: ipv6.metrics("decode")[received] == sent, 30, "all that was sent")
+    sent, received = (f'disagg_transfer_payload_bytes_total{{direction="{each}"}}' for each in ("sent", "received"))
+    ipv6.wait(lambda: ipv6.metrics("prefill")[sent] > 0, 30, "it is counted")
+    ipv6.wait(lambda: ipv6.metrics("decode")[received] == ipv6.metrics("prefill")[sent], 30, "all that was sent")
     [worker] = ipv6.server("decode")["worker_pids"]
     assert sockets_over_ipv6(worker)
     over_ipv4 = ipv6.http.replace(f"[{HERE}]", "127.0.0.1")

@@ -90,6 +90,7 @@ def test_servers_on_two_machines_answer_exactly_over_the_device_that_reaches_the
 ) -> None:
     with TwoMachines(tmp_path, net, questions) as cluster:
         ask(cluster, questions, range(2 * len(questions.prompts)), 6).check()
+        cluster.wait(lambda: cluster.server("prefill-0")["carried"], 30, "the server's next report")
         [carried] = cluster.server("prefill-0")["carried"]
         assert carried["peer"] == "decode-0"
         assert [way.rpartition(" ")[2] for way in carried["ways"]] == ["tcp/pair"]
