@@ -49,8 +49,13 @@ def running(role: str, config: Config, directory: Path) -> Iterator[subprocess.P
     try:
         yield process
     finally:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        left = children.read_text().split() if children.exists() else []
         process.kill()
         process.wait()
+        for child in left:  # unlike a real worker, the slow one does not end with its server
+            with suppress(ProcessLookupError):
+                os.kill(int(child), signal.SIGKILL)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
