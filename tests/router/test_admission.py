@@ -52,7 +52,7 @@ def test_whoever_is_refused_is_told_when_to_try_again_and_is_taken_if_it_then_wa
         return
     retry_after_s, _ = said
     assert retry_after_s > 0
-    for _ in range(3):  # it may be too late for both reasons, and by the last digit
+    for _ in range(4):  # it may be too late for both reasons, and for each of them again by the last digit
         later = Expected(max(0.0, found.wait_s - retry_after_s), found.compute_s)
         again = refused(later, priority, in_time_s, shed_wait_s)
         if again is None:
