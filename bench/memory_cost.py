@@ -26,7 +26,7 @@ from rich.table import Table
 from bench.memory_models import CHECKPOINT_TOKENS, PAGE_TOKENS, ministral
 from disagg.memory.hashing import chain_root, extend_hashes
 from disagg.memory.kv_memory import KvMemory
-from disagg.memory.layout import plan_layout
+from disagg.memory.layout import pool_layout
 from disagg.memory.sequence import SequencePages
 
 ROOT = chain_root("bench")
@@ -42,7 +42,7 @@ Times = dict[str, list[float]]
 
 
 def new_memory(num_large: int) -> KvMemory:
-    return KvMemory(plan_layout(ministral().groups, PAGE_TOKENS, CHECKPOINT_TOKENS), num_large)
+    return KvMemory(pool_layout(ministral().groups, PAGE_TOKENS, CHECKPOINT_TOKENS), num_large)
 
 
 def random_tokens(seed: int, count: int) -> list[int]:

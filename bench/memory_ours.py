@@ -18,7 +18,7 @@ from disagg.memory.allocator import PageAllocator
 from disagg.memory.cache import ImageRef, PrefixCache, image_key, snapshot_key
 from disagg.memory.hashing import chain_root, extend_hashes
 from disagg.memory.kv_memory import KvMemory
-from disagg.memory.layout import PoolLayout, plan_layout
+from disagg.memory.layout import PoolLayout, pool_layout
 from disagg.memory.sequence import SequencePages
 from disagg.memory.spans import PLANS_IN_FLIGHT, last_checkpoint, pages_for
 from disagg.messages.layout import GroupKind
@@ -49,7 +49,7 @@ class EngineMemory:
         self.model = model
         self.caching = caching
         self.chunk_tokens = chunk_tokens
-        layout = plan_layout(model.groups, PAGE_TOKENS, CHECKPOINT_TOKENS)
+        layout = pool_layout(model.groups, PAGE_TOKENS, CHECKPOINT_TOKENS)
         self.kv = KvMemory(
             layout,
             model.pool_bytes // layout.large_bytes,
@@ -114,7 +114,7 @@ class DirectMemory:
     def __init__(self, model: BenchModel, *, caching: bool) -> None:
         self.model = model
         self.caching = caching
-        self.layout = plan_layout(model.groups, PAGE_TOKENS, CHECKPOINT_TOKENS)
+        self.layout = pool_layout(model.groups, PAGE_TOKENS, CHECKPOINT_TOKENS)
         self.cache = PrefixCache(self.layout, Random(0))
         self.allocator = PageAllocator(self.layout, model.pool_bytes // self.layout.large_bytes, self.cache.remove)
         self.owners = 0

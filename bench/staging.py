@@ -27,8 +27,8 @@ import torch
 from msgspec import Struct
 
 from disagg.messages.pieces import HeadSlice, Piece
-from disagg.staging.kernels import SUMS, VERDICT_OK, VERDICT_WRONG, Launch, Launcher, plan_launch
-from disagg.staging.mover import PLANNED_ALIGN
+from disagg.staging.kernels import SUMS, VERDICT_OK, VERDICT_WRONG, Launch, Launcher, launch_of
+from disagg.staging.mover import PREPARED_ALIGN
 from disagg.staging.pieces import framed_bytes
 from disagg.staging.rows import PagedRows, PageShape
 from disagg.staging.slices import head_slices, heads_per_rank
@@ -94,7 +94,7 @@ class Memory:
         self._launcher = launcher
         self.copies = max(2, min(MOST_LAUNCHES, -(-FOOTPRINT_BYTES // case.payload)))
         framed = framed_bytes(case.payload)
-        self.entry_bytes = -(-framed // PLANNED_ALIGN) * PLANNED_ALIGN
+        self.entry_bytes = -(-framed // PREPARED_ALIGN) * PREPARED_ALIGN
         self.staging = torch.empty(self.copies, self.entry_bytes, dtype=torch.uint8, device="cuda")
         self.src, self.src_pages = self._pool(case.shape(case.src_tp))
         self.dst, self.dst_pages = self._pool(case.shape(case.dst_tp))
@@ -113,7 +113,7 @@ class Memory:
 
     def gather(self, copy: int, checksum: bool = True) -> Callable[[], object]:
         return self._bound(
-            plan_launch(self.sent(copy, self.src_pages[copy]), self.staging[copy], self.sums, None), checksum
+            launch_of(self.sent(copy, self.src_pages[copy]), self.staging[copy], self.sums, None), checksum
         )
 
     def sent(self, copy: int, pages: torch.Tensor) -> PagedRows:
@@ -125,7 +125,7 @@ class Memory:
         case = self.case
         shape, pages = case.shape(case.dst_tp), self.dst_pages[copy]
         rows = PagedRows(self.dst, pages, shape, case.piece, case.slice, SEED + copy)
-        return self._bound(plan_launch(rows, self.staging[copy], self.sums, self.verdicts[copy : copy + 1]), checksum)
+        return self._bound(launch_of(rows, self.staging[copy], self.sums, self.verdicts[copy : copy + 1]), checksum)
 
     def _bound(self, launch: Launch, checksum: bool) -> Callable[[], object]:
         """As the mover begins a move behind another."""
@@ -227,7 +227,7 @@ def _host_seconds(memory: Memory, mover: TritonMover) -> tuple[float, float]:
     for _ in range(2):  # the first time makes what moves use again
         torch.cuda._sleep(BUSY_CYCLES + BUSY_CYCLES_PER_LAUNCH * memory.copies)
         times = [time.perf_counter()]
-        begins = [mover.plan_gather(memory.sent(i, mover.pages(tables[i])), memory.staging[i]) for i in indexes]
+        begins = [mover.prepare_gather(memory.sent(i, mover.pages(tables[i])), memory.staging[i]) for i in indexes]
         times.append(time.perf_counter())
         moves = [begins[i](memory.staging[i]) for i in indexes]
         times.append(time.perf_counter())

@@ -75,7 +75,7 @@ class UpOptions(Struct, frozen=True, kw_only=True):
         )
 
 
-class Plan(Struct, frozen=True):
+class ProcessSpec(Struct, frozen=True):
     """One process of the cluster: its name, role, and the whole configuration that it is given."""
 
     name: str
@@ -100,22 +100,22 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
     require_free(router.host, router.http_port, "router.http_port", "--http-port")
     require_free(router.host, router.grpc_port, "router.grpc_port", "--grpc-port")
     model_dir = _convert(base)
-    plans = plan_cluster(base, options)
-    _check_heads(model_dir, plans[1:])
+    processes = cluster_processes(base, options)
+    _check_heads(model_dir, processes[1:])
     if choose_device(base.model.device) == "cuda":
-        ranks = {plan.name: plan.config.server.num_ranks for plan in plans[1:]}
+        ranks = {process.name: process.config.server.num_ranks for process in processes[1:]}
         placement = place(ranks, count_gpus(), base.server.first_gpu)
-        plans = on_gpus(plans, placement)
+        processes = on_gpus(processes, placement)
         note(describe(placement, ranks))
     held = make_run_dir(options.run_parent)
     try:
         prune_run_dirs(options.run_parent)
-        specs = [_write(plan, held.path) for plan in plans]
+        specs = [_write(process, held.path) for process in processes]
         files = log_files([*(spec.log for spec in specs), held.path / "up.log"], base.log)
         keep_copy(streams, files.pop("up"))
         note(f"run directory: {held.path}")
-        note(f"starting {', '.join(plan.name for plan in plans)}")
-        return asyncio.run(_run(plans[0].config, specs, LogPump(files, _echo)))
+        note(f"starting {', '.join(process.name for process in processes)}")
+        return asyncio.run(_run(processes[0].config, specs, LogPump(files, _echo)))
     finally:
         held.release()
 
@@ -134,7 +134,7 @@ def keep_copy(streams: Sequence[UnblockedStream], file: Target) -> None:
         stream.copy = copy
 
 
-def plan_cluster(base: Config, options: UpOptions) -> tuple[Plan, ...]:
+def cluster_processes(base: Config, options: UpOptions) -> tuple[ProcessSpec, ...]:
     """The router and its servers, with ports that stay theirs over restarts. The router comes first."""
     if not options.num_mixed and not (options.num_prefill and options.num_decode):
         raise ConfigError(
@@ -165,12 +165,12 @@ def plan_cluster(base: Config, options: UpOptions) -> tuple[Plan, ...]:
             metrics_port=ports.pop(),
         )
         engine = base.engine if role == "mixed" else without_mixed_only(base.engine)
-        plan = Plan(name, role, replace(base, server=own, engine=engine))
-        servers.append(plan)
-        refs.append(ServerRef(name=name, role=role, address=_address(plan)))
+        process = ProcessSpec(name, role, replace(base, server=own, engine=engine))
+        servers.append(process)
+        refs.append(ServerRef(name=name, role=role, address=_address(process)))
     name = base.router.name or drawn_name()  # its own for as long as `up` runs: a router that is started again keeps it
     router = replace(base.router, name=name, http_port=http_port, grpc_port=grpc_port, servers=tuple(refs))
-    return Plan("router", "router", replace(base, router=router)), *servers
+    return ProcessSpec("router", "router", replace(base, router=router)), *servers
 
 
 def _check_pools(options: UpOptions) -> None:
@@ -182,39 +182,39 @@ def _check_pools(options: UpOptions) -> None:
             raise ConfigError(f"--{role}-{what} {value}: there are no {role} servers (--{role} 0)")
 
 
-def on_gpus(plans: Sequence[Plan], placement: Placement) -> tuple[Plan, ...]:
+def on_gpus(processes: Sequence[ProcessSpec], placement: Placement) -> tuple[ProcessSpec, ...]:
     """The same with the GPUs of each server. Those that share one share what each would otherwise take of its memory."""
     placed = []
-    for plan in plans:
-        config = plan.config
-        if plan.name in placement.first_gpu:
-            share = config.engine.gpu_memory_utilization / placement.sharers[plan.name]
+    for process in processes:
+        config = process.config
+        if process.name in placement.first_gpu:
+            share = config.engine.gpu_memory_utilization / placement.sharers[process.name]
             config = replace(
                 config,
-                server=replace(config.server, first_gpu=placement.first_gpu[plan.name]),
+                server=replace(config.server, first_gpu=placement.first_gpu[process.name]),
                 engine=replace(config.engine, gpu_memory_utilization=share),
             )
-        placed.append(replace(plan, config=config))
+        placed.append(replace(process, config=config))
     return tuple(placed)
 
 
-def _address(plan: Plan) -> str:
-    return join(plan.config.server.host, plan.config.server.port)
+def _address(process: ProcessSpec) -> str:
+    return join(process.config.server.host, process.config.server.port)
 
 
-def _check_heads(model_dir: Path, plans: Sequence[Plan]) -> None:
+def _check_heads(model_dir: Path, processes: Sequence[ProcessSpec]) -> None:
     """Raises ConfigError for a TP size that cannot share the model's heads, here rather than in every child."""
-    if all(plan.config.server.tp == 1 for plan in plans):
+    if all(process.config.server.tp == 1 for process in processes):
         return
     from disagg.convert.inspect import inspect_model
 
     facts = inspect_model(model_dir)
-    for plan in plans:
-        tp = plan.config.server.tp
+    for process in processes:
+        tp = process.config.server.tp
         try:
             check_heads(tp, facts.num_heads, facts.num_kv_heads)
         except SliceError as error:
-            raise ConfigError(f"{plan.role} servers with tp = {tp}: {error}") from error
+            raise ConfigError(f"{process.role} servers with tp = {tp}: {error}") from error
 
 
 def _convert(config: Config) -> Path:
@@ -228,16 +228,16 @@ def _convert(config: Config) -> Path:
         progress.close()
 
 
-def _write(plan: Plan, run_dir: Path) -> ChildSpec:
+def _write(process: ProcessSpec, run_dir: Path) -> ChildSpec:
     """The child's configuration file, and how to start it."""
-    file = run_dir / f"{plan.name}.toml"
+    file = run_dir / f"{process.name}.toml"
     try:
         file.touch(mode=0o600)  # there may be secrets in storage.options
-        file.write_text(dump_config(plan.config), "utf-8")
+        file.write_text(dump_config(process.config), "utf-8")
     except OSError as error:
         raise cannot_write(f"{file} cannot be written", error, "--run-dir takes another directory") from error
-    argv = (sys.executable, "-m", "disagg.cli", plan.role, "--config", str(file))
-    return ChildSpec(plan.name, argv, run_dir / f"{plan.name}.log")
+    argv = (sys.executable, "-m", "disagg.cli", process.role, "--config", str(file))
+    return ChildSpec(process.name, argv, run_dir / f"{process.name}.log")
 
 
 class _Terminal:

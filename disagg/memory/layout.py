@@ -64,7 +64,7 @@ class PoolLayout(Struct, frozen=True):
         return self.strides[g] - self.groups[g].page_bytes
 
 
-def plan_layout(
+def pool_layout(
     groups: Sequence[GroupSpec],
     page_tokens: int,
     checkpoint_tokens: int = 512,

@@ -40,7 +40,7 @@ class ServerState(enum.StrEnum):
 
 
 class StartLeg(Struct, frozen=True):
-    """Run one phase of one trunk. The server's role says which phase; `peer` is the server of the other one.
+    """Run one phase of one leg. The server's role says which phase; `peer` is the server of the other one.
 
     token_ids: the prompt's, then outputs accepted in earlier attempts; num_prompt: how many are the prompt's. Output index
     of the first token to be produced is len(token_ids) - num_prompt. deadline_s: seconds left. cache_salt: one prefix

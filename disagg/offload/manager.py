@@ -32,7 +32,7 @@ from disagg.offload.acks import Acks
 from disagg.offload.host import HostPool, Placed
 from disagg.offload.instructions import Copy, Discard, GpuPage, Instruction, Pin, Publish, Unpin
 from disagg.offload.rules import OffloadRules
-from disagg.offload.spans import Flow, Key, Planned, Span, SpanState, gpu_pages, know
+from disagg.offload.spans import Flow, InFlightSpans, Key, Span, SpanState, gpu_pages, know
 
 View = Callable[[int, int], int | None]  # (group, position) -> page of the GPU
 
@@ -68,7 +68,7 @@ class OffloadManager:
         self._flows: dict[str, Flow] = {}
         self._lingering: list[Flow] = []
         self._keepers: set[Flow] = set()  # sequences that have not let go of the host's pages
-        self._planned = Planned()
+        self._in_flight = InFlightSpans()
         self._copied: OrderedDict[bytes, None] = OrderedDict()  # pages whose content, if there is any, is on the host
         self._stored: OrderedDict[bytes, None] = OrderedDict()
         self._stored_keys: OrderedDict[Key, None] = OrderedDict()
@@ -228,7 +228,7 @@ class OffloadManager:
         stores = self._stores(flow)
         while flow.at < min(flow.pages, len(flow.hashes)):
             page_hash = flow.hashes[flow.at]
-            span = self._planned.hashes.get(page_hash)
+            span = self._in_flight.hashes.get(page_hash)
             if stores and page_hash in self._stored:
                 pass
             elif span is not None:
@@ -247,7 +247,7 @@ class OffloadManager:
         """A span ends where the next page is stored, or in a span already, though pages before it are not."""
         for position in range(flow.at + 1, stop):
             page_hash = flow.hashes[position]
-            if page_hash in self._planned.hashes or (self._stores(flow) and page_hash in self._stored):
+            if page_hash in self._in_flight.hashes or (self._stores(flow) and page_hash in self._stored):
                 return position
         return stop
 
@@ -275,7 +275,7 @@ class OffloadManager:
         """Pages [flow.at, stop). False: not now, and nothing has changed."""
         before, stores = flow.hash_before(flow.at), self._stores(flow)
         is_stored = not flow.at or (stores and before in self._stored)
-        parent = None if is_stored else self._planned.hashes.get(before)
+        parent = None if is_stored else self._in_flight.hashes.get(before)
         if stores and not is_stored:
             if parent is None:
                 flow.go_back(0)  # it is not stored any more, or nobody remembers that it is
@@ -287,7 +287,7 @@ class OffloadManager:
         copies: list[list[GpuPage]] = []
         for g in self._groups:
             positions = {*range(flow.at, stop), *self._rules.needed(g, stop)}
-            if stores and self._planned.only_to_host((g, flow.hashes[position]) for position in positions):
+            if stores and self._in_flight.only_to_host((g, flow.hashes[position]) for position in positions):
                 return False
             wanted = self._wanted(flow, g, stop, view)
             if wanted is None:
@@ -328,13 +328,13 @@ class OffloadManager:
 
         def kept(position: int) -> bool:
             key = g, flow.hashes[position]
-            return key in self._planned.keys or (key in self._stored_keys and self._stores(flow))
+            return key in self._in_flight.keys or (key in self._stored_keys and self._stores(flow))
 
         return self._rules.wanted(g, range(flow.at, stop), flow.prompt_end, there, kept)
 
     def _begin_span(self, flow: Flow, span: Span) -> None:
         span.to_storage = self._stores(flow)
-        self._planned.add(span)
+        self._in_flight.add(span)
         if span.parent is not None:
             span.parent.children.append(span)
         flow.at = span.stop
@@ -387,9 +387,9 @@ class OffloadManager:
 
     def _go_on_from(self, span: Span, found: int) -> None:
         """What follows somebody else's span is on the host: the sequence may have ended, and nobody else come by for it."""
-        self._planned.remove(span)
+        self._in_flight.remove(span)
         left, others = span.goes_on_from(found, self._rules)
-        self._planned.add(span)
+        self._in_flight.add(span)
         self.host.release(left)
         self._version += 1
         self._on_host(span)
@@ -421,7 +421,7 @@ class OffloadManager:
                     self.host.hold(g, page)
                 flow.kept += placed
         self.host.release(placed)
-        self._planned.remove(span)
+        self._in_flight.remove(span)
         self._version += 1
         for flow in span.followers:
             flow.open -= 1
@@ -496,5 +496,5 @@ class OffloadManager:
         assert held == self.host.holders(), "pages of the host that are held, and who holds them, differ"
         assert {*self._flows.values(), *self._lingering} <= self._keepers
         assert all(flow.open > 0 for flow in self._keepers - {*self._flows.values(), *self._lingering})
-        assert set(self._planned.hashes.values()) <= spans
-        assert {key: span for span in spans for key in span.keys} == self._planned.keys
+        assert set(self._in_flight.hashes.values()) <= spans
+        assert {key: span for span in spans for key in span.keys} == self._in_flight.keys

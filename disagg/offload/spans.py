@@ -96,7 +96,7 @@ class Span:
         return Upload(self.upload, self.salt, self.start, self.parent_hash, self.hashes, self.before, shares)
 
 
-class Planned:
+class InFlightSpans:
     """Spans on their way. hashes: by hash of a page, the one that it is in; keys: by page of the host, the one that has it."""
 
     def __init__(self) -> None:

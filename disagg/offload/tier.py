@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from disagg.memory.cache import PrefixCache
 from disagg.memory.groups import spec_of
-from disagg.memory.layout import plan_layout
+from disagg.memory.layout import pool_layout
 from disagg.messages.stored import PartRead, PartRef, Share, Span
 from disagg.offload.causes import Cause
 from disagg.offload.keys import Scope, page_key, part_path, read_path, span_path
@@ -101,7 +101,7 @@ class StorageTier:
         self._group_roots = tuple(scope.group_root(g) for g in range(len(scope.groups)))
         self._units = tuple(unit_bytes(group, scope.page_tokens) for group in scope.groups)
         specs = [spec_of(group, scope.page_tokens) for group in scope.groups]
-        self._layout = plan_layout(specs, scope.page_tokens, checkpoint_tokens)
+        self._layout = pool_layout(specs, scope.page_tokens, checkpoint_tokens)
         self._compression: Compression = compression
         self._random = random or Random()
         self._clock = clock

@@ -1,4 +1,4 @@
-"""What one attempt of a request sends to its servers: a leg for each trunk (see `LegKey`), which both of them hear of; and what
+"""What one attempt of a request sends to its servers: a leg for each prefix (see `LegKey`), which both of them hear of; and what
 bounds attempts. Pure.
 """
 
@@ -40,7 +40,7 @@ def pause_s(first_s: float, before: int) -> float:
 
 
 class AttemptLeg:
-    """One trunk, and what the two servers have said of it. handed_over: decode has stopped it, and keeps its KV."""
+    """One leg, and what the two servers have said of it. handed_over: decode has stopped it, and keeps its KV."""
 
     __slots__ = (
         "choices",
@@ -135,12 +135,12 @@ def begin_legs(
 
     Of a request that moves, the KV of each choice's last token is not written yet: it is what a first token is elsewhere.
     """
-    trunks: dict[tuple[int, ...], list[int]] = {}
+    prefixes: dict[tuple[int, ...], list[int]] = {}
     for choice in table.unfinished():
-        trunks.setdefault(table.token_ids(choice), []).append(choice)
+        prefixes.setdefault(table.token_ids(choice), []).append(choice)
     legs, sends = {}, []
-    for trunk, (outputs, choices) in enumerate(trunks.items()):
-        key = LegKey(asked.request_id, attempt, trunk)
+    for prefix_no, (outputs, choices) in enumerate(prefixes.items()):
+        key = LegKey(asked.request_id, attempt, prefix_no)
         legs[key] = AttemptLeg(key, tuple(choices))
         for server, peer in ((pair.prefill, pair.decode), (pair.decode, pair.prefill))[: len(pair.servers)]:
             start = StartLeg(

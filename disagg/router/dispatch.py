@@ -252,8 +252,8 @@ class Dispatch:
                 self._attempted(live, instruction)
             case NeedPair():
                 self._need_pair(live, instruction)
-            case ArmVerdictTimer(attempt, delay_s, trunk):
-                self._after(live, delay_s, VerdictTimeout(attempt, trunk))
+            case ArmVerdictTimer(attempt, delay_s, prefix_no):
+                self._after(live, delay_s, VerdictTimeout(attempt, prefix_no))
             case ArmLingerTimer(attempt, delay_s):
                 self._after(live, delay_s, LingerTimeout(attempt))
             case Finish():

@@ -64,10 +64,10 @@ class TargetSeen(Struct, frozen=True):
 
 
 class VerdictTimeout(Struct, frozen=True):
-    """trunk: of the leg whose timer it was."""
+    """prefix_no: of the leg whose timer it was."""
 
     attempt: int
-    trunk: int = 0
+    prefix_no: int = 0
 
 
 class LingerTimeout(Struct, frozen=True):
@@ -144,7 +144,7 @@ class ArmVerdictTimer(Struct, frozen=True):
 
     attempt: int
     delay_s: float
-    trunk: int = 0
+    prefix_no: int = 0
 
 
 class ArmLingerTimer(Struct, frozen=True):

@@ -4,7 +4,7 @@
        ^                       │
        └── decode's verdict, or decode lost: replay ──┘          (any) ──deadline, client gone, refused──> ended
 
-An *attempt* sends its legs to one pair, one leg per trunk (see `LegKey`). Rules that are not obvious:
+An *attempt* sends its legs to one pair, one leg per prefix (see `LegKey`). Rules that are not obvious:
 
 - A mixed server does the work of both; what it says is decode's word, and it hears of the leg once.
 - Only the decode server's verdict, or its loss, replays. When the prefill side fails, decode may hold all it needs: it is
@@ -267,10 +267,10 @@ class RequestMachine:
         owing = [leg for leg in self._legs if self._legs.verdict_owed(leg) and not leg.verdict_armed]
         for leg in owing:
             leg.verdict_armed = True
-        return [ArmVerdictTimer(self.attempt, self._bounds.verdict_s, leg.key.trunk) for leg in owing]
+        return [ArmVerdictTimer(self.attempt, self._bounds.verdict_s, leg.key.prefix_no) for leg in owing]
 
     def _verdict_timeout(self, event: VerdictTimeout) -> list[Instruction]:
-        leg = self._legs.get(LegKey(self.request_id, event.attempt, event.trunk))
+        leg = self._legs.get(LegKey(self.request_id, event.attempt, event.prefix_no))
         if leg is None or not self._legs.verdict_owed(leg):
             return []
         assert self.pair is not None

@@ -26,7 +26,7 @@ from disagg.convert.inspect import inspect_model
 from disagg.engine.data_parallel import AnyEngine
 from disagg.engine.facts import EngineFacts, MemoryFacts, ModelFacts, OffloadFacts, SchedulingFacts, TransferFacts
 from disagg.memory.groups import GroupSpec, spec_of
-from disagg.memory.layout import PageSizing, PoolLayout, plan_layout, stage_layout
+from disagg.memory.layout import PageSizing, PoolLayout, pool_layout, stage_layout
 from disagg.memory.sizing import size_pool
 from disagg.messages.control import (
     Computation,
@@ -244,7 +244,7 @@ class Bringup:
         profiled = await group.call(Profile(engine.chunk_tokens, self._max_slots), timeout_s)
         measured = [rank for rank in profiled if isinstance(rank, Profiled)]
         try:
-            layout = plan_layout(specs, engine.page_tokens, engine.checkpoint_tokens, PageSizing(engine.page_sizing))
+            layout = pool_layout(specs, engine.page_tokens, engine.checkpoint_tokens, PageSizing(engine.page_sizing))
             cuts = [stage_layout(layout, self._specs(stage)) for stage in stages] or [layout]
             sizes = [
                 size_pool(

@@ -306,4 +306,4 @@ class Dispatch:
 
 def _log_of(key: LegKey) -> dict[str, object]:
     """What ties a log line to its request, in every process under the same names."""
-    return {"request_id": key.request_id, "attempt": key.attempt, "trunk": key.trunk}
+    return {"request_id": key.request_id, "attempt": key.attempt, "trunk": key.prefix_no}

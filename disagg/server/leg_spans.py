@@ -52,7 +52,7 @@ class LegSpans:
                 "disagg.role": self._role,
                 "disagg.peer": start.peer.name,
                 "disagg.attempt": key.attempt,
-                "disagg.trunk": key.trunk,
+                "disagg.trunk": key.prefix_no,
                 "disagg.outcome": end.outcome.value,
                 "disagg.cached_tokens": end.cached_tokens,
                 "gen_ai.response.id": key.request_id,

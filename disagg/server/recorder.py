@@ -250,7 +250,7 @@ class Recorder(Unrecorded):
             row = RequestRow(
                 request_id=start.key.request_id,
                 attempt=start.key.attempt,
-                trunk=start.key.trunk,
+                trunk=start.key.prefix_no,
                 choice=number,
                 tenant=start.tenant,
                 arrival_s=leg.arrival_s,

@@ -1,7 +1,7 @@
 """The identity of a slice, as the seed of its checksum.
 
-What lands must be described by (request, attempt, trunk, both incarnations, layer group, layer range, token range,
-ranks), or it is dropped. Both sides compute the seed from what they themselves believe, so a stale slice of an earlier
+What lands must be described by (request, attempt, number of the prefix, both incarnations, layer group, layer range, token
+range, ranks), or it is dropped. Both sides compute the seed from what they themselves believe, so a stale slice of an earlier
 request in the same place of the ring does not verify. Heads are not named: the ranks say which they are. Knows strings and
 numbers only.
 """
@@ -24,6 +24,6 @@ def identity_seed(slice: RankSlice) -> int:
         digest.update(len(encoded).to_bytes(8, "little"))
         digest.update(encoded)
     area = (piece.group, piece.layer_start, piece.layer_stop, piece.token_start, piece.token_stop)
-    for number in (key.attempt, key.trunk, *area, ranks.src_rank, ranks.dst_rank):
+    for number in (key.attempt, key.prefix_no, *area, ranks.src_rank, ranks.dst_rank):
         digest.update(number.to_bytes(8, "little"))
     return int.from_bytes(digest.digest(), "little")

@@ -466,7 +466,7 @@ class Launcher:
         return begin
 
 
-def plan_launch(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verdict: torch.Tensor | None) -> Launch:
+def launch_of(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verdict: torch.Tensor | None) -> Launch:
     """What a gather (verdict is None) or a scatter is launched with. Every tensor is on one CUDA device.
 
     staging: [>= rows.staged_bytes] uint8, contiguous, aligned to words; sums: [SUMS] int64, zero, which launches on one

@@ -1,7 +1,7 @@
 """Moves pieces between a pool's pages and staging memory, by whichever kernels suit the device.
 
     mover = create_mover(config.transfer.kernels, pool.device)
-    begin = mover.plan_scatter(...)  # before the piece arrives
+    begin = mover.prepare_scatter(...)  # before the piece arrives
     move = begin()                   # returns at once
     ...
     if move.done(): landed(move.ok())
@@ -36,7 +36,7 @@ from disagg.types.errors import ConfigError
 
 Kernels = Literal["auto", "triton", "torch"]
 
-PLANNED_ALIGN = 256  # bytes: gathers planned for one place may go to any that lies whole multiples of this from it
+PREPARED_ALIGN = 256  # bytes: gathers prepared for one place may go to any that lies whole multiples of this from it
 
 
 class Move(Protocol):
@@ -69,14 +69,14 @@ class Mover(Protocol):
     def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
         """Do now what the first moves between these would otherwise wait for (compiling). Moves nothing."""
 
-    def plan_gather(self, rows: PagedRows, out: torch.Tensor) -> Callable[[torch.Tensor], Move]:
+    def prepare_gather(self, rows: PagedRows, out: torch.Tensor) -> Callable[[torch.Tensor], Move]:
         """A gather but for its beginning, which is to call what is returned with the memory to gather into.
 
-        That memory is aligned as `out` is. Until the move is done nobody else may write it, nor the pages. Planning is most
+        That memory is aligned as `out` is. Until the move is done nobody else may write it, nor the pages. Preparing is most
         of what a move costs the host, and needs no final KV.
         """
 
-    def plan_scatter(self, rows: PagedRows, staging: torch.Tensor) -> Callable[[], Move]:
+    def prepare_scatter(self, rows: PagedRows, staging: torch.Tensor) -> Callable[[], Move]:
         """A scatter but for its beginning, which is to call what is returned, once. Needs nothing to have arrived.
 
         Nobody may read the pages before the move is done and ok.
@@ -136,7 +136,7 @@ class TorchMover:
     def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
         """Nothing is compiled."""
 
-    def plan_gather(self, rows: PagedRows, out: torch.Tensor) -> Callable[[torch.Tensor], Move]:
+    def prepare_gather(self, rows: PagedRows, out: torch.Tensor) -> Callable[[torch.Tensor], Move]:
         def begin(into: torch.Tensor) -> Move:
             started = time.perf_counter()
             nbytes = copy.gather(rows, into)
@@ -144,7 +144,7 @@ class TorchMover:
 
         return begin
 
-    def plan_scatter(self, rows: PagedRows, staging: torch.Tensor) -> Callable[[], Move]:
+    def prepare_scatter(self, rows: PagedRows, staging: torch.Tensor) -> Callable[[], Move]:
         def begin() -> Move:
             started = time.perf_counter()
             ok = copy.scatter(rows, staging)

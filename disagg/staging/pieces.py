@@ -141,13 +141,13 @@ class Coverage:
             self._bands[piece.group] = _merged(bands)
         return changed
 
-    def missing(self, plan: Iterable[Piece]) -> tuple[Piece, ...]:
-        """What of the planned rectangles has not landed, rectangle by rectangle."""
-        return tuple(hole for piece in plan for hole in self._holes(piece))
+    def missing(self, due: Iterable[Piece]) -> tuple[Piece, ...]:
+        """What of the due rectangles has not landed, rectangle by rectangle."""
+        return tuple(hole for piece in due for hole in self._holes(piece))
 
-    def complete(self, plan: Iterable[Piece]) -> bool:
-        """True when every planned cell has landed."""
-        return not any(self._holes(piece) for piece in plan)
+    def complete(self, due: Iterable[Piece]) -> bool:
+        """True when every due cell has landed."""
+        return not any(self._holes(piece) for piece in due)
 
     def _holes(self, piece: Piece) -> list[Piece]:
         parts: list[_Band] = []  # of the layers that landed, with the tokens that did not

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import torch
 
 from disagg.messages.pieces import HeadSlice, Piece
-from disagg.staging.kernels import SUMS, VERDICT_OK, Launcher, plan_launch
-from disagg.staging.mover import PLANNED_ALIGN, Move
+from disagg.staging.kernels import SUMS, VERDICT_OK, Launcher, launch_of
+from disagg.staging.mover import PREPARED_ALIGN, Move
 from disagg.staging.rows import PagedRows, PageShape
 from disagg.types.arithmetic import round_up
 from disagg.types.bounded import forget_oldest
@@ -264,21 +264,21 @@ class TritonMover:
     def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
         rows = PagedRows(pool, self.pages([0]), shape, Piece(0, 0, 1, 0, 1), HeadSlice(0, 0, 0, 0, 1), seed=0)
         for verdict in (None, self._sums):
-            self._launcher.bind(plan_launch(rows, staging, self._sums, verdict))
+            self._launcher.bind(launch_of(rows, staging, self._sums, verdict))
 
-    def plan_gather(self, rows: PagedRows, out: torch.Tensor) -> Callable[[torch.Tensor], Move]:
-        launch = self._launcher.bind(plan_launch(rows, out, self._sums, None))
+    def prepare_gather(self, rows: PagedRows, out: torch.Tensor) -> Callable[[torch.Tensor], Move]:
+        launch = self._launcher.bind(launch_of(rows, out, self._sums, None))
         nbytes, address = rows.staged_bytes, out.data_ptr()
 
         def begin(into: torch.Tensor) -> Move:
-            assert (into.data_ptr() - address) % PLANNED_ALIGN == 0, "planned for memory aligned otherwise"
+            assert (into.data_ptr() - address) % PREPARED_ALIGN == 0, "prepared for memory aligned otherwise"
             launch(into, self._sums, self._takes_order())
             return _QueuedMove(nbytes, self._queue, self._verdicts, None)
 
         return begin
 
-    def plan_scatter(self, rows: PagedRows, staging: torch.Tensor) -> Callable[[], Move]:
-        launch = self._launcher.bind(plan_launch(rows, staging, self._sums, self._sums))
+    def prepare_scatter(self, rows: PagedRows, staging: torch.Tensor) -> Callable[[], Move]:
+        launch = self._launcher.bind(launch_of(rows, staging, self._sums, self._sums))
         nbytes = rows.staged_bytes
 
         def begin() -> Move:

@@ -1,7 +1,7 @@
 """One leg's transfer, as two state machines without I/O: events in, decisions out. `transfer/states` draws them.
 
-A transfer is complete when its rectangles cover the plan of every layer group on every rank; there is no counter to
-trust. What is planned, per group, is what decode wants of it:
+A transfer is complete when its rectangles cover what is due of every layer group on every rank; there is no counter to
+trust. What is due, per group, is what decode wants of it:
 
     full       tokens ░░░░░░░░████████████  decode's prefix cache has the first ones
     window     tokens ░░░░░░░░░░░░░░██████  what is out of the window is needed no more, and prefill may have let go of it
@@ -65,7 +65,7 @@ class Write(Struct, frozen=True):
 
 @dataclass(slots=True)
 class SendSession:
-    """Prefill side of one leg. num_tokens: of the whole trunk.
+    """Prefill side of one leg. num_tokens: of the whole prefix.
 
     first_held: per layer group, the first position that pages still hold when prefill ends; not 0 in window groups only.
     num_slices: rank slices of each piece, per group; wants: per group the first position to send; both set by the grant.
@@ -272,7 +272,7 @@ class SendSession:
 class ReceiveSession:
     """Decode side of one leg. slices: head slices of a piece, by layer group and then decode rank.
 
-    plan: the rectangles that must land on every rank, known from the moment of binding.
+    due: the rectangles that must land on every rank, known from the moment of binding.
     """
 
     num_tokens: int
@@ -280,7 +280,7 @@ class ReceiveSession:
     slices: tuple[tuple[int, ...], ...]
     state: ReceiveState = ReceiveState.WAITING
     wants: tuple[int, ...] = ()
-    plan: tuple[Piece, ...] = ()
+    due: tuple[Piece, ...] = ()
     first_tokens: tuple[FirstToken, ...] = ()
     sent_all: bool = False
     peer_quiet: bool = False  # prefill has nothing of this leg under way, and will not have
@@ -317,7 +317,7 @@ class ReceiveSession:
         self._takes_checkpoint = checkpoint
         self._landed = [Coverage() for _ in self.slices[0]]
         stops = [CHECKPOINT if group.is_state else self.num_tokens for group in self.groups]
-        self.plan = tuple(
+        self.due = tuple(
             Piece(number, 0, len(group.layers), want, stop)
             for number, (group, want, stop) in enumerate(zip(self.groups, wants, stops, strict=True))
             if want < stop
@@ -377,8 +377,8 @@ class ReceiveSession:
 
     @property
     def _cells_granted(self) -> int:
-        """Cells (layer x position) of the plan and of the gifts."""
-        return _num_cells(self.plan) + sum(len(group.layers) for group in self.groups if group.is_state)
+        """Cells (layer x position) that are due and of the gifts."""
+        return _num_cells(self.due) + sum(len(group.layers) for group in self.groups if group.is_state)
 
     def ask_again(self) -> tuple[Piece, ...]:
         """All was sent and not all came: the rectangles that some rank lacks, to be wanted of prefill."""
@@ -388,8 +388,8 @@ class ReceiveSession:
 
     @property
     def covered(self) -> bool:
-        """Every rectangle of the plan has landed on every rank."""
-        return self.state is ReceiveState.RECEIVING and all(c.complete(self.plan) for c in self._landed)
+        """Every rectangle that is due has landed on every rank."""
+        return self.state is ReceiveState.RECEIVING and all(c.complete(self.due) for c in self._landed)
 
     def missing(self) -> tuple[Piece, ...]:
         """Rectangles that some rank lacks, apart from each other."""
@@ -397,11 +397,11 @@ class ReceiveSession:
             return ()
         lacking, everywhere = Coverage(), Coverage()
         for landed in self._landed:
-            for piece in landed.missing(self.plan):
+            for piece in landed.missing(self.due):
                 lacking.add(piece)
-        for piece in lacking.missing(self.plan):
+        for piece in lacking.missing(self.due):
             everywhere.add(piece)
-        return everywhere.missing(self.plan)
+        return everywhere.missing(self.due)
 
     def landed_whole(self, group: int, page_tokens: int, first: int, stop: int) -> tuple[tuple[int, int], ...]:
         """Which whole pages of positions [first, stop) have landed on every rank, in every layer of the group.

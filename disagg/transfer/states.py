@@ -6,7 +6,7 @@
       │  complete                  │ │ every piece      │                      │                  │ every rank bound
       │                            │ │ written          │                      │                  v
       │                            │ v                  │                      │             RECEIVING
-      │           revoke, abort    │ SENT               │                      │                  │ covers the plan,
+      │           revoke, abort    │ SENT               │                      │                  │ covers what is due,
       │                            │ │ complete         │       abandon        │                  v tokens here
       v                            v v                  └──────────┬───────────┴───────────> COMPLETE
     DROPPING ── dropped ──> CLOSED <─┘                             v                              │ unbound

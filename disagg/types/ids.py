@@ -23,18 +23,19 @@ class Role(enum.StrEnum):
 
 
 class LegKey(Struct, frozen=True, order=True):
-    """One dispatch of one trunk of a request; prefill and decode server know the same key.
+    """One dispatch of one prefix of a request; prefill and decode server know the same key.
 
-    A *trunk* is a token prefix (prompt plus outputs accepted so far) with the choices that continue it. The first
-    attempt of a request has one trunk with all n choices; a replay has one trunk per distinct prefix.
+    A *prefix* is the prompt and the output accepted so far, which some of a request's choices continue. The first attempt
+    has one, number 0, with all n choices; a replay has one per distinct output. On the wire, in records, in logs and in
+    spans its number is called `trunk`.
     """
 
     request_id: str
     attempt: int
-    trunk: int
+    prefix_no: int
 
     def __str__(self) -> str:
-        return f"{self.request_id}/{self.attempt}.{self.trunk}"
+        return f"{self.request_id}/{self.attempt}.{self.prefix_no}"
 
 
 class FinishReason(enum.StrEnum):

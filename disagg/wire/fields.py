@@ -92,7 +92,7 @@ def read_seconds(message: Message, field: str) -> float:
 def fill_key(out: pb.server.LegKey, key: LegKey) -> None:
     out.request_id = key.request_id
     out.attempt = key.attempt
-    out.trunk = key.trunk
+    out.trunk = key.prefix_no
 
 
 def read_key(message: Any) -> LegKey:

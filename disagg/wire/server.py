@@ -63,7 +63,7 @@ from disagg.wire.roles import (
 )
 from disagg.wire.versions import fill_version, read_version
 
-MAX_LEG_TOKENS = 1 << 22  # of one trunk; longer than any model's context. Read, they are 150 MB at most
+MAX_LEG_TOKENS = 1 << 22  # of one leg; longer than any model's context. Read, they are 150 MB at most
 
 OUTCOME_TO_PROTO = {
     Outcome.DONE: pb.server.OUTCOME_DONE,

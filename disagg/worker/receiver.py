@@ -88,8 +88,8 @@ class Receiver:
         self._scattering: deque[_Scattering] = deque()
         self._abandoned: OrderedDict[int, ExpectPiece] = OrderedDict()  # whose leg was unbound before they arrived
         self._early: OrderedDict[tuple[int, str], None] = OrderedDict()  # notified, by whom, and not expected yet
-        self._unready: deque[int] = deque()  # entries, oldest first; some are planned, or not expected any more
-        self._planned: dict[int, Callable[[], Move]] = {}  # scatters of what is expected
+        self._unready: deque[int] = deque()  # entries, oldest first; some are prepared, or not expected any more
+        self._prepared: dict[int, Callable[[], Move]] = {}  # scatters of what is expected
 
     # ---- what others want to know
 
@@ -142,7 +142,7 @@ class Receiver:
         """Unbound is reported when nothing is under way in the leg's pages, and nothing is left in them that is wrong."""
         for entry_id in [e for e, expected in self._expected.items() if expected.slice.key == key]:
             self._abandoned[entry_id] = self._expected.pop(entry_id)
-            self._planned.pop(entry_id, None)
+            self._prepared.pop(entry_id, None)
             forget_oldest(self._abandoned, MAX_UNKNOWN)
         for expected in [expected for expected in self._arrived if expected.slice.key == key]:
             self._arrived.remove(expected)
@@ -158,10 +158,10 @@ class Receiver:
         """Nothing more is expected of a link. What is being scattered goes on to its end."""
         for entry_id in [e for e, expected in self._expected.items() if expected.link == link]:
             del self._expected[entry_id]
-            self._planned.pop(entry_id, None)
+            self._prepared.pop(entry_id, None)
         for expected in [expected for expected in self._arrived if expected.link == link]:
             self._arrived.remove(expected)
-            self._planned.pop(expected.entry_id, None)
+            self._prepared.pop(expected.entry_id, None)
 
     # ---- entries
 
@@ -182,7 +182,7 @@ class Receiver:
             expected = self._expected.get(self._unready.popleft())
             leg = self._bound.get(expected.slice.key) if expected is not None else None
             if expected is not None and leg is not None:
-                self._planned[expected.entry_id] = self._plan(expected, leg)
+                self._prepared[expected.entry_id] = self._prepare(expected, leg)
                 return True
         return False
 
@@ -251,11 +251,11 @@ class Receiver:
             case Arrival.SCATTER:
                 pass
         leg.rows.begin(expected.slice)
-        scatter = self._planned.pop(expected.entry_id, None) or self._plan(expected, leg)
+        scatter = self._prepared.pop(expected.entry_id, None) or self._prepare(expected, leg)
         self._scattering.append(_Scattering(expected, leg, scatter()))
         return True
 
-    def _plan(self, expected: ExpectPiece, leg: _Leg) -> Callable[[], Move]:
+    def _prepare(self, expected: ExpectPiece, leg: _Leg) -> Callable[[], Move]:
         """Ready to be scattered as soon as it has arrived."""
         pages, first_page = self._pages_of(expected, leg)
         piece = expected.slice.piece
@@ -268,7 +268,7 @@ class Receiver:
             identity_seed(expected.slice),
             first_page=first_page,
         )
-        return self._mover.plan_scatter(rows, self._entry(expected))
+        return self._mover.prepare_scatter(rows, self._entry(expected))
 
     def _pages_of(self, expected: ExpectPiece, leg: _Leg) -> tuple[torch.Tensor, int]:
         """(the pages that hold a piece, position of the first). Raises ProtocolError if they are not bound."""
@@ -334,7 +334,7 @@ class Receiver:
         return group_payload_bytes(piece, heads, self._pool.groups[piece.group])
 
     def _landing(self, expected: ExpectPiece, *, reason: str, scatter_s: float = 0.0) -> None:
-        self._planned.pop(expected.entry_id, None)
+        self._prepared.pop(expected.entry_id, None)
         payload = 0 if reason in ("unbound", "lost") else self._payload(expected)
         self._events.append(
             Landing(

@@ -20,7 +20,7 @@ import torch
 from disagg.messages.transfer import PieceFailed, PieceSent, SendPiece, SendsDropped, TransferEvent
 from disagg.models.pool import Pool
 from disagg.staging.identity import identity_seed
-from disagg.staging.mover import PLANNED_ALIGN, Move, Mover
+from disagg.staging.mover import PREPARED_ALIGN, Move, Mover
 from disagg.staging.pieces import group_payload_bytes
 from disagg.staging.rows import PagedRows, PageShape
 from disagg.transfer.backends.base import WARM_UP_BYTES, Peer, Region, TransferBackend
@@ -46,7 +46,7 @@ class KnownPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class _Prepared:
     """gather: into the memory it is given. pages: what it reads, kept alive until it is done."""
 
     gather: Callable[[torch.Tensor], Move]
@@ -57,13 +57,13 @@ class _Planned:
 class _Queued:
     request: SendPiece
     final_at: Progress  # when the KV of its rows is
-    planned: _Planned | None = None
+    prepared: _Prepared | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Gathering:
     request: SendPiece
-    planned: _Planned
+    prepared: _Prepared
     buffer: int
     move: Move
     write: Callable[[], int]
@@ -98,7 +98,7 @@ class Sender:
         self._backend = backend
         self._events = events
         self._gather_bytes = gather_bytes
-        self._stride = round_up(gather_bytes, PLANNED_ALIGN)
+        self._stride = round_up(gather_bytes, PREPARED_ALIGN)
         self._buffers = GatherBuffers(num_buffers)
         self._memory: tuple[torch.Tensor, ...] = ()  # by buffer
         self._region: Region | None = None
@@ -111,7 +111,7 @@ class Sender:
         self._peers: dict[Where, KnownPeer] = {}
         self.awaited: Counter[Progress] = Counter()  # of all that is queued; also read by the compute thread
         self._queues: dict[Where, deque[_Queued]] = {}  # those that are not empty; whose turn it is comes first
-        self._unready: deque[_Queued] = deque()  # oldest first; some are planned, or no longer queued
+        self._unready: deque[_Queued] = deque()  # oldest first; some are prepared, or no longer queued
         self._gathering: deque[_Gathering] = deque()
         self._writing: dict[int, _Writing] = {}  # by handle
         self._dropping: dict[tuple[int, LegKey], None] = {}
@@ -249,8 +249,8 @@ class Sender:
         """Make one more queued piece ready to be gathered. False if all are."""
         while self._unready:
             queued = self._unready.popleft()
-            if queued.planned is None and queued in self._queues.get(_where(queued.request), ()):
-                queued.planned = self._plan(queued.request)
+            if queued.prepared is None and queued in self._queues.get(_where(queued.request), ()):
+                queued.prepared = self._prepare(queued.request)
                 return True
         return False
 
@@ -288,7 +288,7 @@ class Sender:
             if not self.awaited[queued.final_at]:
                 del self.awaited[queued.final_at]
 
-    def _plan(self, request: SendPiece) -> _Planned:
+    def _prepare(self, request: SendPiece) -> _Prepared:
         """Ready to be gathered as soon as its KV is final."""
         piece = request.slice.piece
         pages, shape = self._mover.pages(request.pages), self._shapes[piece.group]
@@ -301,7 +301,7 @@ class Sender:
             identity_seed(request.slice),
             first_page=piece.token_start // shape.page_tokens,
         )
-        return _Planned(self._mover.plan_gather(rows, self._memory[0]), pages)
+        return _Prepared(self._mover.prepare_gather(rows, self._memory[0]), pages)
 
     def _next_of(self, where: Where, computed: Progress, now_s: float) -> _Queued | None:
         """The oldest piece for a peer whose KV is final, if the peer may have a buffer."""
@@ -323,13 +323,13 @@ class Sender:
         self._left((queued,))
         if queue:
             self._queues[where] = queue  # as the last
-        request, planned = queued.request, queued.planned or self._plan(queued.request)
+        request, prepared = queued.request, queued.prepared or self._prepare(queued.request)
         buffer = self._buffers.take(where, now_s)
-        move = planned.gather(self._memory[buffer])
+        move = prepared.gather(self._memory[buffer])
         assert move.nbytes == request.nbytes, f"a piece takes {move.nbytes} bytes; its entry has {request.nbytes}"
         known = self._peers[where]
         assert self._region is not None
-        write = self._backend.plan_write(
+        write = self._backend.prepare_write(
             known.peer,
             self._region,
             buffer * self._stride,
@@ -338,7 +338,7 @@ class Sender:
             request.nbytes,
             notification_of(request.entry_id),
         )
-        self._gathering.append(_Gathering(request, planned, buffer, move, write))
+        self._gathering.append(_Gathering(request, prepared, buffer, move, write))
         return True
 
     def _post(self) -> bool:

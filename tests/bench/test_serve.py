@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from disagg.bench.serve.figures import Answered
-from disagg.bench.serve.load import Load, Plan, Prompts
+from disagg.bench.serve.load import Load, OfferedLoad, Prompts
 from disagg.bench.serve.target import Answer, Form, Target
 from disagg.bench.serve.workload import Conversation, Part, Turn
 from disagg.cli.main import cli
@@ -228,8 +228,8 @@ class _Holds(Target):
 
 async def test_a_client_that_is_held_up_says_so() -> None:
     conversations = tuple(Conversation((Turn((Part("own", n, 4),), 1),)) for n in range(10))
-    plan = Plan(conversations, moments_s=tuple(0.01 * n for n in range(10)))
-    run = await Load(_Holds(), Prompts(Form("m", (0, 9), True), 1.0, 0), plan).run()
+    offered = OfferedLoad(conversations, moments_s=tuple(0.01 * n for n in range(10)))
+    run = await Load(_Holds(), Prompts(Form("m", (0, 9), True), 1.0, 0), offered).run()
     late = run.client.send_late_s
     assert late["max"] is not None and late["max"] > 0.3, "the tenth was due 0.4 s before it could be sent"
     assert any("after their time" in each for each in run.client.warnings(0.5, 0.02))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 from disagg.bench.transfer import trial
-from disagg.bench.transfer.trial import Asked, Interval, Means, Pair, Placement, Rings, Shape, place, plan_trial
+from disagg.bench.transfer.trial import Asked, Interval, Means, Pair, Placement, Rings, Shape, place, trial_of
 from disagg.staging.ring import RingEntry
 from disagg.staging.slices import SliceError
 
@@ -32,7 +32,7 @@ def test_every_row_of_every_decode_rank_is_written_once_into_an_entry_of_its_own
     lead = lead_pages * PAGE_TOKENS
     pages = tuple(range(100, 100 + lead_pages + -(-num_tokens // PAGE_TOKENS)))
     try:
-        planned = plan_trial(
+        planned = trial_of(
             Means(shape, pair, PAGE_TOKENS, piece_bytes, rings), Asked(1, num_tokens, pages, pages[::-1], 50, lead)
         )
     except SliceError:

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from disagg.cli.main import cli
-from disagg.cli.up import UpOptions, plan_cluster
+from disagg.cli.up import UpOptions, cluster_processes
 from disagg.config.load import load_config
 from disagg.config.tree import Config, OffloadConfig
 
@@ -121,7 +121,7 @@ def test_flags_of_up_are_settings_of_every_process_and_win_over_others(monkeypat
     seen: list[Config] = []
 
     def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object]) -> int:
-        seen.extend(plan.config for plan in plan_cluster(load_config(file, overrides), options))
+        seen.extend(process.config for process in cluster_processes(load_config(file, overrides), options))
         assert options.num_decode == 2 and options.decode_tp is None
         return 0
 

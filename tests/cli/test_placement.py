@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from disagg.cli.placement import describe, place
-from disagg.cli.up import UpOptions, on_gpus, plan_cluster
+from disagg.cli.up import UpOptions, cluster_processes, on_gpus
 from disagg.config.tree import Config, EngineConfig, ServerConfig
 from disagg.types.errors import ConfigError
 
@@ -48,7 +48,7 @@ def test_servers_on_one_gpu_never_take_more_of_it_than_one_would(
 ) -> None:
     tps, num_gpus, first_gpu = cluster
     base = Config(engine=EngineConfig(gpu_memory_utilization=utilization), server=ServerConfig(first_gpu=first_gpu))
-    router, *servers = plan_cluster(base, UpOptions(num_prefill=len(tps), num_decode=1))[: len(tps) + 1]
+    router, *servers = cluster_processes(base, UpOptions(num_prefill=len(tps), num_decode=1))[: len(tps) + 1]
     servers = [
         replace(plan, name=name, config=replace(plan.config, server=replace(plan.config.server, tp=tp)))
         for plan, (name, tp) in zip(servers, tps.items(), strict=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from disagg.cli.rundir import PORTS
-from disagg.cli.up import UpOptions, credentials_for, plan_cluster, reachable, server_states
+from disagg.cli.up import UpOptions, cluster_processes, credentials_for, reachable, server_states
 from disagg.config.load import dump_config, load_config
 from disagg.config.tree import AuthConfig, Config, EngineConfig, RouterConfig, ServerConfig
 from disagg.types.errors import ConfigError
@@ -17,7 +17,7 @@ ONE_OF_EACH = UpOptions(num_prefill=1, num_decode=1)
 
 def test_every_process_has_its_name_role_and_ports_of_its_own() -> None:
     base = Config(router=RouterConfig(http_port=0, grpc_port=0), engine=EngineConfig(page_tokens=8))
-    router, *servers = plan_cluster(base, UpOptions(num_prefill=2, num_decode=3))
+    router, *servers = cluster_processes(base, UpOptions(num_prefill=2, num_decode=3))
     assert (router.name, router.role) == ("router", "router")
     assert [server.name for server in servers] == ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
     assert [server.role for server in servers] == ["prefill"] * 2 + ["decode"] * 3
@@ -30,14 +30,14 @@ def test_every_process_has_its_name_role_and_ports_of_its_own() -> None:
 
 
 def test_the_router_is_told_where_each_server_will_be() -> None:
-    router, *servers = plan_cluster(Config(), ONE_OF_EACH)
+    router, *servers = cluster_processes(Config(), ONE_OF_EACH)
     assert {(ref.name, ref.role, ref.address) for ref in router.config.router.servers} == {
         (server.name, server.role, f"127.0.0.1:{server.config.server.port}") for server in servers
     }
 
 
 def test_ports_that_were_asked_for_are_kept() -> None:
-    router, *_ = plan_cluster(Config(router=RouterConfig(http_port=20_123, grpc_port=0)), ONE_OF_EACH)
+    router, *_ = cluster_processes(Config(router=RouterConfig(http_port=20_123, grpc_port=0)), ONE_OF_EACH)
     assert router.config.router.http_port == 20_123
     assert router.config.router.grpc_port not in (0, 20_123)
 
@@ -46,21 +46,23 @@ def test_each_pool_has_its_own_tp_size_or_the_configured_one() -> None:
     base = Config(server=ServerConfig(tp=2))
     for prefill_tp, decode_tp, tps in ((None, None, [2, 2, 2]), (None, 4, [2, 4, 4]), (1, 3, [1, 3, 3])):
         options = UpOptions(num_prefill=1, num_decode=2, prefill_tp=prefill_tp, decode_tp=decode_tp)
-        assert [plan.config.server.tp for plan in plan_cluster(base, options)[1:]] == tps
+        assert [process.config.server.tp for process in cluster_processes(base, options)[1:]] == tps
 
 
 def test_servers_stay_on_loopback_whoever_the_router_listens_to() -> None:
     base = Config(router=RouterConfig(host="0.0.0.0"), server=ServerConfig(host="0.0.0.0", advertise_host="elsewhere"))
-    router, *servers = plan_cluster(base, ONE_OF_EACH)
+    router, *servers = cluster_processes(base, ONE_OF_EACH)
     assert router.config.router.host == "0.0.0.0"
-    assert all((plan.config.server.host, plan.config.server.advertise_host) == ("127.0.0.1", "") for plan in servers)
+    assert all(
+        (process.config.server.host, process.config.server.advertise_host) == ("127.0.0.1", "") for process in servers
+    )
 
 
 def test_every_plan_survives_its_file(tmp_path: Path) -> None:
-    for plan in plan_cluster(Config(), UpOptions(num_prefill=1, num_decode=2)):
-        file = tmp_path / f"{plan.name}.toml"
-        file.write_text(dump_config(plan.config))
-        assert load_config(file, {}, {}) == plan.config
+    for process in cluster_processes(Config(), UpOptions(num_prefill=1, num_decode=2)):
+        file = tmp_path / f"{process.name}.toml"
+        file.write_text(dump_config(process.config))
+        assert load_config(file, {}, {}) == process.config
 
 
 @pytest.mark.parametrize(
@@ -87,39 +89,43 @@ def test_what_only_mixed_servers_can_have_is_theirs_alone_and_refused_where_ther
     base = Config(
         engine=EngineConfig(policy="vllm", prefill_delay_passes=7, prefill_delay_low_usage=0.5, page_tokens=8)
     )
-    _, *servers = plan_cluster(base, UpOptions(num_prefill=1, num_decode=1, num_mixed=1))
-    assert {plan.role: plan.config.engine for plan in servers} == {
+    _, *servers = cluster_processes(base, UpOptions(num_prefill=1, num_decode=1, num_mixed=1))
+    assert {process.role: process.config.engine for process in servers} == {
         "prefill": EngineConfig(page_tokens=8),
         "decode": EngineConfig(page_tokens=8),
         "mixed": base.engine,
     }
     with pytest.raises(ConfigError, match="only a mixed server can have that"):
-        plan_cluster(Config(engine=EngineConfig(prefill_delay_passes=7)), ONE_OF_EACH)
+        cluster_processes(Config(engine=EngineConfig(prefill_delay_passes=7)), ONE_OF_EACH)
 
 
 def test_data_parallel_ranks_are_those_of_mixed_servers() -> None:
     options = UpOptions(num_prefill=1, num_decode=1, num_mixed=2, mixed_dp=3, mixed_tp=2)
-    _, *servers = plan_cluster(Config(), options)
-    assert {(plan.role, plan.config.server.dp, plan.config.server.num_ranks) for plan in servers} == {
+    _, *servers = cluster_processes(Config(), options)
+    assert {(process.role, process.config.server.dp, process.config.server.num_ranks) for process in servers} == {
         ("prefill", 1, 1),
         ("decode", 1, 1),
         ("mixed", 3, 6),
     }
     set_for_all = Config(server=ServerConfig(dp=2))
-    _, *servers = plan_cluster(set_for_all, UpOptions(num_prefill=1, num_decode=1, num_mixed=1))
-    assert {plan.role: plan.config.server.dp for plan in servers} == {"prefill": 1, "decode": 1, "mixed": 2}
+    _, *servers = cluster_processes(set_for_all, UpOptions(num_prefill=1, num_decode=1, num_mixed=1))
+    assert {process.role: process.config.server.dp for process in servers} == {"prefill": 1, "decode": 1, "mixed": 2}
     with pytest.raises(ConfigError, match=r"server\.dp = 2: only a mixed server"):
-        plan_cluster(set_for_all, ONE_OF_EACH)
+        cluster_processes(set_for_all, ONE_OF_EACH)
 
 
 def test_pipeline_stages_are_those_of_mixed_servers_alone() -> None:
     stages = Config(server=ServerConfig(pp=2, tp=2))
-    _, *servers = plan_cluster(stages, UpOptions(num_prefill=1, num_decode=1, num_mixed=1))
-    assert {plan.role: plan.config.server.num_ranks for plan in servers} == {"prefill": 2, "decode": 2, "mixed": 4}
-    _, mixed = plan_cluster(stages, UpOptions(num_prefill=0, num_decode=0, num_mixed=1, mixed_pp=3))
+    _, *servers = cluster_processes(stages, UpOptions(num_prefill=1, num_decode=1, num_mixed=1))
+    assert {process.role: process.config.server.num_ranks for process in servers} == {
+        "prefill": 2,
+        "decode": 2,
+        "mixed": 4,
+    }
+    _, mixed = cluster_processes(stages, UpOptions(num_prefill=0, num_decode=0, num_mixed=1, mixed_pp=3))
     assert (mixed.config.server.tp, mixed.config.server.pp) == (2, 3)
     with pytest.raises(ConfigError, match=r"server\.pp = 2: only a mixed server can have that"):
-        plan_cluster(stages, ONE_OF_EACH)
+        cluster_processes(stages, ONE_OF_EACH)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +140,7 @@ def test_pipeline_stages_are_those_of_mixed_servers_alone() -> None:
 )
 def test_what_is_said_of_servers_that_there_are_none_of_is_refused(flag: str, options: UpOptions) -> None:
     with pytest.raises(ConfigError, match=f"^{flag}: there are no "):
-        plan_cluster(Config(), options)
+        cluster_processes(Config(), options)
 
 
 def test_up_asks_its_router_with_an_operators_key_if_there_is_one(tmp_path: Path) -> None:

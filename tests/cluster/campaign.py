@@ -15,7 +15,7 @@ from pathlib import Path
 
 from disagg.memory.groups import spec_of
 from disagg.memory.kv_memory import KvMemory
-from disagg.memory.layout import PoolLayout, plan_layout, stage_layout
+from disagg.memory.layout import PoolLayout, pool_layout, stage_layout
 from disagg.models.model import PagedModel
 from disagg.models.stage_links import StageLinks
 from disagg.scheduler.pipeline import plans_in_flight
@@ -50,7 +50,7 @@ def sizes(
     """tp, pp: of servers whose ranks' pools are to be so small."""
     model = PagedModel.load(model_dir, "float32", "cpu", links=StageLinks(0, pp))
     groups = [group.on_rank(tp) for group in model.whole_groups]
-    layout: PoolLayout = plan_layout([spec_of(group, page_tokens) for group in groups], page_tokens, checkpoint_tokens)
+    layout: PoolLayout = pool_layout([spec_of(group, page_tokens) for group in groups], page_tokens, checkpoint_tokens)
     memory = KvMemory(layout, 1, late_runs=plans_in_flight(pp))
     large_bytes = layout.large_bytes
     if pp > 1:  # the stage with most bytes says how many pages there are

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from disagg.memory.groups import spec_of
-from disagg.memory.layout import PoolLayout, plan_layout
+from disagg.memory.layout import PoolLayout, pool_layout
 from disagg.messages.layout import GroupKind
 from disagg.models.model import PagedModel
 from disagg.offload.rules import OffloadRules, offload_rules
@@ -70,7 +70,7 @@ class Formula:
     def __init__(self, model_dir: Path, page_tokens: int, checkpoint_tokens: int, stride_tokens: int) -> None:
         groups = PagedModel.load(model_dir, "float32", "cpu").groups
         specs = [spec_of(group, page_tokens) for group in groups]
-        self.layout: PoolLayout = plan_layout(specs, page_tokens, checkpoint_tokens)
+        self.layout: PoolLayout = pool_layout(specs, page_tokens, checkpoint_tokens)
         self.rules: OffloadRules = offload_rules(self.layout, stride_tokens)
 
     def hit_tokens(self, known: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from disagg.cli.up import UpOptions, plan_cluster
+from disagg.cli.up import UpOptions, cluster_processes
 from disagg.config.load import dump_config, load_config
 from disagg.convert.model_dir import resolve
 from tests.cluster.campaign import check, total
@@ -186,20 +186,20 @@ class MixedCluster(Cluster):
         model = {"model.name": str(model_dir), "model.dtype": "float32"}
         engine = {"engine.page_tokens": 4, "engine.chunk_tokens": 16, "engine.kv_memory_bytes": "64MiB"}
         base = load_config(None, {**model, **engine, "router.http_port": 0, "router.grpc_port": 0})
-        plans = plan_cluster(base, UpOptions(num_prefill=len(prefill_tps), num_decode=len(decode_tps)))
-        self._plans = [plans[0]]
-        for plan, tp in zip(plans[1:], (*prefill_tps, *decode_tps), strict=True):
-            self._plans.append(replace(plan, config=replace(plan.config, server=replace(plan.config.server, tp=tp))))
+        specs = cluster_processes(base, UpOptions(num_prefill=len(prefill_tps), num_decode=len(decode_tps)))
+        self._specs = [specs[0]]
+        for spec, tp in zip(specs[1:], (*prefill_tps, *decode_tps), strict=True):
+            self._specs.append(replace(spec, config=replace(spec.config, server=replace(spec.config.server, tp=tp))))
         self._children: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> MixedCluster:
-        for plan in self._plans:
-            file = self.run_dir / f"{plan.name}.toml"
-            file.write_text(dump_config(plan.config))
-            with (self.run_dir / f"{plan.name}.log").open("wb") as log:
-                command = (*CLI, plan.role, "--config", str(file))
+        for spec in self._specs:
+            file = self.run_dir / f"{spec.name}.toml"
+            file.write_text(dump_config(spec.config))
+            with (self.run_dir / f"{spec.name}.log").open("wb") as log:
+                command = (*CLI, spec.role, "--config", str(file))
                 self._children.append(subprocess.Popen(command, stdout=log, stderr=log))
-        self.http = f"http://127.0.0.1:{self._plans[0].config.router.http_port}"
+        self.http = f"http://127.0.0.1:{self._specs[0].config.router.http_port}"
         try:
             self.wait_healthy(180)
         except BaseException:

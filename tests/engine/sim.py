@@ -28,7 +28,7 @@ from disagg.engine.handoff.send import Sender
 from disagg.engine.now import Now
 from disagg.memory.groups import spec_of
 from disagg.memory.kv_memory import KvMemory
-from disagg.memory.layout import PageSizing, plan_layout
+from disagg.memory.layout import PageSizing, pool_layout
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 from disagg.messages.legs import (
     AbortLeg,
@@ -443,7 +443,7 @@ class World:
         segments = 1 if tight else rng.choice((1, 2, 4, 8))
         most = min(max_prompt + max_new, self.max_model_len)
         groups = models(rng)
-        layout = plan_layout(
+        layout = pool_layout(
             [spec_of(group, page_tokens) for group in groups],
             page_tokens,
             page_tokens * rng.choice((1, 2, 4)),
@@ -694,8 +694,8 @@ class World:
         for choice in range(request.params.n):
             if choice not in request.finished:
                 groups.setdefault(tuple(request.accepted.get(choice, ())), []).append(choice)
-        for trunk, (outputs, choices) in enumerate(groups.items()):
-            key = LegKey(request.request_id, request.attempt, trunk)
+        for prefix_no, (outputs, choices) in enumerate(groups.items()):
+            key = LegKey(request.request_id, request.attempt, prefix_no)
             request.legs[key] = tuple(choices)
             request.answering[key] = decode
             whole = ((decode, NOBODY),)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from disagg.engine.instructions import Instruction, PublishKv
 from disagg.memory.groups import spec_of
-from disagg.memory.layout import plan_layout
+from disagg.memory.layout import pool_layout
 from disagg.messages import link as m
 from disagg.messages.layout import GroupKind, LayerGroup
 from disagg.messages.legs import LegEnd, LegTokens, Outcome, ServerState, StartLeg
@@ -705,7 +705,7 @@ def test_what_just_fits_is_computed_and_decoded_to_its_end(groups: tuple[LayerGr
 def test_a_prompt_that_fits_is_admitted_however_what_is_cached_of_it_lies() -> None:
     """Three small pages of the one group make a large page, and two of the other: a hit may pin one of each."""
     groups = (FULL, LayerGroup("window", (2, 3, 4), 2, 1, "float32", GroupKind.WINDOW, window=6))
-    layout = plan_layout([spec_of(group, PAGE_TOKENS) for group in groups], PAGE_TOKENS, CHECKPOINT_TOKENS)
+    layout = pool_layout([spec_of(group, PAGE_TOKENS) for group in groups], PAGE_TOKENS, CHECKPOINT_TOKENS)
     assert layout.per_large == (3, 2)
     prefill = Prefill(facts(*groups, layout=layout, num_large=5))
     for number, tokens in enumerate((4, 12, 8, 12, 16)):

@@ -17,7 +17,7 @@ from disagg.engine.instructions import Instruction, PublishKv, ToLink, ToRouter,
 from disagg.engine.now import Now
 from disagg.engine.prompts import Prompts
 from disagg.memory.groups import spec_of
-from disagg.memory.layout import PageSizing, plan_layout
+from disagg.memory.layout import PageSizing, pool_layout
 from disagg.messages import link as m
 from disagg.messages.layout import GroupKind, GroupPages, LayerGroup, StatePart
 from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, Outcome, PeerRef, ServerMessage, StartLeg
@@ -75,7 +75,7 @@ def facts(*groups: LayerGroup, num_large: int = 12, **changes: Any) -> EngineFac
     """Of an engine for a model of these groups; pages of four tokens, chunks of eight, a checkpoint after each eight."""
     groups = groups or (FULL,)
     specs = [spec_of(group, PAGE_TOKENS) for group in groups]
-    layout = plan_layout(specs, PAGE_TOKENS, CHECKPOINT_TOKENS, PageSizing.MAX)
+    layout = pool_layout(specs, PAGE_TOKENS, CHECKPOINT_TOKENS, PageSizing.MAX)
     usual = EngineFacts(
         incarnation="own",
         tp=1,

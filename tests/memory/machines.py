@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from disagg.memory.cache import ImageRef, image_key, snapshot_key
 from disagg.memory.groups import GroupSpec
 from disagg.memory.hashing import chain_root, extend_hashes
-from disagg.memory.layout import PageSizing, PoolLayout, plan_layout
+from disagg.memory.layout import PageSizing, PoolLayout, pool_layout
 from disagg.messages.layout import GroupKind
 from tests.memory.model import CacheModel, Page, PoolModel
 
@@ -88,7 +88,7 @@ def run_campaign(
 
 def layout_of(*page_bytes: int, sizing: PageSizing = PageSizing.LCM) -> PoolLayout:
     groups = tuple(GroupSpec(f"group{i}", GroupKind.FULL, size) for i, size in enumerate(page_bytes))
-    return plan_layout(groups, PAGE_TOKENS, checkpoint_tokens=2 * PAGE_TOKENS, sizing=sizing)
+    return pool_layout(groups, PAGE_TOKENS, checkpoint_tokens=2 * PAGE_TOKENS, sizing=sizing)
 
 
 # Small pools, so that each of the five steps is needed again and again: (layout, large pages).
@@ -342,7 +342,7 @@ def cache_machine(
         @initialize(model=st.sampled_from(sorted(MODELS)))
         def make(self, model: str) -> None:
             groups, num_large = MODELS[model]
-            self.layout = plan_layout(groups, PAGE_TOKENS, CHECKPOINT_TOKENS)
+            self.layout = pool_layout(groups, PAGE_TOKENS, CHECKPOINT_TOKENS)
             self.groups = range(len(groups))
             self.cache = cache_class(self.layout, Random(0))
             self.allocator = allocator_class(self.layout, num_large, self.cache.remove)

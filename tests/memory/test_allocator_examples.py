@@ -6,7 +6,7 @@ import pytest
 
 from disagg.memory.allocator import PageAllocator
 from disagg.memory.groups import GroupSpec
-from disagg.memory.layout import PageSizing, plan_layout
+from disagg.memory.layout import PageSizing, pool_layout
 from disagg.memory.runs import adjacent_runs
 from disagg.messages.layout import GroupKind
 
@@ -15,7 +15,7 @@ ALICE, BOB, CAROL = 1, 2, 3
 
 def allocator_of(num_large: int, *page_bytes: int, sizing: PageSizing = PageSizing.LCM) -> PageAllocator:
     groups = [GroupSpec(f"group{g}", GroupKind.FULL, size) for g, size in enumerate(page_bytes)]
-    return PageAllocator(plan_layout(groups, page_tokens=16, sizing=sizing), num_large, lambda g, page: None)
+    return PageAllocator(pool_layout(groups, page_tokens=16, sizing=sizing), num_large, lambda g, page: None)
 
 
 def allocate(allocator: PageAllocator, g: int, count: int, owner: int) -> list[int]:

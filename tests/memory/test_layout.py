@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from disagg.memory.groups import GroupSpec, spec_of
-from disagg.memory.layout import PageSizing, gcd_bytes, padding_share, plan_layout, stage_layout
+from disagg.memory.layout import PageSizing, gcd_bytes, padding_share, pool_layout, stage_layout
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 
 QUICK = settings(max_examples=300, derandomize=True, deadline=None)
@@ -29,7 +29,7 @@ SPECS = st.lists(
 @QUICK
 @given(SPECS, st.sampled_from(list(PageSizing)))
 def test_small_pages_fill_a_large_page_and_are_aligned(groups: list[GroupSpec], sizing: PageSizing) -> None:
-    layout = plan_layout(groups, page_tokens=16, sizing=sizing)
+    layout = pool_layout(groups, page_tokens=16, sizing=sizing)
     for group, per_large, stride in zip(layout.groups, layout.per_large, layout.strides, strict=True):
         assert per_large * stride == layout.large_bytes
         assert stride >= group.page_bytes
@@ -46,7 +46,7 @@ def test_small_pages_fill_a_large_page_and_are_aligned(groups: list[GroupSpec], 
 @QUICK
 @given(SPECS)
 def test_the_least_common_multiple_loses_no_byte_or_says_why_it_is_not_taken(groups: list[GroupSpec]) -> None:
-    layout = plan_layout(groups, page_tokens=16, max_small=128)
+    layout = pool_layout(groups, page_tokens=16, max_small=128)
     if layout.sizing is PageSizing.LCM:
         assert layout.large_bytes == math.lcm(*(group.page_bytes for group in groups))
         assert max(layout.per_large) <= 128
@@ -59,12 +59,12 @@ def test_the_least_common_multiple_loses_no_byte_or_says_why_it_is_not_taken(gro
 
 def test_84_small_pages_in_a_large_one_are_no_reason_to_waste_bytes() -> None:
     groups = (GroupSpec("attention", GroupKind.FULL, 84), GroupSpec("draft", GroupKind.FULL, 1))
-    assert plan_layout(groups, page_tokens=16).per_large == (1, 84)
+    assert pool_layout(groups, page_tokens=16).per_large == (1, 84)
 
 
 def test_a_multiple_beyond_the_limit_gives_way_to_the_largest_page() -> None:
     groups = (GroupSpec("target", GroupKind.FULL, 1000), GroupSpec("draft", GroupKind.FULL, 7))
-    layout = plan_layout(groups, page_tokens=16)
+    layout = pool_layout(groups, page_tokens=16)
     assert layout.sizing is PageSizing.MAX
     assert layout.large_bytes == 1000
     assert layout.per_large == (1, 125)  # 142 would fit, and 1000 has no divisor between
@@ -79,16 +79,16 @@ def test_a_multiple_beyond_the_limit_gives_way_to_the_largest_page() -> None:
 
 def test_the_largest_page_grows_until_every_group_is_aligned() -> None:
     groups = (GroupSpec("states", GroupKind.STATE, 1008, 16), GroupSpec("attention", GroupKind.FULL, 640, 320))
-    layout = plan_layout(groups, page_tokens=16, sizing=PageSizing.MAX)
+    layout = pool_layout(groups, page_tokens=16, sizing=PageSizing.MAX)
     assert layout.large_bytes == 1280
     assert layout.per_large == (1, 2)
 
 
 def test_checkpoints_lie_between_pages() -> None:
     groups = (GroupSpec("states", GroupKind.STATE, 1024),)
-    assert plan_layout(groups, page_tokens=16, checkpoint_tokens=48).checkpoint_tokens == 48
+    assert pool_layout(groups, page_tokens=16, checkpoint_tokens=48).checkpoint_tokens == 48
     with pytest.raises(ValueError, match="checkpoint_tokens is 500; it must be a multiple of page_tokens, which is 16"):
-        plan_layout(groups, page_tokens=16, checkpoint_tokens=500)
+        pool_layout(groups, page_tokens=16, checkpoint_tokens=500)
 
 
 def test_the_common_divisor_divides_every_page() -> None:
@@ -96,7 +96,7 @@ def test_the_common_divisor_divides_every_page() -> None:
 
 
 def test_pages_of_tokens_are_counted_whole() -> None:
-    layout = plan_layout((GroupSpec("attention", GroupKind.FULL, 64),), page_tokens=16)
+    layout = pool_layout((GroupSpec("attention", GroupKind.FULL, 64),), page_tokens=16)
     assert [layout.pages_for(0, tokens) for tokens in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
 
 
@@ -133,7 +133,7 @@ def test_a_stage_has_as_many_small_pages_in_a_large_one_as_the_whole_model(data:
     def spec(number: int, count: int) -> GroupSpec:
         return GroupSpec(f"group{number}", GroupKind.FULL, count * heads * aligns[number], aligns[number])
 
-    whole = plan_layout([spec(*each) for each in enumerate(layers)], page_tokens=16)
+    whole = pool_layout([spec(*each) for each in enumerate(layers)], page_tokens=16)
     shares = [data.draw(st.integers(0, count)) for count in layers]
     parts = [spec(number, share) if share else None for number, share in enumerate(shares)]
     if not any(parts):

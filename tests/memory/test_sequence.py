@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from disagg.memory.groups import GroupSpec
 from disagg.memory.hashing import chain_root
 from disagg.memory.kv_memory import KvMemory
-from disagg.memory.layout import plan_layout
+from disagg.memory.layout import pool_layout
 from disagg.memory.sequence import SequencePages
 from disagg.memory.spans import last_checkpoint, window_start
 from disagg.messages.layout import GroupKind
@@ -30,7 +30,7 @@ def window(tokens: int) -> GroupSpec:
 
 
 def memory(*groups: GroupSpec, page_tokens: int = 4, num_large: int = 40, caching: bool = True) -> KvMemory:
-    return KvMemory(plan_layout(groups, page_tokens, 2 * page_tokens), num_large, caching=caching)
+    return KvMemory(pool_layout(groups, page_tokens, 2 * page_tokens), num_large, caching=caching)
 
 
 def hashes_of(kv: KvMemory, tokens: int) -> list[bytes]:
@@ -233,7 +233,7 @@ class _Running:
 
 def two_prompts(num_large: int) -> tuple[int, bool]:
     """See `run_prompts`. Each takes 10 pages for full attention, and 4 for its window; 4 more are enough for both."""
-    kv = KvMemory(plan_layout((FULL, window(8)), 4, 8), num_large, common_late_tokens=16)
+    kv = KvMemory(pool_layout((FULL, window(8)), 4, 8), num_large, common_late_tokens=16)
     return run_prompts(kv, [range(100 * number, 100 * number + 40) for number in range(2)])
 
 
@@ -253,7 +253,7 @@ def test_a_checkpoint_takes_no_large_page_that_runs_under_way_may_come_to_need(n
         GroupSpec("window", GroupKind.WINDOW, 24, window_tokens=8),
         GroupSpec("state", GroupKind.STATE, 8),
     )
-    kv = KvMemory(plan_layout(groups, 4, 8), num_large, common_late_tokens=16)
+    kv = KvMemory(pool_layout(groups, 4, 8), num_large, common_late_tokens=16)
     rng = Random(num_large)
     lengths = [rng.choice((16, 24, 40, 64)) for _ in range(12)]
     _, lacked = run_prompts(kv, [range(100 * i, 100 * i + length) for i, length in enumerate(lengths)])

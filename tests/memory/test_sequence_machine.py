@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from disagg.memory.groups import GroupSpec
 from disagg.memory.hashing import chain_root, extend_hashes
 from disagg.memory.kv_memory import KvMemory
-from disagg.memory.layout import PageSizing, PoolLayout, plan_layout
+from disagg.memory.layout import PageSizing, PoolLayout, pool_layout
 from disagg.memory.sequence import SequencePages
 from disagg.memory.spans import last_checkpoint, pages_for, window_start
 from disagg.messages.layout import GroupKind, GroupPages
@@ -47,7 +47,7 @@ def layout_of(sizing: PageSizing = PageSizing.LCM, **page_bytes: int) -> PoolLay
         GroupSpec(name, GroupKind(name), size, window_tokens=WINDOW_TOKENS if name == "window" else 0)
         for name, size in page_bytes.items()
     )
-    return plan_layout(groups, PAGE_TOKENS, CHECKPOINT_TOKENS, sizing)
+    return pool_layout(groups, PAGE_TOKENS, CHECKPOINT_TOKENS, sizing)
 
 
 # Small pools, so that nearly everything is evicted, recycled or refused again and again: (layout, large pages).

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.memory.groups import spec_of
-from disagg.memory.layout import PoolLayout, plan_layout
+from disagg.memory.layout import PoolLayout, pool_layout
 from disagg.memory.sizing import CPU_POOL_BYTES, size_pool
 from disagg.messages.layout import LayerGroup
 
@@ -16,7 +16,7 @@ PAGE_TOKENS = 16
 
 
 def layout() -> PoolLayout:
-    return plan_layout([spec_of(LayerGroup("full", (0, 1), 8, 128, "bfloat16"), PAGE_TOKENS)], PAGE_TOKENS, 512)
+    return pool_layout([spec_of(LayerGroup("full", (0, 1), 8, 128, "bfloat16"), PAGE_TOKENS)], PAGE_TOKENS, 512)
 
 
 @settings(derandomize=True, deadline=None)

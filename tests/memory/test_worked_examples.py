@@ -15,7 +15,7 @@ from disagg.memory.cache import ImageRef, PrefixCache, image_key
 from disagg.memory.groups import GroupSpec, spec_of
 from disagg.memory.hashing import chain_root, extend_hashes
 from disagg.memory.kv_memory import KvMemory
-from disagg.memory.layout import PageSizing, PoolLayout, gcd_bytes, plan_layout
+from disagg.memory.layout import PageSizing, PoolLayout, gcd_bytes, pool_layout
 from disagg.memory.runs import adjacent_runs
 from disagg.messages.layout import GroupKind, LayerGroup
 
@@ -26,7 +26,7 @@ def vision_layout() -> PoolLayout:
     """Llama 3.2 Vision's two kinds of pages, as the paper draws them."""
     image = GroupSpec("image", GroupKind.IMAGE, page_bytes=256)
     text = GroupSpec("text", GroupKind.FULL, page_bytes=384)
-    return plan_layout((image, text), page_tokens=1)
+    return pool_layout((image, text), page_tokens=1)
 
 
 def nothing_is_evicted(g: int, page: int) -> None:
@@ -84,7 +84,7 @@ def test_a_large_page_goes_back_when_none_of_its_small_pages_is_used() -> None:
 
 def test_the_largest_page_wastes_bytes_where_the_common_divisor_and_multiple_do_not() -> None:
     groups = vision_layout().groups
-    largest = plan_layout(groups, page_tokens=1, sizing=PageSizing.MAX)
+    largest = pool_layout(groups, page_tokens=1, sizing=PageSizing.MAX)
     assert largest.large_bytes == 384
     assert [largest.padding_bytes(g) for g in (IMAGE, TEXT)] == [128, 0]
     assert gcd_bytes(groups) == 128, "pages would have to be read in pieces"
@@ -178,7 +178,7 @@ class TwoLayers:
     def __init__(self, sliding_window: int, num_pages: int) -> None:
         full = LayerGroup("full", (0,), 1, 4, "float32")
         window = LayerGroup("window", (1,), 1, 4, "float32", GroupKind.WINDOW, sliding_window)
-        self.layout = plan_layout([spec_of(full, 1), spec_of(window, 1)], page_tokens=1)
+        self.layout = pool_layout([spec_of(full, 1), spec_of(window, 1)], page_tokens=1)
         self.memory = KvMemory(self.layout, num_pages)
         self.token_of: dict[bytes, str] = {}  # which page a hash names: that of the prefix's last token
 
@@ -261,7 +261,7 @@ def test_hits_grow_shorter_from_the_end(two_requests: TwoLayers) -> None:
 
 
 def hybrid(*groups: GroupSpec, page_tokens: int = 1, checkpoint_tokens: int = 512) -> PrefixCache:
-    return PrefixCache(plan_layout(groups, page_tokens, checkpoint_tokens), Random(0))
+    return PrefixCache(pool_layout(groups, page_tokens, checkpoint_tokens), Random(0))
 
 
 FULL_LAYERS = GroupSpec("full", GroupKind.FULL, 16)
@@ -359,7 +359,7 @@ def test_images_are_evicted_whole() -> None:
     images = [ImageRef(bytes([number]), 10 * number, 3) for number in range(5)]
     orders = set()
     for seed in range(6):
-        layout = plan_layout([image_layers], page_tokens=1)
+        layout = pool_layout([image_layers], page_tokens=1)
         cache = PrefixCache(layout, Random(seed))
         evicted: list[int] = []
 

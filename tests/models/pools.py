@@ -7,7 +7,7 @@ import random
 import torch
 
 from disagg.memory.groups import spec_of
-from disagg.memory.layout import PageSizing, plan_layout
+from disagg.memory.layout import PageSizing, pool_layout
 from disagg.messages.layout import LayerGroup
 from disagg.models.pool import AttentionPages, Pool
 
@@ -19,7 +19,7 @@ def make_pool(
     sizing: PageSizing = PageSizing.LCM,
     device: str | torch.device = "cpu",
 ) -> Pool:
-    layout = plan_layout([spec_of(group, page_tokens) for group in groups], page_tokens, page_tokens, sizing)
+    layout = pool_layout([spec_of(group, page_tokens) for group in groups], page_tokens, page_tokens, sizing)
     return Pool.create(groups, num_large, layout.large_bytes, layout.strides, page_tokens, device)
 
 

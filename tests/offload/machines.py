@@ -174,7 +174,7 @@ def manager_machine(
             for flow in manager._flows.values():
                 for page_hash in flow.hashes[: flow.at]:
                     there = all(manager.host.find(g, page_hash) is not None for g in full)
-                    assert there or page_hash in manager._planned.hashes, "a hole on the host"
+                    assert there or page_hash in manager._in_flight.hashes, "a hole on the host"
 
         def teardown(self) -> None:
             if not hasattr(self, "world"):

@@ -9,7 +9,7 @@ import pytest
 from disagg.memory.allocator import PageAllocator
 from disagg.memory.groups import GroupSpec
 from disagg.memory.hashing import extend_hashes
-from disagg.memory.layout import plan_layout
+from disagg.memory.layout import pool_layout
 from disagg.messages.layout import GroupKind
 from disagg.offload.acks import Acks
 from disagg.offload.host import HostPool
@@ -456,7 +456,7 @@ def test_a_stride_is_whole_pages_or_checkpoints_and_one_at_least(model: str, wan
 )
 def test_a_kind_that_cannot_be_stored_is_refused(spec: GroupSpec) -> None:
     with pytest.raises(ValueError, match="cannot be offloaded"):
-        offload_rules(plan_layout((spec,), 2, 4), 8)
+        offload_rules(pool_layout((spec,), 2, 4), 8)
 
 
 def test_acks_are_the_least_over_the_ranks_and_reports_of_what_there_is_not_are_refused() -> None:

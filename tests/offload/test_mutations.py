@@ -66,7 +66,7 @@ OF_MANAGER = (
     Mutation(
         "what is under way is made again",
         "OffloadManager._skip",
-        replaced("self._planned.hashes.get(page_hash)", "None"),
+        replaced("self._in_flight.hashes.get(page_hash)", "None"),
     ),
     Mutation(
         "a span that is on its way to the host is taken for one to storage",
@@ -77,12 +77,12 @@ OF_MANAGER = (
     Mutation(
         "a page that goes to the host only counts as stored",
         "OffloadManager._make_span",
-        replaced("stores and self._planned.only_to_host", "False and self._planned.only_to_host"),
+        replaced("stores and self._in_flight.only_to_host", "False and self._in_flight.only_to_host"),
     ),
     Mutation(
         "pages of windows are stored again by every span",
         "OffloadManager._wanted",
-        replaced("key in self._planned.keys or (key in self._stored_keys and self._stores(flow))", "False"),
+        replaced("key in self._in_flight.keys or (key in self._stored_keys and self._stores(flow))", "False"),
     ),
     Mutation("the host's pages stay held", "OffloadManager._end", replaced("self.host.release(placed)", "pass")),
     Mutation(

@@ -13,7 +13,7 @@ from typing import Any
 
 from disagg.memory.groups import GroupSpec
 from disagg.memory.hashing import chain_root, extend_hashes
-from disagg.memory.layout import PoolLayout, plan_layout
+from disagg.memory.layout import PoolLayout, pool_layout
 from disagg.messages.layout import GroupKind
 from disagg.offload.host import HostPool
 from disagg.offload.instructions import Copy, Discard, GpuPage, Instruction, Pin, Publish, Unpin, Upload
@@ -39,7 +39,7 @@ NOTHING: Name = (-1, b"")
 
 
 def layout_of(model: str) -> PoolLayout:
-    return plan_layout(MODELS[model], PAGE_TOKENS, CHECKPOINT_TOKENS)
+    return pool_layout(MODELS[model], PAGE_TOKENS, CHECKPOINT_TOKENS)
 
 
 @dataclass(eq=False)
@@ -350,7 +350,7 @@ class World:
         assert not +self.pins, f"pages that stay pinned: {+self.pins}"
         assert not +self.holders, f"pages that are never released: {+self.holders}"
         assert not self.manager.host.holders(), "pages of the host that are held for ever"
-        assert not self.manager._keepers and not self.manager._planned.hashes
+        assert not self.manager._keepers and not self.manager._in_flight.hashes
 
     def dump(self) -> dict[str, Any]:
         return {"seen": dict(self.seen), "tally": dict(self.manager.tally)}

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from disagg.memory.cache import PrefixCache
 from disagg.memory.groups import GroupSpec
 from disagg.memory.hashing import chain_root, extend_hashes
-from disagg.memory.layout import plan_layout
+from disagg.memory.layout import pool_layout
 from disagg.messages.layout import GroupKind
 from disagg.messages.legs import KvEvents, PrefixGroup, PrefixRules, ServerState
 from disagg.router.placement import pick_pair
@@ -87,7 +87,7 @@ def test_the_hit_is_what_the_servers_own_cache_finds(
         GroupSpec(f"g{index}", GroupKind(group.kind), 64, window_tokens=group.window_tokens)
         for index, group in enumerate(groups)
     ]
-    cache = PrefixCache(plan_layout(specs, PAGE, 3 * PAGE), random.Random(1))
+    cache = PrefixCache(pool_layout(specs, PAGE, 3 * PAGE), random.Random(1))
     hashes = hashes_of(range(pages * PAGE + 3), rules)
     for g, group in enumerate(groups):
         if group.kind == "full":

@@ -41,15 +41,15 @@ def running(n: int = 1, **changes: Any) -> r.RequestMachine:
 
 
 def tokens(m: r.RequestMachine, server: str, choice: int, first: int, *ids: int, **more: Any) -> list[r.Instruction]:
-    trunk = more.pop("trunk", 0)
+    prefix_no = more.pop("prefix_no", 0)
     attempt = more.pop("attempt", m.attempt)
-    return m.handle(r.TokensCame(server, LegTokens(LegKey("r", attempt, trunk), choice, first, ids, (), **more)))
+    return m.handle(r.TokensCame(server, LegTokens(LegKey("r", attempt, prefix_no), choice, first, ids, (), **more)))
 
 
 def ended(
-    m: r.RequestMachine, server: str, outcome: Outcome = Outcome.DONE, trunk: int = 0, cached: int = 2
+    m: r.RequestMachine, server: str, outcome: Outcome = Outcome.DONE, prefix_no: int = 0, cached: int = 2
 ) -> list[r.Instruction]:
-    return m.handle(r.LegEnded(server, LegEnd(LegKey("r", m.attempt, trunk), outcome, "why", (), cached)))
+    return m.handle(r.LegEnded(server, LegEnd(LegKey("r", m.attempt, prefix_no), outcome, "why", (), cached)))
 
 
 def lost(m: r.RequestMachine, server: str, crashed: bool = False) -> list[r.Instruction]:
@@ -58,7 +58,7 @@ def lost(m: r.RequestMachine, server: str, crashed: bool = False) -> list[r.Inst
 
 def aborts(instructions: list[r.Instruction]) -> list[tuple[str, int, int | None]]:
     sends = [i for i in instructions if isinstance(i, r.Send) and isinstance(i.message, AbortLeg)]
-    return [(s.server, s.message.key.trunk, s.message.choice) for s in sends if isinstance(s.message, AbortLeg)]
+    return [(s.server, s.message.key.prefix_no, s.message.choice) for s in sends if isinstance(s.message, AbortLeg)]
 
 
 def starts(instructions: list[r.Instruction]) -> list[tuple[str, StartLeg]]:
@@ -177,18 +177,18 @@ def test_a_replay_groups_unfinished_choices_by_equal_outputs() -> None:
     tokens(m, "d0", 3, 0, 9, finish=FinishReason.STOP)
     lost(m, "d0")
     legs = starts(m.handle(r.PairPicked(pair("p1", "d1"), 0.0)))
-    assert [(leg.key.trunk, leg.choices, leg.token_ids[3:]) for name, leg in legs if name == "d1"] == [
+    assert [(leg.key.prefix_no, leg.choices, leg.token_ids[3:]) for name, leg in legs if name == "d1"] == [
         (0, (0, 2), (5,)),
         (1, (1,), (6,)),
     ]
 
 
-def test_one_trunks_failure_retires_the_whole_attempt() -> None:
+def test_one_prefixs_failure_retires_the_whole_attempt() -> None:
     m = running(n=2)
     tokens(m, "d0", 0, 0, 5)
     lost(m, "d0")
     m.handle(r.PairPicked(pair("p1", "d1"), 0.0))
-    again = ended(m, "d1", Outcome.BAD_TRANSFER, trunk=1)
+    again = ended(m, "d1", Outcome.BAD_TRANSFER, prefix_no=1)
     assert aborts(again) == [("p1", 0, None), ("d1", 0, None), ("p1", 1, None)]
     assert need(again).prefer_decode == pair("p1", "d1").decode
 
@@ -227,10 +227,10 @@ def test_a_failed_prefill_leg_waits_for_decodes_verdict_too() -> None:
 
 
 def test_every_leg_that_prefill_fails_gets_its_own_time_for_decodes_verdict() -> None:
-    m = parted()  # two trunks in the second attempt
-    first, second = (LegEnd(LegKey("r", 2, trunk), Outcome.WORKER_LOST, "") for trunk in (0, 1))
+    m = parted()  # two prefixes in the second attempt
+    first, second = (LegEnd(LegKey("r", 2, prefix_no), Outcome.WORKER_LOST, "") for prefix_no in (0, 1))
     assert m.handle(r.LegEnded("p0", first)) == [r.ArmVerdictTimer(2, 10.0, 0)]
-    m.handle(r.TokensCame("d0", LegTokens(LegKey("r", 2, 0), 0, 1, (11,))))  # the first trunk's verdict: all is well
+    m.handle(r.TokensCame("d0", LegTokens(LegKey("r", 2, 0), 0, 1, (11,))))  # the first leg's verdict: all is well
     assert m.handle(r.LegEnded("p0", second)) == [r.ArmVerdictTimer(2, 10.0, 1)]
     assert m.handle(r.VerdictTimeout(2, 0)) == [], "the first one's time is over, not the second one's"
     again = m.handle(r.VerdictTimeout(2, 1))
@@ -338,8 +338,8 @@ def test_a_leg_that_a_stop_string_ended_may_fail_without_a_replay() -> None:
     lost(m, "d0")
     m.handle(r.PairPicked(pair("p1", "d1"), 0.0))
     m.handle(r.StopFound(0))
-    assert ended(m, "d1", Outcome.PEER_LOST, trunk=0) == []
-    assert ended(m, "p1", Outcome.ABORTED, trunk=0) == []
+    assert ended(m, "d1", Outcome.PEER_LOST, prefix_no=0) == []
+    assert ended(m, "p1", Outcome.ABORTED, prefix_no=0) == []
     assert m.phase is r.Phase.RUNNING
 
 

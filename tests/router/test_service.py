@@ -306,7 +306,7 @@ async def test_a_killed_decode_server_is_replaced_at_once(cluster: Cluster) -> N
     await cluster.until(lambda: cluster.state("d0") == "ready")
 
 
-async def test_choices_that_went_apart_are_replayed_as_trunks_of_their_own(cluster: Cluster) -> None:
+async def test_choices_that_went_apart_are_replayed_as_prefixes_of_their_own(cluster: Cluster) -> None:
     async def apart(server: FakeServer, leg: StartLeg) -> None:
         for choice in leg.choices:
             server.say(server.tokens(leg, choice, 0, 2 + choice))
@@ -316,7 +316,7 @@ async def test_choices_that_went_apart_are_replayed_as_trunks_of_their_own(clust
     got, _ = await asyncio.gather(cluster.ask(n=3), cluster.ask(n=3))
     assert got.text == {choice: answer(choice, 8) for choice in range(3)}
     replayed = [leg for leg in cluster.servers["d1"].started if leg.key.attempt == 2]
-    assert [(leg.key.trunk, leg.choices, first_index(leg)) for leg in replayed] == [
+    assert [(leg.key.prefix_no, leg.choices, first_index(leg)) for leg in replayed] == [
         (0, (0,), 2),
         (1, (1,), 3),
         (2, (2,), 4),

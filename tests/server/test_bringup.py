@@ -12,7 +12,7 @@ from disagg.config.tree import Config, EngineConfig, ModelConfig, OffloadConfig,
 from disagg.convert.inspect import ModelFacts as InspectedModel
 from disagg.engine.facts import OffloadFacts
 from disagg.memory.groups import spec_of
-from disagg.memory.layout import plan_layout
+from disagg.memory.layout import pool_layout
 from disagg.messages.control import (
     Computation,
     ControlReply,
@@ -194,7 +194,7 @@ async def test_a_host_pool_in_which_nothing_fits_is_refused_and_a_ratio_gives_ro
 
 
 def test_room_for_a_span_is_room_for_what_every_group_keeps_of_it() -> None:
-    layout = plan_layout([spec_of(each, 16) for each in (FULL, WINDOW, STATE)], 16, 32)
+    layout = pool_layout([spec_of(each, 16) for each in (FULL, WINDOW, STATE)], 16, 32)
     rules = offload_rules(layout, 64)
     full, window, state = (-(-pages // per) for pages, per in zip((4, 4 + 3, 2), layout.per_large, strict=True))
     assert least_large(rules) == full + window + state
@@ -282,7 +282,7 @@ async def test_stages_have_pages_of_their_own_size_and_as_many_as_the_smallest_h
     assert (load.tp, load.pp) == (tp, 2)
     (made,) = (each for each in group.asked if isinstance(each, MakePool))
     page_bytes = 2 * (2 // tp) * 8 * 4 * 16  # of one layer
-    layout = plan_layout([spec_of(layers.on_rank(tp), 16) for layers in (FULL, WINDOW)], 16)
+    layout = pool_layout([spec_of(layers.on_rank(tp), 16) for layers in (FULL, WINDOW)], 16)
     first, second = made.stages
     full, window = layout.per_large
     assert first.strides == (page_bytes,) and first.large_bytes == full * page_bytes

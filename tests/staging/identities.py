@@ -10,7 +10,7 @@ from disagg.types.ids import LegKey
 IDENTITY: dict[str, Any] = {
     "request_id": "r-1",
     "attempt": 1,
-    "trunk": 0,
+    "prefix_no": 0,
     "src_incarnation": "aa",
     "dst_incarnation": "bb",
     "group": 0,
@@ -28,7 +28,7 @@ def slice_of(**changed: Any) -> RankSlice:
     named = IDENTITY | changed
     assert named.keys() == IDENTITY.keys()
     return RankSlice(
-        LegKey(named["request_id"], named["attempt"], named["trunk"]),
+        LegKey(named["request_id"], named["attempt"], named["prefix_no"]),
         Piece(*(named[name] for name in ("group", "layer_start", "layer_stop", "token_start", "token_stop"))),
         HeadSlice(named["src_rank"], named["dst_rank"], 0, 0, 1),
         named["src_incarnation"],

@@ -20,7 +20,7 @@ from triton.runtime import driver
 
 from disagg.messages.pieces import HeadSlice, Piece
 from disagg.staging import kernels
-from disagg.staging.kernels import SUMS, Launcher, plan_launch
+from disagg.staging.kernels import SUMS, Launcher, launch_of
 from disagg.staging.rows import PagedRows, PageShape
 
 STREAM = 7
@@ -82,9 +82,9 @@ def launches(overlap: bool) -> dict[str, Any]:
             heads = HeadSlice(0, 0, 1, 1, 1)
             rows = PagedRows(pool, torch.tensor([3, 1, 4, 0]), shape, piece, heads, seed=(1 << 63) + 5, first_page=1)
             staging = torch.zeros(rows.staged_bytes, dtype=torch.uint8)
-            launch = plan_launch(rows, staging, sums, of_scatter)
+            launch = launch_of(rows, staging, sums, of_scatter)
             launch()
-            bound = launcher.bind(plan_launch(rows, torch.zeros_like(staging), sums, of_scatter))
+            bound = launcher.bind(launch_of(rows, torch.zeros_like(staging), sums, of_scatter))
             bound(staging, launch.tensors["verdict"], True)
             pairs.append(told[-2:])
             ptx = launcher.compiled(launch).asm["ptx"]

@@ -127,7 +127,7 @@ def test_seeds_of_former_versions_are_still_the_same() -> None:
     other = slice_of(
         request_id="chatcmpl-é中",
         attempt=7,
-        trunk=3,
+        prefix_no=3,
         src_incarnation="5f0c1d",
         dst_incarnation="a9",
         group=2,

@@ -20,7 +20,7 @@ from disagg.messages.pieces import HeadSlice, Piece
 from disagg.staging import copy
 from disagg.staging import kernels as kernels_module
 from disagg.staging.identity import identity_seed
-from disagg.staging.kernels import SUMS, VERDICT_OK, VERDICT_WRONG, Launcher, plan_launch, run_block_words
+from disagg.staging.kernels import SUMS, VERDICT_OK, VERDICT_WRONG, Launcher, launch_of, run_block_words
 from disagg.staging.pieces import TRAILER_BYTES, framed_bytes
 from disagg.staging.rows import PagedRows, PageShape
 from disagg.staging.slices import head_slices, heads_per_rank
@@ -88,7 +88,7 @@ class Kernels:
         ids = pool.page_ids[first:].to(DEVICE)
         rows = PagedRows(pool.bytes_there, ids, pool.shape, piece, part, seed, first_page=first)
         assert rows.staged_bytes == len(out) - offset - SPARE
-        plan_launch(rows, out[offset:], self.sums, None)()
+        launch_of(rows, out[offset:], self.sums, None)()
         assert self.sums.tolist() == [0] * SUMS, "the next launch would begin with this one's sum"
         return out[offset:].cpu()
 
@@ -103,7 +103,7 @@ class Kernels:
         there[offset:] = staging.to(DEVICE)
         verdict = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         rows = PagedRows(pool.bytes_there, ids, pool.shape, piece, part, seed, first_page=first)
-        plan_launch(rows, there[offset:], self.sums, verdict)()
+        launch_of(rows, there[offset:], self.sums, verdict)()
         assert self.sums.tolist() == [0] * SUMS
         assert int(verdict) in (VERDICT_OK, VERDICT_WRONG)
         return int(verdict) == VERDICT_OK
@@ -315,7 +315,7 @@ def test_rows_that_moved_by_one_are_caught() -> None:
     [
         {"request_id": "r-2"},
         {"attempt": 2},
-        {"trunk": 1},
+        {"prefix_no": 1},
         {"src_incarnation": "ab"},
         {"dst_incarnation": "aa"},
         {"layer_start": 1, "layer_stop": 2},
@@ -368,7 +368,7 @@ def test_pieces_begun_back_to_back_move_as_one_by_one(row_bytes: int) -> None:
     def bound(of: Pool, number: int, verdict: torch.Tensor | None) -> Callable[..., None]:
         ids = of.page_ids.to(DEVICE)
         rows = PagedRows(of.bytes_there, ids, shape, pieces[number], part, SEED)
-        return launcher.bind(plan_launch(rows, entries[number], kernels.sums, verdict))
+        return launcher.bind(launch_of(rows, entries[number], kernels.sums, verdict))
 
     gathers = [bound(src, number, None) for number, (src, _) in enumerate(pools)]
     scatters = [bound(dst, number, verdicts[number]) for number, (_, dst) in enumerate(pools)]

@@ -13,7 +13,7 @@ import torch
 from disagg.messages.pieces import HeadSlice, Piece
 from disagg.staging import triton_mover
 from disagg.staging.kernels import Launch
-from disagg.staging.mover import PLANNED_ALIGN, Move, Mover, TorchMover, create_mover
+from disagg.staging.mover import PREPARED_ALIGN, Move, Mover, TorchMover, create_mover
 from disagg.staging.pieces import framed_bytes
 from disagg.staging.rows import PagedRows, PageShape
 from disagg.staging.triton_mover import TritonMover
@@ -88,11 +88,11 @@ def rows_of(mover: Mover, pool: torch.Tensor, seed: int = SEED) -> PagedRows:
 
 
 def gather(mover: Mover, source: torch.Tensor, out: torch.Tensor, seed: int = SEED) -> Move:
-    return mover.plan_gather(rows_of(mover, source, seed), out)(out)
+    return mover.prepare_gather(rows_of(mover, source, seed), out)(out)
 
 
 def scatter(mover: Mover, staged: torch.Tensor, target: torch.Tensor, seed: int = SEED) -> Move:
-    return mover.plan_scatter(rows_of(mover, target, seed), staged)()
+    return mover.prepare_scatter(rows_of(mover, target, seed), staged)()
 
 
 def rows(of: torch.Tensor, head: int) -> torch.Tensor:
@@ -113,10 +113,10 @@ def test_what_is_gathered_is_scattered_into_the_other_pool(mover: Mover) -> None
 
 def test_a_planned_move_reads_what_is_there_when_it_begins(mover: Mover) -> None:
     source, target, apart = pool(1), pool(2), staging()
-    memory = torch.zeros(8 * PLANNED_ALIGN, dtype=torch.uint8)
-    elsewhere, into = memory[:NBYTES], memory[4 * PLANNED_ALIGN : 4 * PLANNED_ALIGN + NBYTES]
-    begin_gather = mover.plan_gather(rows_of(mover, source), elsewhere)
-    begin_scatter = mover.plan_scatter(rows_of(mover, target), into)
+    memory = torch.zeros(8 * PREPARED_ALIGN, dtype=torch.uint8)
+    elsewhere, into = memory[:NBYTES], memory[4 * PREPARED_ALIGN : 4 * PREPARED_ALIGN + NBYTES]
+    begin_gather = mover.prepare_gather(rows_of(mover, source), elsewhere)
+    begin_scatter = mover.prepare_scatter(rows_of(mover, target), into)
     source.copy_(pool(3))
     sent = begin_gather(into)
     assert sent.done() and sent.nbytes == NBYTES
@@ -211,8 +211,8 @@ def test_a_move_is_ordered_behind_a_page_table_or_a_zeroing_and_not_behind_a_mov
     monkeypatch.setattr(triton_mover.Launcher, "bind", noting)
     mover = TritonMover(CPU, Queue(reached=1 << 30))
     staged, target = staging(), pool(2)
-    send = mover.plan_gather(rows_of(mover, pool(1)), staged)
-    land = mover.plan_scatter(rows_of(mover, target), staged)
+    send = mover.prepare_gather(rows_of(mover, pool(1)), staged)
+    land = mover.prepare_scatter(rows_of(mover, target), staged)
     send(staged), land(), send(staged)
     assert ordered == [True, False, False]
     pages = mover.pages([4])

@@ -40,7 +40,7 @@ class SlowMover:
     def __init__(self) -> None:
         self.waiting: deque[SlowMove] = deque()
         self.at_once = False
-        self.planned: list[int] = []  # first token of the piece of every move that was planned
+        self.prepared: list[int] = []  # first token of the piece of every move that was prepared
 
     def run(self, moves: int = 1) -> None:
         for _ in range(moves):
@@ -52,8 +52,8 @@ class SlowMover:
     def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
         pass
 
-    def plan_gather(self, rows: PagedRows, out: torch.Tensor) -> Callable[[torch.Tensor], SlowMove]:
-        self.planned.append(rows.piece.token_start)
+    def prepare_gather(self, rows: PagedRows, out: torch.Tensor) -> Callable[[torch.Tensor], SlowMove]:
+        self.prepared.append(rows.piece.token_start)
 
         def begin(into: torch.Tensor) -> SlowMove:
             def run() -> bool:
@@ -64,8 +64,8 @@ class SlowMover:
 
         return begin
 
-    def plan_scatter(self, rows: PagedRows, staging: torch.Tensor) -> Callable[[], SlowMove]:
-        self.planned.append(rows.piece.token_start)
+    def prepare_scatter(self, rows: PagedRows, staging: torch.Tensor) -> Callable[[], SlowMove]:
+        self.prepared.append(rows.piece.token_start)
         padded = rows.staged_bytes - TRAILER_BYTES
 
         def run() -> bool:

@@ -412,12 +412,12 @@ def test_a_piece_outside_of_the_grant_is_an_error(piece: Piece) -> None:
 
 
 def test_the_plan_is_what_is_wanted_of_each_group_and_the_last_state() -> None:
-    assert receiver_of_all((2, WINDOW_START, 0), checkpoint=True).plan == (
+    assert receiver_of_all((2, WINDOW_START, 0), checkpoint=True).due == (
         Piece(0, 0, 2, 2, 8),
         Piece(1, 0, 1, 4, 8),
         Piece(2, 0, 3, 0, 1),
     )
-    assert receiver_of_all((8, 8, 0)).plan == (Piece(2, 0, 3, 0, 1),)
+    assert receiver_of_all((8, 8, 0)).due == (Piece(2, 0, 3, 0, 1),)
 
 
 def test_a_leg_of_which_nothing_is_wanted_is_covered_as_soon_as_it_is_bound() -> None:

@@ -242,7 +242,7 @@ class Transfer:
 
     # ---- what always holds
 
-    def planned(self) -> set[Cell]:
+    def due(self) -> set[Cell]:
         stops = (self.num_tokens, self.num_tokens, CHECKPOINT)
         return {
             (number, layer, position)
@@ -252,17 +252,17 @@ class Transfer:
         }
 
     def check(self) -> None:
-        planned, everywhere = self.planned(), set.intersection(*self.here)
+        due, everywhere = self.due(), set.intersection(*self.here)
         if self.receiver.state is ReceiveState.RECEIVING:
-            assert self.receiver.covered == (planned <= everywhere)
-            assert {cell for piece in self.receiver.missing() for cell in cells(piece)} == planned - everywhere
+            assert self.receiver.covered == (due <= everywhere)
+            assert {cell for piece in self.receiver.missing() for cell in cells(piece)} == due - everywhere
         if self.receiver.state is ReceiveState.COMPLETE:
-            assert planned <= everywhere
+            assert due <= everywhere
         if self.sender.state is SendState.SENT:
             assert not self.writes
             for rank in range(self.ranks):
                 whole = [no for no, r in self.written if r == rank and self._is_whole(no, rank)]
-                assert planned <= {cell for no in whole for cell in cells(self.pieces[no])}, "said to be sent, was not"
+                assert due <= {cell for no in whole for cell in cells(self.pieces[no])}, "said to be sent, was not"
         for number, group in enumerate(GROUPS):
             self._check_publishable(number, 2 if group.is_state else self.num_tokens, everywhere)
 

@@ -99,14 +99,14 @@ def test_a_piece_is_gathered_while_the_one_before_it_is_written(pair: Pair, gath
 
 def test_gathers_are_made_ready_one_by_one_while_their_kv_is_computed(pair: Pair, gathers: SlowMover) -> None:
     pair.tell(pair.src, *(pair.piece(piece, (3,), after_plan=5)[0] for piece in (FIRST, SECOND, THIRD)))
-    assert gathers.planned == [], "the thread is not held up by what is asked of it"
-    for planned in ([0], [0, 4], [0, 4, 8]):
+    assert gathers.prepared == [], "the thread is not held up by what is asked of it"
+    for prepared in ([0], [0, 4], [0, 4, 8]):
         assert pair.src.busy
-        assert turn(pair.src) == [] and gathers.planned == planned
+        assert turn(pair.src) == [] and gathers.prepared == prepared
     assert not pair.src.busy, "nothing is left to do until the plan is computed"
     pair.src.plan_computed(5)
     turn(pair.src)
-    assert len(gathers.waiting) == 3 and gathers.planned == [0, 4, 8]
+    assert len(gathers.waiting) == 3 and gathers.prepared == [0, 4, 8]
 
 
 @pytest.mark.parametrize(
@@ -131,14 +131,14 @@ def test_a_gather_that_can_begin_is_made_ready_at_once(pair: Pair, gathers: Slow
     assert len(gathers.waiting) == 3
     gathers.run(3)
     assert [type(report) for _ in range(2) for report in turn(pair.src)] == [PieceSent] * 3
-    assert gathers.planned == [0, 4, 8], "each once"
+    assert gathers.prepared == [0, 4, 8], "each once"
 
 
 def test_nothing_is_made_ready_for_what_is_dropped(pair: Pair, gathers: SlowMover) -> None:
     pair.tell(pair.src, pair.piece(FIRST, (3,), after_plan=5)[0])
     assert pair.tell(pair.src, DropSends(LINK, KEY)) == [SendsDropped(LINK, KEY)]
     turn(pair.src)
-    assert gathers.planned == [] and not pair.src.busy
+    assert gathers.prepared == [] and not pair.src.busy
 
 
 def test_scatters_are_made_ready_one_by_one_before_anything_arrives(
@@ -146,16 +146,16 @@ def test_scatters_are_made_ready_one_by_one_before_anything_arrives(
 ) -> None:
     (send, first), (_, second), (_, third) = (pair.piece(piece, (3,)) for piece in (FIRST, SECOND, THIRD))
     pair.tell(pair.dst, Bind(KEY, TABLES), first, second)
-    assert scatters.planned == []
-    for planned in ([0], [0, 4]):
-        assert turn(pair.dst) == [] and scatters.planned == planned
+    assert scatters.prepared == []
+    for prepared in ([0], [0, 4]):
+        assert turn(pair.dst) == [] and scatters.prepared == prepared
     write(pair, gathers, send)
     assert turn(pair.dst) == []
-    assert len(scatters.waiting) == 1 and scatters.planned == [0, 4], "each once"
+    assert len(scatters.waiting) == 1 and scatters.prepared == [0, 4], "each once"
     scatters.run()
     pair.tell(pair.dst, third, Unbind(KEY))
     turn(pair.dst)
-    assert scatters.planned == [0, 4], "not what is expected no more"
+    assert scatters.prepared == [0, 4], "not what is expected no more"
 
 
 def test_a_piece_lands_when_its_scatter_has_its_verdict(pair: Pair, gathers: SlowMover, scatters: SlowMover) -> None:

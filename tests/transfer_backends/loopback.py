@@ -118,7 +118,7 @@ class LoopbackBackend:
             del self._peers[peer.name]
             self._gone.discard(peer)
 
-    def plan_write(
+    def prepare_write(
         self,
         peer: Peer,
         local: Region,

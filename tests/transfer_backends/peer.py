@@ -57,7 +57,7 @@ def serve(connection: Connection, backend: TransferBackend, nbytes: int, spin: b
         "add": add,
         "fill": fill,
         "read": lambda offset, n: bytes(memory.view[offset : offset + n]),
-        "write": lambda to, offset, remote, remote_offset, n, message: backend.plan_write(
+        "write": lambda to, offset, remote, remote_offset, n, message: backend.prepare_write(
             peers[to], region, offset, remote, remote_offset, n, message
         )(),
         "notify": lambda to, message: backend.notify(peers[to], message),

@@ -202,7 +202,7 @@ def test_a_write_lands_bit_exact_and_nowhere_else(cluster: Cluster, left: Both, 
     remote, peer = left
     remote.ask("fill", 0, b"\xee" * (2 * 65537 + 300))
     cluster.fill(5, pattern(nbytes, nbytes))
-    handle = cluster.me.plan_write(peer, cluster.region, 5, remote.region, 130, nbytes, b"landed")()
+    handle = cluster.me.prepare_write(peer, cluster.region, 5, remote.region, 130, nbytes, b"landed")()
     cluster.until(lambda: handle in cluster.completed)
     assert remote.ask("read", 0, nbytes + 260) == b"\xee" * 130 + pattern(nbytes, nbytes) + b"\xee" * 130
     assert cluster.until_kept(remote, 1) == [("me", b"landed")]
@@ -214,7 +214,8 @@ def test_a_write_that_was_planned_begins_when_it_is_called_and_its_source_may_ch
     remote, peer = left
     remote.ask("fill", 0, bytes(8192))
     planned = [
-        cluster.me.plan_write(peer, cluster.region, 0, remote.region, place, 4096, b"%d" % place) for place in (0, 4096)
+        cluster.me.prepare_write(peer, cluster.region, 0, remote.region, place, 4096, b"%d" % place)
+        for place in (0, 4096)
     ]
     assert planned[0] is not None and cluster.me.outstanding == 0, "nothing is under way yet"
     cluster.fill(0, pattern(4096, 5))
@@ -224,18 +225,18 @@ def test_a_write_that_was_planned_begins_when_it_is_called_and_its_source_may_ch
     del planned  # the second never begins
     assert remote.ask("read", 0, 8192) == pattern(4096, 5) + bytes(4096)
     with pytest.raises(ValueError, match="no range of a region"):
-        cluster.me.plan_write(peer, cluster.region, 0, remote.region, REGION_BYTES, 1, b"")
+        cluster.me.prepare_write(peer, cluster.region, 0, remote.region, REGION_BYTES, 1, b"")
 
 
 def test_a_write_that_was_planned_for_a_peer_that_is_removed_fails_when_it_begins(cluster: Cluster) -> None:
     remote = cluster.spawn("planned")
     peer = cluster.join(remote)
-    before = cluster.me.plan_write(peer, cluster.region, 0, remote.region, 0, 64, b"stale")
+    before = cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, 64, b"stale")
     cluster.me.remove_peer(peer)
-    after = cluster.me.plan_write(peer, cluster.region, 0, remote.region, 0, 64, b"stale")
+    after = cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, 64, b"stale")
     again = cluster.join(remote)
     stale = [before(), after()]
-    fresh = cluster.me.plan_write(again, cluster.region, 0, remote.region, 0, 64, b"fresh")()
+    fresh = cluster.me.prepare_write(again, cluster.region, 0, remote.region, 0, 64, b"fresh")()
     cluster.until(lambda: set(stale) <= set(cluster.failed) and fresh in cluster.completed)
     assert cluster.until_kept(remote, 1) == [("me", b"fresh")]
     remote.kill()
@@ -245,7 +246,7 @@ def test_the_notification_follows_the_data(cluster: Cluster, left: Both) -> None
     remote, peer = left
     for value in range(1, 41):
         cluster.fill(0, bytes([value]) * MIB)
-        cluster.me.plan_write(peer, cluster.region, 0, remote.region, 0, MIB, b"verify 0 %d %d" % (MIB, value))()
+        cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, MIB, b"verify 0 %d %d" % (MIB, value))()
         assert cluster.answer() == b"same", f"write {value} was announced before it had landed"
     cluster.me.notify(peer, b"verify 0 %d 41" % MIB)
     assert cluster.answer() == b"different", "the peer's comparison can fail"
@@ -256,7 +257,7 @@ def test_many_writes_are_in_flight_at_once(cluster: Cluster, left: Both) -> None
     data = pattern(64 * 4096, 3)
     cluster.fill(0, data)
     handles = [
-        cluster.me.plan_write(peer, cluster.region, i * 4096, remote.region, (63 - i) * 4096, 4096, b"%d" % i)()
+        cluster.me.prepare_write(peer, cluster.region, i * 4096, remote.region, (63 - i) * 4096, 4096, b"%d" % i)()
         for i in range(64)
     ]
     assert len(set(handles)) == 64
@@ -276,7 +277,7 @@ def test_two_peers_get_what_is_theirs(cluster: Cluster, left: Both, right: Both)
     for i in range(10):
         for seed, (remote, peer) in enumerate((left, right)):
             cluster.fill(seed * 4096, pattern(4096, seed + i))
-            handle = cluster.me.plan_write(
+            handle = cluster.me.prepare_write(
                 peer, cluster.region, seed * 4096, remote.region, 8192, 4096, b"%s" % remote.name.encode()
             )()
             cluster.until(lambda handle=handle: handle in cluster.completed)
@@ -301,7 +302,7 @@ def test_notifications_of_any_size_arrive(cluster: Cluster, left: Both, nbytes: 
     message = pattern(nbytes, 9)
     cluster.me.notify(peer, message)
     assert cluster.until_kept(remote, 1) == [("me", message)]
-    cluster.me.plan_write(peer, cluster.region, 0, remote.region, 0, 64, message)()
+    cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, 64, message)()
     assert cluster.until_kept(remote, 1) == [("me", message)]
     cluster.me.notify(peer, b"echo " + message)
     assert cluster.answer() == message
@@ -334,17 +335,17 @@ def test_ranges_outside_of_a_region_are_refused_at_once(cluster: Cluster, left: 
         (0, 0, 0),
     ):
         with pytest.raises(ValueError, match="no range of a region"):
-            cluster.me.plan_write(peer, cluster.region, local_offset, remote.region, remote_offset, nbytes, b"")()
+            cluster.me.prepare_write(peer, cluster.region, local_offset, remote.region, remote_offset, nbytes, b"")()
     assert cluster.me.outstanding == 0
 
 
 def test_memory_that_the_peer_did_not_register_is_not_written(cluster: Cluster, left: Both) -> None:
     remote, peer = left
     elsewhere = Region(remote.region.address + (1 << 40), 4096, -1)
-    handle = cluster.me.plan_write(peer, cluster.region, 0, elsewhere, 0, 4096, b"never")()
+    handle = cluster.me.prepare_write(peer, cluster.region, 0, elsewhere, 0, 4096, b"never")()
     cluster.until(lambda: handle in cluster.failed)
     assert cluster.gone == [], "the peer has done nothing wrong"
-    good = cluster.me.plan_write(peer, cluster.region, 0, remote.region, 0, 4096, b"fine")()
+    good = cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, 4096, b"fine")()
     cluster.until(lambda: good in cluster.completed)
     assert cluster.until_kept(remote, 1) == [("me", b"fine")]
 
@@ -360,15 +361,15 @@ def test_a_write_to_a_removed_peer_fails_cleanly_and_the_peer_can_be_added_again
     peer = cluster.join(remote)
     cluster.me.remove_peer(peer)
     cluster.me.remove_peer(peer)
-    handle = cluster.me.plan_write(peer, cluster.region, 0, remote.region, 0, 64, b"late")()
+    handle = cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, 64, b"late")()
     cluster.me.notify(peer, b"late")
     cluster.me.warm_up(peer)
     cluster.until(lambda: handle in cluster.failed)
     assert "removed" in cluster.failed[handle].reason
     again = cluster.join(remote)
     assert again != peer
-    stale = cluster.me.plan_write(peer, cluster.region, 0, remote.region, 0, 64, b"stale")()
-    fresh = cluster.me.plan_write(again, cluster.region, 0, remote.region, 0, 64, b"fresh")()
+    stale = cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, 64, b"stale")()
+    fresh = cluster.me.prepare_write(again, cluster.region, 0, remote.region, 0, 64, b"fresh")()
     cluster.until(lambda: stale in cluster.failed and fresh in cluster.completed)
     assert cluster.until_kept(remote, 1) == [("me", b"fresh")]
     assert cluster.gone == []
@@ -380,21 +381,21 @@ def test_a_killed_peer_fails_its_writes_long_before_a_keepalive_and_its_successo
 ) -> None:
     remote = cluster.spawn("mortal")
     peer = cluster.join(remote)
-    first = cluster.me.plan_write(peer, cluster.region, 0, remote.region, 0, 4096, b"")()
+    first = cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, 4096, b"")()
     cluster.until(lambda: first in cluster.completed)
     remote.freeze()
     in_flight = [
-        cluster.me.plan_write(peer, cluster.region, 0, remote.region, 0, 4 * MIB, b"doomed")() for _ in range(3)
+        cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, 4 * MIB, b"doomed")() for _ in range(3)
     ]
     cluster.poll()
     remote.kill()
-    after = cluster.me.plan_write(peer, cluster.region, 0, remote.region, 0, 4096, b"doomed")()
+    after = cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, 4096, b"doomed")()
     cluster.me.notify(peer, b"doomed")
     cluster.until(lambda: cluster.gone and all(h in cluster.failed for h in [*in_flight, after]), NOTICED_S)
     assert cluster.gone == [peer], "said once"
 
     other, its_peer = left
-    handle = cluster.me.plan_write(its_peer, cluster.region, 0, other.region, 0, 4096, b"alive")()
+    handle = cluster.me.prepare_write(its_peer, cluster.region, 0, other.region, 0, 4096, b"alive")()
     cluster.until(lambda: handle in cluster.completed)
     assert cluster.until_kept(other, 1) == [("me", b"alive")]
 
@@ -402,7 +403,7 @@ def test_a_killed_peer_fails_its_writes_long_before_a_keepalive_and_its_successo
     successor = cluster.spawn("mortal")
     reborn = cluster.join(successor)
     cluster.fill(0, pattern(4096, 77))
-    handle = cluster.me.plan_write(reborn, cluster.region, 0, successor.region, 0, 4096, b"again")()
+    handle = cluster.me.prepare_write(reborn, cluster.region, 0, successor.region, 0, 4096, b"again")()
     cluster.until(lambda: handle in cluster.completed)
     assert successor.ask("read", 0, 4096) == pattern(4096, 77)
     assert cluster.until_kept(successor, 1) == [("me", b"again")]
@@ -416,8 +417,8 @@ def test_a_restarted_peer_may_be_added_without_removing_the_dead_one(cluster: Cl
     remote.kill()
     successor = cluster.spawn("twice")
     reborn = cluster.join(successor)
-    old = cluster.me.plan_write(peer, cluster.region, 0, successor.region, 0, 64, b"old")()
-    new = cluster.me.plan_write(reborn, cluster.region, 0, successor.region, 0, 64, b"new")()
+    old = cluster.me.prepare_write(peer, cluster.region, 0, successor.region, 0, 64, b"old")()
+    new = cluster.me.prepare_write(reborn, cluster.region, 0, successor.region, 0, 64, b"new")()
     cluster.until(lambda: old in cluster.failed and new in cluster.completed)
     assert cluster.until_kept(successor, 1) == [("me", b"new")]
     successor.kill()
@@ -429,13 +430,13 @@ def test_a_frozen_peer_blocks_nobody_else_and_its_writes_are_neither_done_nor_fa
     frozen = cluster.spawn("frozen")
     peer = cluster.join(frozen)
     other, its_peer = left
-    warm = cluster.me.plan_write(peer, cluster.region, 0, frozen.region, 0, 4096, b"")()
+    warm = cluster.me.prepare_write(peer, cluster.region, 0, frozen.region, 0, 4096, b"")()
     cluster.until(lambda: warm in cluster.completed)
     frozen.freeze()
     cluster.fill(0, b"\x05" * 4096)
-    stuck = cluster.me.plan_write(peer, cluster.region, 0, frozen.region, 0, 4096, b"after the thaw")()
+    stuck = cluster.me.prepare_write(peer, cluster.region, 0, frozen.region, 0, 4096, b"after the thaw")()
     for i in range(20):
-        handle = cluster.me.plan_write(its_peer, cluster.region, 0, other.region, 0, 4096, b"%d" % i)()
+        handle = cluster.me.prepare_write(its_peer, cluster.region, 0, other.region, 0, 4096, b"%d" % i)()
         cluster.until(lambda handle=handle: handle in cluster.completed)
     assert len(cluster.until_kept(other, 20)) == 20
     assert stuck not in cluster.failed
@@ -450,7 +451,7 @@ def test_a_frozen_peer_blocks_nobody_else_and_its_writes_are_neither_done_nor_fa
 def test_what_is_said_to_a_frozen_peer_has_a_bound(cluster: Cluster) -> None:
     frozen = cluster.spawn("deaf")
     peer = cluster.join(frozen)
-    warm = cluster.me.plan_write(peer, cluster.region, 0, frozen.region, 0, 64, b"")()
+    warm = cluster.me.prepare_write(peer, cluster.region, 0, frozen.region, 0, 64, b"")()
     cluster.until(lambda: warm in cluster.completed)
     frozen.freeze()
     assert all(cluster.me.notify(peer, b"%d" % i) for i in range(MAX_UNHEARD))
@@ -468,14 +469,14 @@ def test_what_is_said_to_a_frozen_peer_has_a_bound(cluster: Cluster) -> None:
 def test_removing_a_peer_with_writes_in_flight_fails_them_and_nothing_else(cluster: Cluster, left: Both) -> None:
     remote = cluster.spawn("leaving")
     peer = cluster.join(remote)
-    warm = cluster.me.plan_write(peer, cluster.region, 0, remote.region, 0, 64, b"")()
+    warm = cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, 64, b"")()
     cluster.until(lambda: warm in cluster.completed)
     remote.freeze()
-    handles = [cluster.me.plan_write(peer, cluster.region, 0, remote.region, 0, 4 * MIB, b"x")() for _ in range(3)]
+    handles = [cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, 4 * MIB, b"x")() for _ in range(3)]
     cluster.me.remove_peer(peer)
     cluster.until(lambda: all(handle in cluster.failed for handle in handles))
     other, its_peer = left
-    good = cluster.me.plan_write(its_peer, cluster.region, 0, other.region, 0, 4096, b"fine")()
+    good = cluster.me.prepare_write(its_peer, cluster.region, 0, other.region, 0, 4096, b"fine")()
     cluster.until(lambda: good in cluster.completed)
     assert cluster.until_kept(other, 1) == [("me", b"fine")]
     remote.kill()

@@ -62,7 +62,7 @@ def close_after_writing_to_a_dead_peer() -> None:
         backend.poll()
     process.kill()
     process.join()
-    backend.plan_write(peer, region, 0, remote, 0, 64, b"")()
+    backend.prepare_write(peer, region, 0, remote, 0, 64, b"")()
     backend.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from disagg.memory.groups import spec_of
-from disagg.memory.layout import PageSizing, PoolLayout, plan_layout
+from disagg.memory.layout import PageSizing, PoolLayout, pool_layout
 from disagg.models.pool import Pool
 from disagg.offload.keys import Scope
 from tests.offload.pages import CHECKPOINT_TOKENS
@@ -16,7 +16,7 @@ POOL_LARGE = 12
 def layout_of(scope: Scope, tp: int, sizing: PageSizing = PageSizing.LCM) -> PoolLayout:
     """Of a rank."""
     specs = [spec_of(group.on_rank(tp), scope.page_tokens) for group in scope.groups]
-    return plan_layout(specs, scope.page_tokens, CHECKPOINT_TOKENS, sizing)
+    return pool_layout(specs, scope.page_tokens, CHECKPOINT_TOKENS, sizing)
 
 
 def pool_of(scope: Scope, tp: int, sizing: PageSizing = PageSizing.LCM, num_large: int = POOL_LARGE) -> Pool:

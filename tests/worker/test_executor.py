@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from disagg.memory.groups import spec_of
-from disagg.memory.layout import PageSizing, plan_layout
+from disagg.memory.layout import PageSizing, pool_layout
 from disagg.messages.layout import GroupPages
 from disagg.messages.plan import PageCopy, Run, SamplerStart, SequenceStart, WorkerPlan
 from disagg.types.errors import ConfigError
@@ -27,7 +27,7 @@ CHUNKS = (16, 16, 5)
 def executor_of(model_dir: Path, num_large: int = 64, device: str = "cpu") -> Executor:
     executor = Executor(rank=0)
     executor.load(model_dir, "float32", device, threads=1)
-    layout = plan_layout([spec_of(group, T) for group in executor.groups], T, T, PageSizing.MAX)
+    layout = pool_layout([spec_of(group, T) for group in executor.groups], T, T, PageSizing.MAX)
     assert executor.make_pool(num_large, layout.large_bytes, layout.strides, T, max_slots=4) == (
         num_large * layout.large_bytes
     )

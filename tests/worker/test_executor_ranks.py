@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from disagg.memory.groups import spec_of
-from disagg.memory.layout import plan_layout
+from disagg.memory.layout import pool_layout
 from disagg.messages.layout import GroupPages
 from disagg.messages.plan import Run, SamplerStart, SequenceStart, WorkerPlan
 from disagg.models.model import PagedModel
@@ -38,7 +38,7 @@ def run(ranks: Ranks, model_dir: Path, meeting: Path) -> tuple[list[int], list[i
     executor = Executor(ranks.rank, ranks.size)
     executor.load(model_dir, "float32", "cpu", threads=1)
     executor.connect(meeting, 30.0, 30.0)
-    layout = plan_layout([spec_of(group, T) for group in executor.groups], T, T)
+    layout = pool_layout([spec_of(group, T) for group in executor.groups], T, T)
     pool_bytes = executor.make_pool(NUM_LARGE, layout.large_bytes, layout.strides, T, max_slots=4)
     tables = tables_of(len(executor.groups))
     start = SequenceStart(0, PROMPT, len(PROMPT), 0, tables, PARAMS, (SamplerStart(0, 0),))
@@ -76,7 +76,7 @@ def staged(ranks: Ranks, model_dir: Path, meeting: Path, tp: int, tokens: list[i
     executor = Executor(ranks.rank, tp, pp=ranks.size // tp)
     executor.load(model_dir, "float32", "cpu", threads=1)
     executor.connect(meeting, 30.0, 30.0)
-    layout = plan_layout([spec_of(group, T) for group in executor.groups], T, T)
+    layout = pool_layout([spec_of(group, T) for group in executor.groups], T, T)
     executor.make_pool(NUM_LARGE, layout.large_bytes, layout.strides, T, max_slots=4)
     tables = tables_of(len(executor.model.whole_groups))
     start = SequenceStart(0, PROMPT, len(PROMPT), 0, tables, PARAMS, (SamplerStart(0, 0),))

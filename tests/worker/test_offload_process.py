@@ -12,7 +12,7 @@ import pytest
 
 from disagg.config.tree import LogConfig, WorkerConfig
 from disagg.memory.groups import spec_of
-from disagg.memory.layout import PoolLayout, plan_layout
+from disagg.memory.layout import PoolLayout, pool_layout
 from disagg.messages.control import Dump, Dumped, Load, Loaded, MakePool, OffloadOpen, OpenOffload, OpenTransfer
 from disagg.messages.tiers import (
     CopiedIn,
@@ -64,7 +64,7 @@ class Worker:
         assert isinstance(loaded, Loaded)
         self.scope = Scope("weights", "float32", PAGE_TOKENS, loaded.groups)
         specs = [spec_of(group, PAGE_TOKENS) for group in loaded.groups]
-        self.layout = plan_layout(specs, PAGE_TOKENS, CHECKPOINT_TOKENS)
+        self.layout = pool_layout(specs, PAGE_TOKENS, CHECKPOINT_TOKENS)
         await self.group.call(
             MakePool(NUM_LARGE, self.layout.large_bytes, self.layout.strides, PAGE_TOKENS, 1), PATIENCE_S
         )

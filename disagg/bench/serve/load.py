@@ -25,7 +25,7 @@ AHEAD_BYTES = 256 << 20  # of bodies that are made before a run begins; later on
 LEAD_S = 0.05  # from the end of preparations to the first request
 
 
-class Plan(Struct, frozen=True):
+class OfferedLoad(Struct, frozen=True):
     """moments_s: of each conversation's first request, from the start on; None for a closed loop of `concurrency`."""
 
     conversations: tuple[Conversation, ...]
@@ -79,13 +79,13 @@ class Load:
         self,
         target: Target,
         prompts: Prompts,
-        plan: Plan,
+        offered: OfferedLoad,
         heard: Callable[[Outcome], bool] = lambda outcome: False,
         sent: Callable[[], None] = lambda: None,
     ) -> None:
         self._target = target
         self._prompts = prompts
-        self._plan = plan
+        self._offered = offered
         self._heard = heard
         self._sent = sent
         self._outcomes: list[Outcome] = []
@@ -115,25 +115,25 @@ class Load:
             await asyncio.gather(load, stopped, watch, return_exceptions=True)
         taken_s = max(1e-9, time.perf_counter() - began_s + LEAD_S)
         client = ClientLoad(
-            send_late_s=spread([each.late_s for each in self._outcomes] if self._plan.moments_s is not None else []),
+            send_late_s=spread([each.late_s for each in self._outcomes] if self._offered.moments_s is not None else []),
             loop_late_s=spread(self._late_s),
             cpu_share=(time.process_time() - cpu_s) / taken_s,
         )
-        unfinished = self._plan.requests - len(self._outcomes)
+        unfinished = self._offered.requests - len(self._outcomes)
         return Run(self._outcomes, began_s, client, unfinished, self._made_up, self._peak)
 
     def _first_bodies(self) -> Iterator[tuple[bytes, list[int] | str]]:
         """Of every conversation's first turn; its prompt, too, if there are more turns."""
-        for conversation in self._plan.conversations:
+        for conversation in self._offered.conversations:
             turn, more = conversation.turns[0], len(conversation.turns) > 1
             prompt = self._prompts.said(turn)
             yield self._prompts.body(prompt, turn, more), prompt if more else ""
 
     async def _all(self, began_s: float, bodies: Iterator[tuple[bytes, list[int] | str]]) -> None:
-        plan = self._plan
-        if plan.moments_s is None:
-            todo = zip(plan.conversations, bodies, strict=True)
-            workers = min(plan.concurrency, len(plan.conversations))
+        offered = self._offered
+        if offered.moments_s is None:
+            todo = zip(offered.conversations, bodies, strict=True)
+            workers = min(offered.concurrency, len(offered.conversations))
 
             async def work() -> None:
                 for conversation, (body, prompt) in todo:
@@ -144,7 +144,9 @@ class Load:
                     group.create_task(work())
             return
         async with asyncio.TaskGroup() as group:
-            for conversation, at_s, (body, prompt) in zip(plan.conversations, plan.moments_s, bodies, strict=True):
+            for conversation, at_s, (body, prompt) in zip(
+                offered.conversations, offered.moments_s, bodies, strict=True
+            ):
                 due_s = began_s + at_s
                 if (wait_s := due_s - time.perf_counter()) > 0:
                     await asyncio.sleep(wait_s)
@@ -187,8 +189,8 @@ class Load:
                 prompt = [*prompt, *ids, *said]
             body = self._prompts.body(prompt, next_turn, number + 2 < len(conversation.turns))
             due_s = None
-            if self._plan.think_s:
-                await asyncio.sleep(self._plan.think_s)
+            if self._offered.think_s:
+                await asyncio.sleep(self._offered.think_s)
 
     async def _watch(self) -> None:
         """How late a timer is: for so long the loop, or the machine, did something else, and heard nobody."""
@@ -209,7 +211,7 @@ def _ahead(bodies: Iterator[tuple[bytes, list[int] | str]]) -> Iterator[tuple[by
     return chain(made, bodies)
 
 
-def warm_up_plan(conversations: Sequence[Conversation], requests: int) -> Plan:
+def warm_up_load(conversations: Sequence[Conversation], requests: int) -> OfferedLoad:
     """Each one alone and all at once: what a server does for the first time, it does here."""
     chosen = [Conversation(each.turns[:1]) for each in conversations[:requests]]
-    return Plan(tuple(chosen), None, concurrency=max(1, len(chosen)))
+    return OfferedLoad(tuple(chosen), None, concurrency=max(1, len(chosen)))

@@ -25,7 +25,7 @@ from disagg.bench.serve.figures import Answered, Failed, Outcome, duration_of, f
 from disagg.bench.serve.goodput import RateSearch, Slo
 from disagg.bench.serve.http import Client, Origin
 from disagg.bench.serve.keep import keep, try_to_write
-from disagg.bench.serve.load import Load, Plan, Prompts, Run, warm_up_plan
+from disagg.bench.serve.load import Load, OfferedLoad, Prompts, Run, warm_up_load
 from disagg.bench.serve.show import Progress, say_run, show_goodput, show_run
 from disagg.bench.serve.target import Form, Target
 from disagg.bench.serve.trace import MOST_INPUT, MOST_OUTPUT, Traced, read_trace
@@ -257,35 +257,35 @@ class _Bench:
         self._say(f"{self._client.origin.url}, model {model}, prompts as {prompts}: {self._workload.words}")
         if not options.warmup:
             return {"requests": 0}
-        plan = warm_up_plan(self._workload.conversations, options.warmup)
-        run = await Load(self._target, self._new_prompts(), plan).run()
+        offered = warm_up_load(self._workload.conversations, options.warmup)
+        run = await Load(self._target, self._new_prompts(), offered).run()
         failed = [each for each in run.outcomes if isinstance(each, Failed)]
         if failed:
             first = failed[0]
-            self._say(f"{len(failed)} of {plan.requests} warm-up requests failed: {first.cause}: {first.detail}")
-        return {"requests": plan.requests, "failed": len(failed), "duration_s": duration_of(run.outcomes)}
+            self._say(f"{len(failed)} of {offered.requests} warm-up requests failed: {first.cause}: {first.detail}")
+        return {"requests": offered.requests, "failed": len(failed), "duration_s": duration_of(run.outcomes)}
 
     def _new_prompts(self) -> Prompts:
         """Of tokens that no run before had: what a server has cached of those is of no use."""
         self._runs += 1
         return Prompts(self._form, self._ratio, self._seed * 1000 + self._runs)
 
-    def _plan(self, rate: float | None) -> Plan:
+    def _offered(self, rate: float | None) -> OfferedLoad:
         options, workload = self._options, self._workload
         if options.concurrency is not None:
-            return Plan(workload.conversations, None, options.concurrency, options.think_s)
+            return OfferedLoad(workload.conversations, None, options.concurrency, options.think_s)
         moments = workload.moments_s
         if moments is None:
             each_turns = workload.requests / len(workload.conversations)
             per_s = (rate if rate is not None else math.inf) / each_turns
             rng = np.random.default_rng((self._seed, 2))
             moments = tuple(random_arrivals(len(workload.conversations), per_s, options.burstiness, rng))
-        return Plan(workload.conversations, moments, 0, options.think_s)
+        return OfferedLoad(workload.conversations, moments, 0, options.think_s)
 
     async def _run(self, rate: float | None, gives_up: bool) -> Run:
         """gives_up: as soon as the SLO cannot be met any more."""
-        plan, slo = self._plan(rate), self._slo
-        progress = Progress(plan.requests, self._say)
+        offered, slo = self._offered(rate), self._slo
+        progress = Progress(offered.requests, self._say)
         late = 0
 
         def heard(outcome: Outcome) -> bool:
@@ -294,9 +294,9 @@ class _Bench:
             if not gives_up or slo is None or "ttft" not in slo.limits_s:
                 return False
             late += isinstance(outcome, Failed) or outcome.ttft_s > slo.limits_s["ttft"]
-            return slo.hopeless(late, plan.requests)
+            return slo.hopeless(late, offered.requests)
 
-        self._load = Load(self._target, self._new_prompts(), plan, heard, progress.sent)
+        self._load = Load(self._target, self._new_prompts(), offered, heard, progress.sent)
         with progress:
             run = await self._load.run()
         self._load = None

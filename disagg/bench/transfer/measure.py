@@ -21,9 +21,9 @@ from disagg.bench.serve.keep import keep, try_to_write
 from disagg.bench.transfer import trial
 from disagg.bench.transfer.dial import FarRanks
 from disagg.bench.transfer.far import parse_address
+from disagg.bench.transfer.measurement import FIRST_CONTACT, IDLE_S, STAGED, UNSTAGED, Measurement, ResolvedOptions
 from disagg.bench.transfer.processes import STEP_TIMEOUT_S, RankPort, RankProcesses
 from disagg.bench.transfer.report import curve_of, heading, legend, table_of
-from disagg.bench.transfer.rows import FIRST_CONTACT, IDLE_S, STAGED, UNSTAGED, Plan, Row
 from disagg.messages.control import OpenTransfer
 from disagg.messages.transfer import AddPeer
 from disagg.server.networks import choose_net_devices
@@ -111,33 +111,33 @@ def run_transfer_bench(options: TransferOptions, say: Callable[[str], None]) -> 
     pairs = _pairs(options.pairs)
     if options.json_file is not None:
         try_to_write(options.json_file)
-    plan: Plan | None = None
+    resolved: ResolvedOptions | None = None
     gpus: tuple[str, ...] = ()
-    rows: list[Row] = []
-    curve: list[Row] = []
+    rows: list[Measurement] = []
+    curve: list[Measurement] = []
     for pair in pairs:
-        if plan is not None and _left_out(plan, pair, say):
+        if resolved is not None and _left_out(resolved, pair, say):
             continue
         with ranks_of(options, pair) as ranks:
-            if plan is None:
+            if resolved is None:
                 gpus = ranks.gpus
-                plan = _decide(options, ranks)
-                if _left_out(plan, pair, say):
+                resolved = _decide(options, ranks)
+                if _left_out(resolved, pair, say):
                     continue
-            bench = PairBench(plan, pair, ranks)
+            bench = PairBench(resolved, pair, ranks)
             say(f"TP {pair}: {', '.join(bench.placement.src)} to {', '.join(bench.placement.dst)}")
             rows += bench.measure()
-            if not curve and plan.curve:
+            if not curve and resolved.curve:
                 curve = bench.measure_curve()
-    if plan is None or not rows:
+    if resolved is None or not rows:
         raise ConfigError("no pair of TP sizes can hold these KV heads; --tp names others")
-    console.print(heading(plan, gpus))
+    console.print(heading(resolved, gpus))
     console.print(table_of(rows))
     console.print(legend(rows))
     if curve:
         console.print(curve_of(curve))
     if options.json_file is not None:
-        kept = {"plan": plan, "gpus": gpus, "rows": rows, "curve": curve}
+        kept = {"plan": resolved, "gpus": gpus, "rows": rows, "curve": curve}
         keep(options.json_file, msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
         say(f"figures kept in {options.json_file}")
     return 0
@@ -161,7 +161,7 @@ def ranks_of(options: TransferOptions, pair: trial.Pair) -> Ranks:
     return RankProcesses(pair) if options.to is None else FarRanks(pair, *parse_address(options.to, "--to"))
 
 
-def _decide(options: TransferOptions, ranks: Ranks) -> Plan:
+def _decide(options: TransferOptions, ranks: Ranks) -> ResolvedOptions:
     num_gpus = len(ranks.gpus)
     if isinstance(ranks, FarRanks):
         num_gpus = min(num_gpus, len(ranks.far_gpus))
@@ -178,7 +178,7 @@ def _decide(options: TransferOptions, ranks: Ranks) -> Plan:
     piece_bytes = options.piece_bytes or defaults.piece_bytes
     arena_bytes = options.arena_bytes or defaults.arena_bytes
     curve = tuple(size for size in defaults.curve if size + trial.SEGMENT_ALIGN <= arena_bytes) if options.curve else ()
-    return Plan(
+    return ResolvedOptions(
         device=device,
         num_gpus=num_gpus if device == "cuda" else 0,
         shape=shape,
@@ -205,22 +205,22 @@ def _net_devices(defaults: Defaults, ranks: Ranks) -> str:
     return defaults.ucx_net_devices
 
 
-def placement_of(plan: Plan, pair: trial.Pair, ranks: Ranks) -> trial.Placement:
+def placement_of(resolved: ResolvedOptions, pair: trial.Pair, ranks: Ranks) -> trial.Placement:
     """On one machine as `trial.place` has it; on two each side has its own GPUs from the first on."""
     if not isinstance(ranks, FarRanks):
-        return trial.place(pair, plan.num_gpus)
-    if not plan.num_gpus:
+        return trial.place(pair, resolved.num_gpus)
+    if not resolved.num_gpus:
         return trial.place(pair, 0)
     src = tuple(f"cuda:{rank % len(ranks.gpus)}" for rank in range(pair.src_tp))
     dst = tuple(f"cuda:{rank % len(ranks.far_gpus)}" for rank in range(pair.dst_tp))
     return trial.Placement(src, dst, pair.src_tp > len(ranks.gpus) or pair.dst_tp > len(ranks.far_gpus))
 
 
-def _left_out(plan: Plan, pair: trial.Pair, say: Callable[[str], None]) -> bool:
+def _left_out(resolved: ResolvedOptions, pair: trial.Pair, say: Callable[[str], None]) -> bool:
     """Says so if the ranks cannot hold the heads."""
     try:
         for tp in (pair.src_tp, pair.dst_tp):
-            heads_per_rank(tp, plan.shape.kv_heads)
+            heads_per_rank(tp, resolved.shape.kv_heads)
     except SliceError as error:
         say(f"TP {pair} is left out: {error}")
         return True
@@ -230,45 +230,45 @@ def _left_out(plan: Plan, pair: trial.Pair, say: Callable[[str], None]) -> bool:
 class PairBench:
     """The measurements of one pair of TP sizes, on processes that have just been started."""
 
-    def __init__(self, plan: Plan, pair: trial.Pair, ranks: Ranks) -> None:
-        self._plan = plan
+    def __init__(self, resolved: ResolvedOptions, pair: trial.Pair, ranks: Ranks) -> None:
+        self._resolved = resolved
         self._pair = pair
         self._ranks = ranks
-        self.placement = placement_of(plan, pair, ranks)
+        self.placement = placement_of(resolved, pair, ranks)
         self._src: Sequence[RankPort] = ranks.src
         self._dst: Sequence[RankPort] = ranks.dst
         self._all = (*self._src, *self._dst)
         self._ways: dict[str, None] = {}
         self._clock_error_s = ranks.clock_error_s if isinstance(ranks, FarRanks) else 0.0
-        self._num_pages = ceil_div(plan.most_tokens, plan.page_tokens) * SPARE_PAGES // (SPARE_PAGES - 1) + 1
+        self._num_pages = ceil_div(resolved.most_tokens, resolved.page_tokens) * SPARE_PAGES // (SPARE_PAGES - 1) + 1
         self._random = random.Random(7)
         self._trials = 0
         self._entries = 0
 
-    def measure(self) -> list[Row]:
+    def measure(self) -> list[Measurement]:
         """First contact, then every number of tokens."""
         self._open()
         rows = [self._first_contact()]
-        for tokens in self._plan.tokens:
+        for tokens in self._resolved.tokens:
             copy_s = self._plain_copy(tokens)
-            rows.append(self._staged(tokens, self._plan.piece_bytes, copy_s))
-            if self._plan.unstaged:
+            rows.append(self._staged(tokens, self._resolved.piece_bytes, copy_s))
+            if self._resolved.unstaged:
                 rows.append(self._unstaged(tokens, copy_s))
         return rows
 
-    def measure_curve(self) -> list[Row]:
+    def measure_curve(self) -> list[Measurement]:
         """One number of tokens, by size of pieces."""
-        tokens = self._plan.tokens[len(self._plan.tokens) // 2]
+        tokens = self._resolved.tokens[len(self._resolved.tokens) // 2]
         copy_s = self._plain_copy(tokens)
-        return [self._staged(tokens, piece_bytes, copy_s) for piece_bytes in self._plan.curve]
+        return [self._staged(tokens, piece_bytes, copy_s) for piece_bytes in self._resolved.curve]
 
     def _open(self) -> None:
-        plan = self._plan
+        resolved = self._resolved
         for side, processes in (("prefill", self._src), ("decode", self._dst)):
             decode = side == "decode"
             tp = len(processes)
-            group = plan.shape.on_rank(tp)
-            replicas = max(1, tp // plan.shape.kv_heads)
+            group = resolved.shape.on_rank(tp)
+            replicas = max(1, tp // resolved.shape.kv_heads)
             for rank, process in enumerate(processes):
                 process.tell(
                     trial.Open(
@@ -277,25 +277,25 @@ class PairBench:
                         device=(self.placement.dst if decode else self.placement.src)[rank],
                         group=group,
                         first_head=rank // replicas * group.kv_heads,
-                        page_tokens=plan.page_tokens,
+                        page_tokens=resolved.page_tokens,
                         num_pages=self._num_pages,
                         transfer=OpenTransfer(
                             backend="nixl",
                             incarnation="D" if decode else "P",
-                            arena_bytes=plan.arena_bytes if decode else 0,
-                            gather_bytes=plan.largest_piece_bytes + TRAILER_BYTES,
-                            gather_buffers=0 if decode else plan.in_flight,
-                            ucx_tls=plan.ucx_tls,
-                            ucx_net_devices=plan.ucx_net_devices,
+                            arena_bytes=resolved.arena_bytes if decode else 0,
+                            gather_bytes=resolved.largest_piece_bytes + TRAILER_BYTES,
+                            gather_buffers=0 if decode else resolved.in_flight,
+                            ucx_tls=resolved.ucx_tls,
+                            ucx_net_devices=resolved.ucx_net_devices,
                             ucx_log=self._ranks.ucx_log("decode" if decode else "prefill"),
-                            kernels=plan.kernels,  # type: ignore[arg-type]  # the command line allows no other
+                            kernels=resolved.kernels,  # type: ignore[arg-type]  # the command line allows no other
                         ),
-                        unstaged=plan.unstaged,
+                        unstaged=resolved.unstaged,
                     )
                 )
         self._opened = [process.hear(trial.Opened) for process in self._all]
 
-    def _first_contact(self) -> Row:
+    def _first_contact(self) -> Measurement:
         """From introducing ranks that have never met to one page in place."""
         started_s = time.monotonic()
         src, dst = self._opened[: self._pair.src_tp], self._opened[self._pair.src_tp :]
@@ -316,15 +316,15 @@ class PairBench:
                 process.tell(trial.Meet(peers, unstaged))
         for process in self._all:
             process.hear(trial.Done)
-        row = self._staged_once(self._plan.page_tokens, self._plan.piece_bytes, first=True)
-        seconds = row.landed_s - started_s
-        return Row(
+        first = self._staged_once(self._resolved.page_tokens, self._resolved.piece_bytes, first=True)
+        seconds = first.landed_s - started_s
+        return Measurement(
             pair=str(self._pair),
             what=FIRST_CONTACT,
-            tokens=self._plan.page_tokens,
-            payload_bytes=row.planned.payload_bytes,
-            pieces=row.planned.pieces,
-            piece_bytes=row.planned.largest_piece_bytes,
+            tokens=self._resolved.page_tokens,
+            payload_bytes=first.planned.payload_bytes,
+            pieces=first.planned.pieces,
+            piece_bytes=first.planned.largest_piece_bytes,
             seconds=seconds,
             copy_s=0.0,
             shared_gpus=self.placement.shared,
@@ -334,19 +334,19 @@ class PairBench:
         """Median seconds of copying the same bytes along the same routes; 0 between machines, where nothing copies plainly."""
         if isinstance(self._ranks, FarRanks):
             return 0.0
-        routes = trial.routes(self._plan.shape, self._pair, self.placement, tokens)
-        self._src[0].tell(trial.CopyAlong(routes, self._plan.repeats, IDLE_S if self._plan.idle else 0.0))
+        routes = trial.routes(self._resolved.shape, self._pair, self.placement, tokens)
+        self._src[0].tell(trial.CopyAlong(routes, self._resolved.repeats, IDLE_S if self._resolved.idle else 0.0))
         return statistics.median(self._src[0].hear(trial.Copied).seconds)
 
-    def _staged(self, tokens: int, piece_bytes: int, copy_s: float) -> Row:
+    def _staged(self, tokens: int, piece_bytes: int, copy_s: float) -> Measurement:
         """Warm, measure, and compare what landed last."""
         for _ in range(WARM_UPS):
             self._staged_once(tokens, piece_bytes)
-        runs = [self._staged_once(tokens, piece_bytes) for _ in range(self._plan.repeats)]
+        runs = [self._staged_once(tokens, piece_bytes) for _ in range(self._resolved.repeats)]
         self._compare(runs[-1].seed, runs[-1].dst_pages, runs[-1].tokens)
         middle = trial.median_of([run.spent for run in runs])
         planned = runs[-1].planned
-        return Row(
+        return Measurement(
             pair=str(self._pair),
             what=STAGED,
             tokens=tokens,
@@ -364,14 +364,14 @@ class PairBench:
 
     def _staged_once(self, tokens: int, piece_bytes: int, first: bool = False) -> _Run:
         """first: these ranks have sent nothing before, and this starts at once."""
-        plan = self._plan
-        lead = 0 if first else plan.lead_tokens
-        delay_s = 0.0 if first else IDLE_S if plan.idle else START_DELAY_S
+        resolved = self._resolved
+        lead = 0 if first else resolved.lead_tokens
+        delay_s = 0.0 if first else IDLE_S if resolved.idle else START_DELAY_S
         pages = self._pick_pages(lead + tokens), self._pick_pages(lead + tokens)
         asked = trial.Asked(self._next_seed(), tokens, *pages, self._entries, lead)
         try:
             means = self._means(piece_bytes)
-            planned = trial.plan_trial(means, asked)
+            planned = trial.trial_of(means, asked)
         except ValueError as error:
             raise ConfigError(f"--piece: {error}") from error
         self._entries += sum(map(len, planned.sends))
@@ -390,9 +390,9 @@ class PairBench:
         return _Run(asked.number, lead + tokens, pages[1], planned, landed_s, spent)
 
     def _means(self, piece_bytes: int) -> trial.Means:
-        plan = self._plan
-        rings = trial.Rings.of(plan.arena_bytes, piece_bytes)
-        return trial.Means(plan.shape, self._pair, plan.page_tokens, piece_bytes, rings)
+        resolved = self._resolved
+        rings = trial.Rings.of(resolved.arena_bytes, piece_bytes)
+        return trial.Means(resolved.shape, self._pair, resolved.page_tokens, piece_bytes, rings)
 
     def _prepare(self, planned: trial.Trial, rings: trial.Rings, deadline_s: float) -> None:
         """Every rank knows what it receives, or sends, and what was computed before has gone."""
@@ -423,10 +423,10 @@ class PairBench:
         for process in self._src:
             process.hear(trial.Done)
 
-    def _unstaged(self, tokens: int, copy_s: float) -> Row:
-        slices = trial.unstaged_slices(self._plan.shape, self._pair)
+    def _unstaged(self, tokens: int, copy_s: float) -> Measurement:
+        slices = trial.unstaged_slices(self._resolved.shape, self._pair)
         seconds: list[float] = []
-        for _ in range(1 + max(3, self._plan.repeats // 3)):
+        for _ in range(1 + max(3, self._resolved.repeats // 3)):
             seed = self._next_seed()
             src_pages, dst_pages = self._pick_pages(tokens), self._pick_pages(tokens)
             self._fill(seed, src_pages, dst_pages)
@@ -443,11 +443,11 @@ class PairBench:
                 process.hear(trial.Sent)
             seconds.append(max(process.hear(trial.Received).landed_s for process in self._dst) - start_s)
         self._compare(seed, dst_pages, tokens)
-        group = self._plan.shape.on_rank(1)
+        group = self._resolved.shape.on_rank(1)
         units = len(src_pages) * len(group.layers) * group.planes
-        payload = len(src_pages) * self._plan.page_tokens * self._plan.shape.bytes_per_token
+        payload = len(src_pages) * self._resolved.page_tokens * self._resolved.shape.bytes_per_token
         pieces = units * sum(map(len, slices))
-        return Row(
+        return Measurement(
             pair=str(self._pair),
             what=UNSTAGED,
             tokens=tokens,
@@ -462,7 +462,7 @@ class PairBench:
 
     def _pick_pages(self, tokens: int) -> tuple[int, ...]:
         """Random pages in random order, as in a pool that has served for a while."""
-        return tuple(self._random.sample(range(self._num_pages), ceil_div(tokens, self._plan.page_tokens)))
+        return tuple(self._random.sample(range(self._num_pages), ceil_div(tokens, self._resolved.page_tokens)))
 
     def _fill(self, seed: int, src_pages: tuple[int, ...], dst_pages: tuple[int, ...]) -> None:
         for processes, pages in ((self._src, src_pages), (self._dst, dst_pages)):

@@ -341,7 +341,7 @@ class Asked(Struct, frozen=True):
         return 2 * self.number + 1
 
 
-def plan_trial(means: Means, asked: Asked) -> Trial:
+def trial_of(means: Means, asked: Asked) -> Trial:
     """payload_bytes, pieces and largest_piece_bytes are without the lead.
 
     Raises SliceError if the TP sizes cannot hold the heads, ValueError if not one row fits into a piece.

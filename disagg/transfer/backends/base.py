@@ -1,7 +1,7 @@
 """What a transfer backend must do: one-sided writes into a peer's registered memory, each followed by a notification.
 
     prefill worker                                   decode worker
-    backend.plan_write(...)()  ── bytes, then ─────> backend.poll().notifications
+    backend.prepare_write(...)()  ── bytes, then ─────> backend.poll().notifications
     backend.poll().completed                              "look at the session"
 
 One backend object belongs to one thread. Nothing moves unless both sides poll. `poll` never raises for what a peer
@@ -136,7 +136,7 @@ class TransferBackend(Protocol):
         """Forget a peer. Its unfinished writes are reported as failed. Removing twice is nothing."""
         ...
 
-    def plan_write(
+    def prepare_write(
         self,
         peer: Peer,
         local: Region,
@@ -146,12 +146,12 @@ class TransferBackend(Protocol):
         nbytes: int,
         notification: bytes,
     ) -> Callable[[], int]:
-        """A write but for its beginning, which is to call what is returned, once, or never; planning is half of what a write
+        """A write but for its beginning, which is to call what is returned, once, or never; preparing is half of what a write
         costs the host, and needs no source that is ready. The peer sees `notification`, which may be empty, when all bytes
         are in place.
 
         What is returned begins it, and returns a handle that a later `poll` reports. A peer that is removed or gone makes
-        the write fail, there too; only a range outside of a region raises (ValueError), when it is planned.
+        the write fail, there too; only a range outside of a region raises (ValueError), when it is prepared.
         """
         ...
 

@@ -223,7 +223,7 @@ class NixlBackend:
             self._ways.forget(peer)
             self._agent.remove_remote_agent(peer.name)
 
-    def plan_write(
+    def prepare_write(
         self,
         peer: Peer,
         local: Region,

@@ -86,7 +86,7 @@ class FaultyBackend:
         handle, self._next_handle = self._next_handle, self._next_handle + 1
 
         def part(start: int, stop: int, told: bytes) -> int:
-            return self._inner.plan_write(
+            return self._inner.prepare_write(
                 peer, local, local_offset + start, remote, remote_offset + start, stop - start, told
             )()
 
@@ -119,7 +119,7 @@ class FaultyBackend:
                 self._ours[whole()] = handle
         return handle
 
-    def plan_write(self, *arguments: Any) -> Callable[[], int]:
+    def prepare_write(self, *arguments: Any) -> Callable[[], int]:
         """What befalls a write befalls it when it begins."""
         return partial(self._write, *arguments)
 

@@ -13,7 +13,7 @@ IDLE_S = 0.05  # after which NVLink is asleep
 LEAD_PIECES = 2  # as many bytes go before what is measured: they take longer than NVLink takes to wake
 
 
-class Plan(Struct, frozen=True):
+class ResolvedOptions(Struct, frozen=True):
     """Options with everything decided."""
 
     device: str
@@ -51,7 +51,7 @@ class Plan(Struct, frozen=True):
         return pages * self.page_tokens
 
 
-class Row(Struct, frozen=True):
+class Measurement(Struct, frozen=True):
     """One measurement. copy_s: a plain copy of the same bytes over the same routes; 0 where it says nothing."""
 
     pair: str
