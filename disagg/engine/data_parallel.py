@@ -81,6 +81,9 @@ class DataParallel:
     def end_router(self, router: int, reason: str) -> list[Instruction]:
         return self._of({at: rank.end_router(router, reason) for at, rank in enumerate(self.ranks)})
 
+    def give_back(self, reason: str) -> list[Instruction]:
+        return self._of({at: rank.give_back(reason) for at, rank in enumerate(self.ranks)})
+
     def end_all(self, outcome: Outcome, reason: str) -> list[Instruction]:
         return self._of({at: rank.end_all(outcome, reason) for at, rank in enumerate(self.ranks)})
 

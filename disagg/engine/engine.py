@@ -124,6 +124,13 @@ class Engine:
                 self._legs.close(leg, Outcome.ABORTED, reason)
         return self._take()
 
+    def give_back(self, reason: str) -> list[Instruction]:
+        """The server drains: prompts that have not begun are better computed elsewhere."""
+        for leg in self._legs:
+            if not leg.ended and any(stage.unbegun(leg) for stage in leg.stages):
+                self._legs.close(leg, Outcome.GIVEN_BACK, reason)
+        return self._take()
+
     def end_all(self, outcome: Outcome, reason: str) -> list[Instruction]:
         """Drain is over, or the workers are lost: every leg ends."""
         for leg in self._legs:

@@ -40,6 +40,10 @@ class Stage:
     def hand_over(self, leg: Leg) -> None:
         """The router wants what goes on of it to stop here, and to be kept."""
 
+    def unbegun(self, leg: Leg) -> bool:
+        """Nothing of it was done here, nor does anybody else know that it is here: another server can do it at no cost."""
+        return False
+
     def drop_choice(self, leg: Leg, choice: int) -> bool:
         """The router wants nothing more of this choice. True if that was the last that the leg was for."""
         return False

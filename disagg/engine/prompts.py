@@ -118,6 +118,10 @@ class Prompts(Stage):
         if prompt.sequence is not None:
             self._batch.stop(prompt.sequence)
 
+    def unbegun(self, leg: Leg) -> bool:
+        prompt = self._prompts[leg.key]
+        return prompt.turn is not None and prompt.sequence is None and prompt.gave_way is None
+
     def holds(self, leg: Leg) -> bool:
         return any(sequence.pages is not None for sequence in self._sequences(self._prompts[leg.key]))
 

@@ -242,6 +242,12 @@ class Dispatch:
         if self.engine is not None:
             self._do(self.engine.tick(self._clock()))
 
+    def give_back(self, reason: str) -> None:
+        """The server drains: prompts that wait here need not."""
+        if self.engine is not None:
+            self._do(self.engine.give_back(reason))
+        self.routers.flush()
+
     def drain(self, reason: str) -> None:
         """The server shuts down: what is left is given back."""
         if self.engine is not None:

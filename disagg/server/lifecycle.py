@@ -204,7 +204,10 @@ class Server:
         await self._empty(f"{self._identity.name} is shutting down")
 
     async def _empty(self, reason: str) -> None:
-        """Waits for legs, gives back what is left, and lets routers have it all."""
+        """Gives back what has not begun, waits for the rest, ends what is left, and lets routers have it all: also what they sent
+        before they knew that nothing more is taken is answered before links go down."""
+        self._routers.settle()
+        self._dispatch.give_back(reason)
         deadline = time.monotonic() + self._config.server.drain_s
         while (engine := self._dispatch.engine) is not None and not engine.idle and time.monotonic() < deadline:
             await asyncio.sleep(TICK_S / 2)
@@ -226,6 +229,8 @@ class Server:
         if identity.incarnation is not None:
             identity.state = self._up_state
             self._routers.announce()
+            if on:
+                self._dispatch.give_back(f"{identity.name} drains")
 
     @property
     def _up_state(self) -> ServerState:

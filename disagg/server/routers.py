@@ -190,6 +190,13 @@ class RouterStreams(ServerServicer):
             lease.hello_due = True
             lease.stream.wake()
 
+    def settle(self) -> None:
+        """Once `drained` is true, every router that is connected now has heard what was announced, and all that it sent before it
+        heard of it has come."""
+        for lease in self._leases.values():
+            if lease.stream.state.served:
+                lease.stream.settle()
+
     def tick(self) -> None:
         """End the leases of routers that have been silent for too long."""
         now = time.monotonic()

@@ -97,6 +97,7 @@ class StreamState(Generic[S, R]):
         self._connection = 0
         self._channel: ReliableChannel[Any] = ReliableChannel()  # one type each way
         self._ready = False  # what waits may go out
+        self._settles = False  # a frame is to go out, also with nothing in it
         self._repeats: deque[Frame[S]] = deque()
         self._sent: deque[tuple[int, int]] = deque()  # of each frame that is not acknowledged: size, number of messages
         self._sent_size = self._sent_messages = 0  # their sums
@@ -157,6 +158,11 @@ class StreamState(Generic[S, R]):
         self._ready = len(self.outbox) > 0
         return self._ready
 
+    def settle(self) -> None:
+        """Once this end is `idle`, the other one has heard whatever its owner has said on the connection until now, and what that
+        one had sent before it heard is here: a frame goes out that has to be acknowledged, though there be nothing to say."""
+        self._settles = True
+
     def next_frame(self, now_s: float) -> Frame[S] | None:
         """What to write now, on the connection that serves; to be asked again after it was written. None: nothing, until
         `due_s`. What it repeats goes before anything new, since the other end takes the next frame only."""
@@ -166,7 +172,7 @@ class StreamState(Generic[S, R]):
             self._repeats.extend(self._channel.overdue(now_s))
         if self._repeats:
             return self._repeats.popleft()
-        if self._ready:
+        if self._ready or self._settles:
             return self._push(now_s)
         if self._channel.ack_owed and now_s >= self._ack_due_s:
             return self.beat(now_s)
@@ -179,7 +185,7 @@ class StreamState(Generic[S, R]):
         self._sent.append((before - self.outbox.size, len(messages)))
         self._sent_size += self._sent[-1][0]
         self._sent_messages += len(messages)
-        self._ready = len(self.outbox) > 0
+        self._ready, self._settles = len(self.outbox) > 0, False
         return self._channel.push(messages, now_s)
 
     def beat(self, now_s: float) -> Frame[S]:
@@ -194,7 +200,7 @@ class StreamState(Generic[S, R]):
     @property
     def due_s(self) -> float:
         """When `next_frame` has something, if nothing comes in and nothing is put until then."""
-        if self._ready or self._repeats:
+        if self._ready or self._settles or self._repeats:
             return -math.inf
         acknowledge_s = self._ack_due_s if self._channel.ack_owed else math.inf
         return min(self._beat_due_s, acknowledge_s, self._channel.overdue_s)
@@ -214,7 +220,7 @@ class StreamState(Generic[S, R]):
     @property
     def idle(self) -> bool:
         """The other end has everything."""
-        return not len(self.outbox) and not self._channel.unacked
+        return not (len(self.outbox) or self._settles or self._channel.unacked)
 
     @property
     def kept(self) -> int:

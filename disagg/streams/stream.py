@@ -43,6 +43,11 @@ class ResumableStream(Generic[S, R]):
         if self.state.flush():
             self._wake.set()
 
+    def settle(self) -> None:
+        """See StreamState."""
+        self.state.settle()
+        self._wake.set()
+
     def wake(self) -> None:
         """Whoever writes has something of its own to say: see `turns`."""
         self._wake.set()

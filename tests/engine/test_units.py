@@ -318,6 +318,23 @@ def test_prefill_gives_back_what_it_has_no_room_to_queue() -> None:
     assert outcomes(prefill.start(start("c"))) == [Outcome.GIVEN_BACK]
 
 
+def test_prefill_that_drains_gives_back_what_has_not_begun_and_computes_the_rest() -> None:
+    prefill = Prefill(changed(FACTS, num_large=2))
+    begun, waits = start("begun"), start("waits", first_token=50)
+    prefill.start(begun)
+    prefill.start(waits)
+    out = prefill.do(prefill.engine.give_back("P drains"))
+    assert [(end.key, end.outcome, end.reason) for end in to_router(out)] == [
+        (waits.key, Outcome.GIVEN_BACK, "P drains")
+    ]
+    assert to_link([*out, *prefill.event(SendsDropped(LINK, waits.key))]) == [], "decode never heard of it"
+    prefill.open_ring()
+    prefill.link(m.Grant(begun.key, (0,)))
+    prefill.compute_all()
+    prefill.end(begun)
+    assert prefill.engine.idle
+
+
 # ---- decode
 
 
@@ -614,6 +631,17 @@ def test_a_lost_link_after_everything_landed_costs_nothing() -> None:
     decode.running(leg)
     assert outcomes(decode.lose_link("silence")) == []
     assert to_router(decode.step(0, SampledToken(0, 0, 5))) == [LegTokens(leg.key, 0, 1, (5,))]
+
+
+def test_a_lost_link_gives_back_what_was_never_announced_on_it() -> None:
+    decode = Decode(FACTS)
+    announced, waits = start("announced", peer=P_REF), start("waits", first_token=50, peer=P_REF)
+    decode.announced(announced)
+    decode.start(waits)
+    ends = {
+        end.key: end.outcome for end in to_router(decode.lose_link("P is shutting down")) if isinstance(end, LegEnd)
+    }
+    assert ends == {announced.key: Outcome.PEER_LOST, waits.key: Outcome.GIVEN_BACK}
 
 
 @pytest.mark.parametrize("gone", [False, True])

@@ -116,6 +116,9 @@ class Router:
             lambda: sum(self.cached.counts()) == len(pages) and all(self.cached.holds(*page) for page in pages)
         )
 
+    async def send(self, *messages: RouterMessage) -> None:
+        await self._connection.write(self.channel.push(messages, time.monotonic()))  # type: ignore[arg-type]
+
     async def acknowledge(self) -> None:
         await self._connection.write(self.channel.ack_frame())
 
@@ -181,6 +184,34 @@ async def test_a_hello_begins_the_cache_again(server: Server) -> None:
     await router.knows(C)
     assert router.resets == 2
     await router.close()
+
+
+async def test_a_server_that_leaves_knows_when_routers_have_heard_so_and_what_they_sent_before() -> None:
+    async with Server(heartbeat_s=3600.0) as server:
+        router = await attach(server)
+        await router.until(lambda: router.resets == 1)
+        server.incarnation = ""
+        server.streams.announce()
+        server.streams.settle()
+        assert not server.streams.drained
+        await router.until(lambda: router.channel.received == 1)
+        assert router.hello is not None and router.hello.incarnation == "", "it heard that first"
+        await router.send(AbortLeg(KEY))  # what it had sent, or sends, before it says that it heard
+        await router.until(lambda: server.streams.drained)
+        assert server.heard == [AbortLeg(KEY)] and router.messages == []
+        await router.close()
+
+
+async def test_a_router_that_is_not_connected_holds_nobody_up(server: Server) -> None:
+    router = await attach(server)
+    await router.close()
+    async with asyncio.timeout(DEADLINE_S):
+        while any(lease["unacked frames"] for lease in server.streams.describe().values()):  # type: ignore[index]
+            await asyncio.sleep(0.01)
+        while any(lease.stream.state.served for lease in server.streams._leases.values()):
+            await asyncio.sleep(0.01)
+    server.streams.settle()
+    assert server.streams.drained
 
 
 async def test_changes_do_not_wait_for_a_heartbeat() -> None:

@@ -173,6 +173,30 @@ class StreamMachine(RuleBasedStateMachine):
 
 
 TestStream = StreamMachine.TestCase
+
+
+def test_an_end_that_settles_is_idle_when_all_that_was_sent_before_it_was_heard_has_come() -> None:
+    server, router = new_end(), new_end()
+    server.connect(0, 0.0)
+    router.connect(0, 0.0)
+    router.put(7)
+    router.flush()
+    late = router.next_frame(0.0)  # which the router sent before it heard
+    assert late is not None
+    server.settle()
+    server.flush()  # by whoever has nothing to say
+    assert not server.idle and server.due_s == -math.inf
+    asked = server.next_frame(0.0)
+    assert asked is not None and (asked.number, asked.messages) == (1, ())
+    assert server.next_frame(0.0) is None and not server.idle
+    assert router.hear(asked, 0.0) == ()
+    answer = router.next_frame(ACK_DELAY_S)
+    assert answer is not None
+    assert server.hear(late, ACK_DELAY_S) == (7,) and not server.idle
+    server.hear(answer, ACK_DELAY_S)
+    assert server.idle
+
+
 TestStream.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
 
 

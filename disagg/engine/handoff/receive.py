@@ -176,8 +176,9 @@ class Receiver(Handoff):
         self.rings.remove(number, gone)
         self._out.append(ToTransfer(None, RemovePeer(number)))
         for transfer in [transfer for transfer in self.transfers.values() if transfer.link == number]:
-            if transfer.session.open:
-                self._legs.close(transfer.leg, Outcome.PEER_LOST, reason)
+            if transfer.session.open:  # what was never announced had not begun, as where the peer cannot be dialled
+                begun = transfer.session.state is not ReceiveState.WAITING
+                self._legs.close(transfer.leg, Outcome.PEER_LOST if begun else Outcome.GIVEN_BACK, reason)
             self._settle(transfer)
 
     def link_message(self, number: int, message: m.LinkMessage, now: Now) -> None:
