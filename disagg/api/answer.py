@@ -24,6 +24,7 @@ from disagg.api.errors import INTERNAL, Fault, fault_of
 from disagg.api.ports import RouterPort
 from disagg.api.replies import ChatWriter, Chunk, ChunkUsage, CompletionWriter, UsageReply, usage_reply
 from disagg.api.whole import PART_BYTES, WholeAnswer, sized
+from disagg.auth.quotas import Use
 from disagg.router.budget import Held
 from disagg.router.requests import ChoiceDelta, Finished, GenerateRequest, Started, Update, Usage
 from disagg.types.errors import DisaggError, Unavailable
@@ -43,14 +44,18 @@ _LINE_BREAKS = tuple((char.encode(), b"\\u%04x" % ord(char)) for char in "\u0085
 class Answer(Response):
     """The response to one completion or chat call. An ASGI app: all the work happens when it is called."""
 
-    def __init__(self, router: RouterPort, call: Call, fingerprint: str, held: Held, most_bytes: int) -> None:
-        """held: what the call holds of the router's memory. most_bytes: of an answer that is not streamed."""
+    def __init__(self, router: RouterPort, call: Call, fingerprint: str, held: Held, use: Use, most_bytes: int) -> None:
+        """held: what the call holds of the router's memory; use: of its tenant's limits. Both end with the answer.
+
+        most_bytes: of an answer that is not streamed.
+        """
         super().__init__()
         self._router = router
         self._call = _named(sized(call, most_bytes))
         self._fingerprint = fingerprint
         self._begun = False  # the status has been sent
         self._held = held
+        self._use = use
         self._most_bytes = most_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,15 +63,21 @@ class Answer(Response):
         try:
             await until_gone(receive, self._run(send))
         except asyncio.CancelledError:  # the server ends; whoever was being answered is told
-            if not self._begun:
-                raise Unavailable(_CLOSING) from None
+            if self._begun:
+                raise
+            closing = Unavailable(_CLOSING)
+            self._use.end(closing)
+            raise closing from None
+        except DisaggError as error:
+            self._use.end(error)
             raise
         finally:
+            self._use.end()
             self._held.release()
 
     async def _run(self, send: Send) -> None:
         call = self._call
-        async with aclosing(merged(self._router, call.requests)) as updates:
+        async with aclosing(merged(self._router, call.requests, self._use)) as updates:
             started = await _all_started(updates, len(call.requests))
             writer = (ChatWriter if call.kind == "chat" else CompletionWriter)(call, started, self._fingerprint)
             if call.stream:
@@ -118,6 +129,7 @@ class Answer(Response):
         try:
             await self._events(send, writer, started, first, updates)
         except DisaggError as error:
+            self._use.end(error)
             await _send_last(send, _error_event(fault_of(error)))
         except asyncio.CancelledError:  # the client is gone, and nothing is sent; or the server ends
             await _send_last(send, _error_event(fault_of(Unavailable(_CLOSING))))
@@ -254,14 +266,16 @@ def _worth_sending(delta: ChoiceDelta, call: Call) -> bool:
 # ---- the router
 
 
-async def merged(router: RouterPort, requests: tuple[GenerateRequest, ...]) -> AsyncGenerator[tuple[int, Update], None]:
+async def merged(
+    router: RouterPort, requests: tuple[GenerateRequest, ...], use: Use
+) -> AsyncGenerator[tuple[int, Update], None]:
     """The updates of several requests, each with its request's index. The first error ends all of them.
 
     First comes the Started of every request, then everything else, as it comes. All are read at the client's pace: what a
     slow client leaves waits with the router, which merges it and counts it.
     """
     if len(requests) == 1:
-        async with aclosing(router.generate(requests[0])) as updates:
+        async with aclosing(router.generate(requests[0], use)) as updates:
             async for update in updates:
                 yield 0, update
         return
@@ -271,7 +285,7 @@ async def merged(router: RouterPort, requests: tuple[GenerateRequest, ...]) -> A
     async def read(index: int, request: GenerateRequest) -> None:
         """Ends in None, or in what it failed with."""
         try:
-            async with aclosing(router.generate(request)) as updates:
+            async with aclosing(router.generate(request, use)) as updates:
                 async for update in updates:
                     if not isinstance(update, Started):
                         await all_started.wait()

@@ -32,10 +32,12 @@ from disagg.api.bodies import parse_chat, parse_completion
 from disagg.api.connections import UNSENT_BYTES, Connection
 from disagg.api.crowd import Bounds, Crowd, HttpMetrics
 from disagg.api.dashboard import read_page
+from disagg.api.entry import owner_of
 from disagg.api.errors import INTERNAL, BadField, BodyTooLarge, Fault, UnreadableBody, fault_of, fault_of_http
 from disagg.api.headers import client_request_id, said
 from disagg.api.headers import tenant as tenant_of_request
 from disagg.api.ports import ChatTemplatePort, RouterPort, ServedModel
+from disagg.auth.quotas import Use
 from disagg.auth.reloaded import Reloaded
 from disagg.auth.tls import Certificates, serving_context
 from disagg.router.budget import Held
@@ -97,9 +99,10 @@ def _add_generation(
 ) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        with _refusals_noted(router, request), _holding(router) as held:
+        with _refusals_noted(router, request), _holding(router) as held, _counted(request) as use:
             who = said(request)
             body = await _body(request, limits.max_body_bytes, held)
+            router.ask_quota(use)  # before anything is read of it
             client_id, tenant = client_request_id(request), tenant_of_request(request)
             if len(body) <= INLINE_BYTES:
                 call = parse_completion(body, router.limits, limits.max_prompts, client_id, tenant)
@@ -108,13 +111,16 @@ def _add_generation(
                     len(body), parse_completion, body, router.limits, limits.max_prompts, client_id, tenant
                 )
             call = call.asked_by("text_completion", who)
-            return Answer(router, call, fingerprint, held, limits.max_answer_bytes)
+            if len(call.requests) > 1:
+                router.ask_quota(use, len(call.requests))
+            return Answer(router, call, fingerprint, held, use, limits.max_answer_bytes)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        with _refusals_noted(router, request), _holding(router) as held:
+        with _refusals_noted(router, request), _holding(router) as held, _counted(request) as use:
             who = said(request)
             body = await _body(request, limits.max_body_bytes, held)
+            router.ask_quota(use)  # before anything is read of it
             client_id, tenant = client_request_id(request), tenant_of_request(request)
             has_template = chat_template is not None
             # Beside the loop whatever its length: many small messages take longer to read than one long text.
@@ -126,7 +132,7 @@ def _add_generation(
             if prompt is None:
                 raise ClientDisconnect
             call = chat.rendered(prompt).asked_by("chat", who)
-            return Answer(router, call, fingerprint, held, limits.max_answer_bytes)
+            return Answer(router, call, fingerprint, held, use, limits.max_answer_bytes)
 
 
 def _add_models(app: FastAPI, router: RouterPort, created: int) -> None:
@@ -269,6 +275,17 @@ def _holding(router: RouterPort) -> Iterator[Held]:
         yield held
     except BaseException:
         held.release()
+        raise
+
+
+@contextlib.contextmanager
+def _counted(request: Request) -> Iterator[Use]:
+    """What the call has of its tenant's limits, which the answer ends; or this, where there is none."""
+    use = Use(owner_of(request))
+    try:
+        yield use
+    except BaseException as error:
+        use.end(error)
         raise
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import ParamSpec, Protocol, TypeVar
 
+from disagg.auth.quotas import Use
 from disagg.messages.legs import TimelineEvent
 from disagg.router.budget import Held
 from disagg.router.requests import GenerateRequest, Update
@@ -32,8 +33,14 @@ class ServedModel(Protocol):
 class RouterPort(Protocol):
     """The router, as the HTTP face sees it. Everything runs in the caller's event loop."""
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
-        """The updates of one request. Raises DisaggError; before `Started` if the request was not accepted."""
+    def ask_quota(self, use: Use, count: int = 1) -> None:
+        """For all requests of a call, of which there are count; again, once it is known how many there are. Whoever asks ends
+        `use`. Raises QuotaExceeded, or InvalidRequest where so many can never be let in.
+        """
+        ...
+
+    def generate(self, request: GenerateRequest, use: Use) -> AsyncGenerator[Update, None]:
+        """The updates of one request of a call. Raises DisaggError; before `Started` if the request was not accepted."""
         ...
 
     def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from disagg.api.app import HttpServer, create_app, serve
 from disagg.api.crowd import Bounds, HttpMetrics
 from disagg.api.entry import require_credentials
+from disagg.auth.quotas import Use
 from disagg.config.tree import Config, RouterConfig
 from disagg.convert.model_dir import resolve
 from disagg.messages.legs import TimelineEvent
@@ -60,8 +61,11 @@ class RouterFace:
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
-        return self._router.generate(request)
+    def ask_quota(self, use: Use, count: int = 1) -> None:
+        self._router.ask_quota(use, count)
+
+    def generate(self, request: GenerateRequest, use: Use) -> AsyncGenerator[Update, None]:
+        return self._router.generate(request, use)
 
     def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:
         self._router.note_refused(error, client_request_id)

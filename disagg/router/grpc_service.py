@@ -11,6 +11,7 @@ from urllib.parse import unquote
 import grpc
 from msgspec.structs import replace
 
+from disagg.auth.quotas import Use
 from disagg.router.requests import ChoiceDelta, Finished, GenerateRequest, Started, Update
 from disagg.router.service import Router
 from disagg.router.tenants import TENANT_HEADER, tenant_of
@@ -47,25 +48,27 @@ class InferenceService(InferenceServicer):
         self, request: pb.inference.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.inference.GenerateResponse]:
         try:
-            updates = self._router.generate(self._asked(request, context))
-            async with aclosing(updates):
-                async for update in updates:
-                    yield _to_proto(update)
+            with Use(owner_of_call()) as use:
+                updates = self._router.generate(self._asked(request, context, use), use)
+                async with aclosing(updates):
+                    async for update in updates:
+                        yield _to_proto(update)
             return
         except DisaggError as error:
             failure = error
         del request  # see abort_with
         await abort_with(context, failure)
 
-    def _asked(self, request: pb.inference.GenerateRequest, context: Context) -> GenerateRequest:
-        """Raises InvalidRequest, which counts as a request that was refused."""
+    def _asked(self, request: pb.inference.GenerateRequest, context: Context, use: Use) -> GenerateRequest:
+        """Raises QuotaExceeded before anything is read of it, or InvalidRequest. Either is noted as a refusal."""
         try:
+            self._router.ask_quota(use)
             fields = generate_request_from_proto(request, self._router.limits.max_tokens)
         except DisaggError as error:
             self._router.note_refused(error, request.request_id)
             raise
         trace = _traceparent(context)
-        asked = GenerateRequest(**fields, tenant=_tenant(context), owner=owner_of_call(), traceparent=trace)
+        asked = GenerateRequest(**fields, tenant=_tenant(context), owner=use.owner, traceparent=trace)
         left_s = context.time_remaining()  # until the call's own deadline
         if left_s is None or not math.isfinite(left_s):
             return asked

@@ -159,14 +159,31 @@ class Router:
 
     # ---- what faces call
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
-        """Started, deltas, Finished; or raises a DisaggError. Closing the iterator aborts the request."""
-        use = Use.nothing
+    def ask_quota(self, use: Use, count: int = 1) -> None:
+        """For all requests of one call, before there is work for it. Raises QuotaExceeded or InvalidRequest; see Quotas.ask."""
+        self.quotas.ask(use, count, self._clock())
+
+    async def generate(self, request: GenerateRequest, use: Use | None = None) -> AsyncGenerator[Update, None]:
+        """Started, deltas, Finished; or raises a DisaggError. Closing the iterator aborts the request.
+
+        use: of the call that it is part of, whose quota was asked for, and which is ended by whoever asked. None: it is a
+        call by itself.
+        """
+        if use is None:
+            with Use(request.owner) as own:
+                try:
+                    self.ask_quota(own)
+                except DisaggError as error:
+                    self.note_refused(error, request.client_request_id)
+                    raise
+                async with aclosing(self.generate(request, own)) as updates:
+                    async for update in updates:
+                        yield update
+            return
         try:
-            use = self.quotas.begin(request.owner, self._clock())
             live = await self._accept(request)
         except BaseException as error:
-            use.end()
+            use.leave()
             if isinstance(error, DisaggError):
                 self.note_refused(error, request.client_request_id)
             raise
@@ -183,7 +200,7 @@ class Router:
                 self._dispatch.drive(live, ClientGone("the client went away"))
             live.mailbox.close()
             use.tokens(live.num_tokens)
-            use.end()
+            use.leave()
             self.request_ended()
 
     def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:

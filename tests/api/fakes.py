@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from disagg.auth.quotas import Limits, Quotas, Use
 from disagg.messages.legs import TimelineEvent
 from disagg.router.budget import Budget, Held
 from disagg.router.requests import (
@@ -65,6 +66,8 @@ class FakeRouter:
         self.timelines: dict[str, tuple[TimelineEvent, ...]] = {}
         self.limits = TextLimits(MAX_MODEL_LEN, 100_000)
         self.budget = Budget(64 << 20)
+        self.quota: dict[str, Limits] = {}  # by tenant
+        self.quotas = Quotas(lambda: self.quota)  # time stands still for them
         self._numbers = itertools.count()
 
     def hold(self) -> Held:
@@ -73,7 +76,7 @@ class FakeRouter:
     async def beside(self, size: int, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.to_thread(work, *args)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
+    async def generate(self, request: GenerateRequest, use: Use) -> AsyncGenerator[Update, None]:
         number = next(self._numbers)
         request_id = f"r{number}"
         self.requests.append(request)
@@ -163,6 +166,9 @@ class FakeRouter:
 
     def drain_server(self, server: str, on: bool) -> None:
         self.drained.append((server, on))
+
+    def ask_quota(self, use: Use, count: int = 1) -> None:
+        self.quotas.ask(use, count, 0.0)
 
     def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:
         self.noted.append((error, client_request_id))

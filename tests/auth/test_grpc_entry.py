@@ -12,10 +12,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
+from disagg.auth.quotas import Limits, Quotas
 from disagg.config.tree import AuthConfig, Config, ModelConfig, ServerRef
+from disagg.router import grpc_service
 from disagg.router.main import RunningRouter, run_router
 from disagg.router.tenants import salt_of
-from disagg.types.errors import ConfigError, Unauthenticated
+from disagg.types.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
 from disagg.types.ids import Role
 from disagg.types.sampling import MAX_CACHE_SALT_CHARS, SamplingParams
 from disagg.wire.inference import generate_request_to_proto
@@ -152,6 +154,28 @@ async def test_servers_are_given_a_salt_of_the_tenants_own(face: Face) -> None:
         mine, same, other, thief, a, b, _ = (leg.cache_salt for leg in server.started)
         assert mine == same and len({mine, other, thief, a, b, ""}) == 6
         assert [leg.tenant == server.started[0].tenant for leg in server.started[:4]] == [True, True, False, False]
+
+
+async def test_nothing_is_read_for_who_has_used_its_quota_up(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+    face.running.router.quotas = quotas = Quotas(lambda: {"team-a": Limits(concurrent=1, requests_per_minute=1)})
+    read = grpc_service.generate_request_from_proto
+    seen: list[str] = []
+
+    def noted(request: object, most: int) -> dict[str, object]:
+        seen.append("read")
+        return read(request, most)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(grpc_service, "generate_request_from_proto", noted)
+
+    async def refusal(salt: str = "") -> BaseException:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await face.stub.generate(asked(salt), metadata=A, timeout=DEADLINE_S).read()
+        return error_of(caught.value)
+
+    assert isinstance(await refusal("m" * (MAX_CACHE_SALT_CHARS + 1)), InvalidRequest)  # which counts
+    exceeded = await refusal()
+    assert isinstance(exceeded, Overloaded) and "requests of team-a are used up" in str(exceeded)
+    assert seen == ["read"] and quotas._tenants["team-a"].running == 0
 
 
 async def test_a_router_with_no_keys_in_its_file_does_not_start(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,30 @@ from disagg.auth import quotas
 from disagg.auth.quotas import Limits, Quotas, ReloadedQuotas, Use, parse_limits, read_limits
 from disagg.config.check import check_config
 from disagg.config.tree import AuthConfig, Config
-from disagg.types.errors import ConfigError, QuotaExceeded
+from disagg.types.errors import (
+    ConfigError,
+    DisaggError,
+    InvalidRequest,
+    QuotaExceeded,
+    RequestFailed,
+    Shed,
+    Unavailable,
+)
 
 FILE = Path("limits")
 NUMBERS = st.one_of(st.none(), st.integers(1, 10**12))
 LIMITS = st.builds(Limits, requests_per_minute=NUMBERS, tokens_per_minute=NUMBERS, concurrent=NUMBERS).filter(
     lambda limits: limits != Limits()
 )
+COUNTED: tuple[BaseException | None, ...] = (None, InvalidRequest("x"), RequestFailed("x"), asyncio.CancelledError())
+NOT_COUNTED: tuple[BaseException, ...] = (Shed("x", 1.0), QuotaExceeded("x", 1.0), Unavailable("x"))
 TENANTS = st.text("abcXYZ019._@:/+=-", min_size=1, max_size=20)
+
+
+def begun(found: Quotas, owner: str, now_s: float, count: int = 1) -> Use:
+    use = Use(owner)
+    found.ask(use, count, now_s)
+    return use
 
 
 @given(st.dictionaries(st.one_of(TENANTS, st.just("*")), LIMITS, min_size=1))
@@ -63,13 +80,13 @@ def test_a_file_that_cannot_be_used_keeps_a_router_from_starting_and_changes_not
     file = tmp_path / "limits"
     file.write_text("a concurrent=1")
     found = ReloadedQuotas(AuthConfig(limits_file=str(file)))
-    found.begin("a", 0.0)
+    begun(found, "a", 0.0)
     for content in ("a concurrent=x", "a concurrent=2"):
         with pytest.raises(QuotaExceeded, match="1 requests of a are under way; 1 at once"):
-            found.begin("a", 0.0)
+            begun(found, "a", 0.0)
         file.write_text(content)
         assert found._file is not None and found._file.look() == (content == "a concurrent=2")
-    found.begin("a", 0.0)
+    begun(found, "a", 0.0)
 
 
 EVENTS = st.lists(
@@ -84,28 +101,28 @@ def test_nobody_has_more_than_its_rate_and_who_waits_as_told_is_let_in(
     limits = Limits(requests_per_minute=requests, tokens_per_minute=tokens, concurrent=concurrent)
     found, now_s = Quotas(lambda: {"a": limits}), 0.0
     running: list[Use] = []
-    begun = used = largest = 0
+    began = used = largest = 0
     for after_s, what, count in events:
         now_s += after_s
         if what == "end" and running:
             running.pop().end()
             continue
         try:
-            use = found.begin("a", now_s)
+            use = begun(found, "a", now_s)
         except QuotaExceeded as refused:
             if len(running) == concurrent:
                 continue
             now_s += refused.retry_after_s + 1e-6
             try:
-                use = found.begin("a", now_s)
+                use = begun(found, "a", now_s)
             except QuotaExceeded as again:  # the other rate was used up, too
                 now_s += again.retry_after_s + 1e-6
-                use = found.begin("a", now_s)
+                use = begun(found, "a", now_s)
         use.tokens(count)
         running.append(use)
-        begun, used, largest = begun + 1, used + count, max(largest, count)
+        began, used, largest = began + 1, used + count, max(largest, count)
         assert len(running) <= concurrent
-        assert begun <= requests * (1 + now_s / 60) + 1e-3
+        assert began <= requests * (1 + now_s / 60) + 1e-3
         assert used <= tokens * (1 + now_s / 60) + largest + 1e-3, (
             "no more than one request overdraws that ended at once"
         )
@@ -114,23 +131,107 @@ def test_nobody_has_more_than_its_rate_and_who_waits_as_told_is_let_in(
 def test_whoever_has_no_line_has_the_limits_of_everybody_each_its_own() -> None:
     found = Quotas(lambda: {"*": Limits(concurrent=1), "a": Limits(concurrent=2)})
     for tenant in ("a", "a", "b", "c"):
-        found.begin(tenant, 0.0)
+        begun(found, tenant, 0.0)
     for tenant in ("a", "b", "c"):
         with pytest.raises(QuotaExceeded):
-            found.begin(tenant, 0.0)
-    assert found.begin("", 0.0) is Use.nothing, "nobody's key was asked for"
-    assert Quotas(lambda: {"a": Limits(concurrent=2)}).begin("b", 0.0) is Use.nothing
+            begun(found, tenant, 0.0)
+    for _ in range(5):
+        begun(found, "", 0.0)  # nobody's key was asked for
+        begun(Quotas(lambda: {"a": Limits(concurrent=2)}), "b", 0.0)
 
 
 def test_who_runs_nothing_is_forgotten_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "MAX_TENANTS", 10)
     found = Quotas(lambda: {"*": Limits(concurrent=1)})
-    kept = found.begin("runs", 0.0)
+    kept = begun(found, "runs", 0.0)
     for number in range(50):
-        found.begin(f"t{number}", 0.0).end()
+        begun(found, f"t{number}", 0.0).end()
     assert len(found._tenants) <= 11
     with pytest.raises(QuotaExceeded):
-        found.begin("runs", 0.0)
+        begun(found, "runs", 0.0)
     kept.end()
     kept.end()
-    found.begin("runs", 0.0)
+    begun(found, "runs", 0.0)
+
+
+def test_a_call_that_alone_exceeds_a_limit_is_told_so_and_one_that_must_wait_is_let_in_whole() -> None:
+    found = Quotas(lambda: {"a": Limits(concurrent=4, requests_per_minute=3), "b": Limits(concurrent=2)})
+    with pytest.raises(InvalidRequest) as refused:
+        begun(found, "b", 0.0, 3)
+    assert str(refused.value) == (
+        "the call has 3 prompts, each of which is a request; at most 2 requests of b may be under way at once (concurrent=2 in "
+        "auth.limits_file): send fewer at a time"
+    )
+    assert refused.value.param == "prompt"
+    with pytest.raises(
+        InvalidRequest, match=r"has 4 prompts.*at most 3 requests of a .*\(requests_per_minute=3 in auth\."
+    ):
+        begun(found, "a", 0.0, 4)
+    first = begun(found, "b", 0.0)
+    with pytest.raises(QuotaExceeded, match="1 requests of b are under way, and the call has 2 more; 2 at once"):
+        begun(found, "b", 0.0, 2)
+    first.end()
+    begun(found, "b", 0.0, 2)
+    begun(found, "a", 0.0, 1).end()
+    with pytest.raises(QuotaExceeded) as waits:
+        begun(found, "a", 0.0, 3)
+    assert waits.value.retry_after_s == pytest.approx(20.0)
+    begun(found, "a", 20.0, 3)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "ask again", "leave", "end"]),
+        st.integers(1, 6),
+        st.sampled_from((*COUNTED, *NOT_COUNTED)),
+    ),
+    max_size=60,
+)
+
+
+@given(STEPS, st.integers(1, 6), st.integers(1, 8))
+def test_what_was_taken_is_returned_exactly_once_on_every_path(
+    steps: list[tuple[str, int, BaseException | None]], concurrent: int, per_minute: int
+) -> None:
+    """Time stands still, so that what is left of the rate is what has not been counted."""
+    limits = Limits(concurrent=concurrent, requests_per_minute=per_minute)
+    found = Quotas(lambda: {"a": limits})
+    calls: list[tuple[Use, int, int]] = []  # with what they took, and the places that they have still
+    counted = 0
+    for what, number, error in steps:
+        at = number % len(calls) if calls else None
+        if what == "ask" or at is None:
+            use, taken, places = Use("a"), 0, 0
+        else:
+            use, taken, places = calls.pop(at)
+        if what in ("ask", "ask again") or at is None:
+            held = counted + sum(each[1] for each in calls)
+            fits = sum(each[2] for each in calls) + number <= concurrent and held + number <= per_minute
+            possible = number <= min(concurrent, per_minute)
+            refusal: DisaggError | None = None
+            try:
+                found.ask(use, number, 0.0)
+            except DisaggError as refused:
+                refusal = refused
+            assert (type(refusal) if refusal else None) is (
+                None if fits else QuotaExceeded if possible else InvalidRequest
+            )
+            if fits:
+                calls.append((use, number, number))
+            else:
+                use.leave()
+                use.end(refusal)
+        elif what == "leave":
+            use.leave()
+            calls.append((use, taken, max(0, places - 1)))
+        else:
+            use.end(error)
+            for again in (*NOT_COUNTED, None):
+                use.end(again)
+                use.leave()
+            counted += 0 if error in NOT_COUNTED else taken
+        tenant = found._tenants.get("a")
+        if tenant is not None:
+            assert tenant.running == sum(each[2] for each in calls)
+            if tenant.requests is not None:
+                assert tenant.requests.level == per_minute - counted - sum(each[1] for each in calls)

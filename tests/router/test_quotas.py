@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from disagg.auth.quotas import Limits, Quotas
 from disagg.messages.legs import Outcome
 from disagg.router.requests import Started
-from disagg.types.errors import InvalidRequest, Overloaded, QuotaExceeded
+from disagg.types.errors import InvalidRequest, Overloaded, QuotaExceeded, Shed, Unavailable
 
 from .conftest import Cluster, request
 from .fake_server import answer, decode, ending, prefill, silent
@@ -42,3 +43,24 @@ async def test_a_request_that_fails_or_whose_client_goes_leaves_its_place(cluste
             await cluster.ask(owner="a")
     cluster.servers["p0"].script, cluster.servers["d0"].script = prefill, decode
     assert (await cluster.ask(owner="a")).text[0] == answer(0, 8)
+
+
+async def test_what_the_router_itself_refuses_does_not_count(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "d0": decode})
+    cluster.router.quotas = quotas = Quotas(lambda: {"a": Limits(concurrent=1, requests_per_minute=1)})
+
+    def refuses(error: Exception) -> Callable[..., None]:
+        def check_room(tenant: str) -> None:
+            raise error
+
+        return check_room
+
+    for error in (Shed("x", 1.0), Overloaded("x", 1.0), Unavailable("x")):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(cluster.router._dispatch, "check_room", refuses(error))
+            with pytest.raises(type(error)):
+                await cluster.ask(owner="a")
+    assert quotas._tenants["a"].running == 0
+    assert (await cluster.ask(owner="a")).text[0] == answer(0, 8)
+    with pytest.raises(QuotaExceeded, match="requests of a are used up: 1 a minute"):
+        await cluster.ask(owner="a")
