@@ -73,7 +73,7 @@ PARTS = (
         2.5,
         "whether fused modules and captured steps compute what plain ones do (Show 5)",
         tests("tests/models/test_captured.py", "tests/models/test_fused.py", "tests/models/test_graphs.py"),
-        drops=("rotation", "ends"),  # the others have passed on GPUs
+        drops=("rotation", "ends"),  # the youngest
     ),
     Part(
         "decode",
@@ -212,7 +212,7 @@ def command_of(part: Part, scratch: str, dropped: Sequence[str]) -> list[str]:
 
 
 def environment(dropped: Sequence[str]) -> dict[str, str]:
-    """Of a part: kernels run on the GPU, and clusters fuse all that may be, also what they do not by default."""
+    """Of a part: kernels run on the GPU, and clusters fuse what was not dropped."""
     fusions = json.dumps(fusions_without(dropped))
     return {**os.environ, "TRITON_INTERPRET": "0", "PYTHONUNBUFFERED": "1", "DISAGG__MODEL__FUSIONS": fusions}
 

@@ -43,6 +43,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         "gate_up",
         "qkv",
         "few_rows",
+        "rotation",
+        "ends",
     )  # on a GPU, where modules have the shape
     cache_dir: str = "~/.cache/disagg/models"
 

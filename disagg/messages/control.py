@@ -20,7 +20,7 @@ class Computation(Struct, frozen=True):
     prefill_attention: str = "auto"
     decode_attention: str = "auto"
     graphs: bool = True
-    fusions: tuple[str, ...] = ("norm", "residual", "gate_up", "qkv", "few_rows")
+    fusions: tuple[str, ...] = ("norm", "residual", "gate_up", "qkv", "few_rows", "rotation", "ends")
 
 
 class Load(Struct, frozen=True, tag="load"):

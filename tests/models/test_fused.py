@@ -233,7 +233,7 @@ def test_logits_are_written_where_they_are_wanted(family: str, tmp_path: Path) -
 
 def test_settings_name_every_fusion() -> None:
     assert get_args(Fusion) == FUSIONS
-    assert set(FUSIONS) - {"rotation", "ends"} == set(ModelConfig().fusions) == set(Computation().fusions)
+    assert FUSIONS == ModelConfig().fusions == Computation().fusions
 
 
 def test_merged_weights_are_not_held_twice(tmp_path: Path) -> None:
