@@ -29,6 +29,7 @@ FEW_TOKENS = 32  # of a step that other kernels compute: what is compiled now, n
 # CUDA's context and NCCL's buffers take less on every GPU and driver so far. What is in use beyond that, and is not torch's
 # here, belongs to other processes, which have a share of the GPU of their own.
 MOST_BESIDE_TORCH = 2 << 30
+MOST_OF_GRAPHS_BESIDE_TORCH = 1 << 30  # the same of what the driver keeps for captured graphs and their kernels
 
 # What takes the sampler most: every edit and every filter.
 _SAMPLING = SamplingParams(
@@ -84,14 +85,25 @@ def measure_largest_step(
 def _captured_bytes(model: PagedModel, max_slots: int) -> int:
     """What graphs hold, with their inputs. They are captured once more when the pool is there."""
     free_before, _ = torch.cuda.mem_get_info(model.device)
+    torch_before = torch.cuda.memory_reserved(model.device)
     tokens = torch.zeros(max_slots, dtype=torch.int64, device=model.device)
     pool = _scratch_pool(model)
     graphs = try_capture(model, pool, max_slots, tokens), try_capture_prefills(model, pool)
     torch.cuda.empty_cache()
     free_after, _ = torch.cuda.mem_get_info(model.device)
+    torch_after = torch.cuda.memory_reserved(model.device)
     del graphs
     torch.cuda.empty_cache()
-    return max(0, free_before - free_after)
+    return own_captured_bytes(torch_after - torch_before, free_before - free_after)
+
+
+def own_captured_bytes(torch_bytes: int, device_bytes: int) -> int:
+    """What graphs hold, of what more is in use since they were captured: by torch here, and on the device by whomever.
+
+    Another process may make its pool, or end, in that very second.
+    """
+    beside_torch = min(max(0, device_bytes - torch_bytes), MOST_OF_GRAPHS_BESIDE_TORCH)
+    return max(0, torch_bytes) + beside_torch
 
 
 def own_peak_bytes(torch_peak_bytes: int, beside_torch_bytes: int) -> int:

@@ -11,7 +11,13 @@ from disagg.models.batch import ForwardBatch
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
 from disagg.worker.executor import Executor
-from disagg.worker.profile import MOST_BESIDE_TORCH, largest_step, own_peak_bytes
+from disagg.worker.profile import (
+    MOST_BESIDE_TORCH,
+    MOST_OF_GRAPHS_BESIDE_TORCH,
+    largest_step,
+    own_captured_bytes,
+    own_peak_bytes,
+)
 from tests.models.tiny import make_tiny
 
 
@@ -53,3 +59,10 @@ def test_what_others_have_on_the_device_is_not_counted_as_ours() -> None:
     context, other = 600 << 20, 60 << 30
     assert own_peak_bytes(5 << 30, context) == (5 << 30) + context
     assert own_peak_bytes(5 << 30, context + other) == (5 << 30) + MOST_BESIDE_TORCH
+
+
+def test_what_others_take_or_free_while_graphs_are_captured_is_not_counted_as_ours() -> None:
+    graphs, driver, other = 900 << 20, 200 << 20, 15 << 30
+    assert own_captured_bytes(graphs, graphs + driver) == graphs + driver
+    assert own_captured_bytes(graphs, graphs + driver + other) == graphs + MOST_OF_GRAPHS_BESIDE_TORCH
+    assert own_captured_bytes(graphs, graphs + driver - other) == graphs
