@@ -91,8 +91,8 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     command: tuple[str, ...] = ()  # empty: this Python with `-m disagg.worker`
     threads: PositiveInt = 1
     load_timeout_s: Seconds = 600.0
-    silent_s: Seconds = 10.0  # no heartbeat for this long, but while workers are started: the group ends
-    step_deadline_s: Seconds = 60.0  # one step longer than this: the group ends
+    silent_s: Seconds = 10.0  # no heartbeat for this long, but while workers are started: they end
+    step_deadline_s: Seconds = 60.0  # one step longer than this: the workers end
 
 
 class TransferConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -152,7 +152,7 @@ class DataParallel:
             for each in instructions:
                 match each:
                     case ToWorkers():
-                        said.append(ToWorkers(replace(each.plan, group=at)))
+                        said.append(ToWorkers(replace(each.plan, dp_rank=at)))
                     case ToTransfer():
                         workers = range(self._tp) if each.rank is None else (each.rank,)
                         said += [ToTransfer(at * self._tp + worker, each.message) for worker in workers]

@@ -27,8 +27,8 @@ class Load(Struct, frozen=True, tag="load"):
     """Load the model, or one rank's part of it, and meet the other ranks.
 
     dtype is a concrete one ("float32", ...). device: "cpu", or "cuda": rank r then has GPU first_gpu + r. gemv_copies: see
-    models/gemv. tp: how many ranks a group has; dp: how many data-parallel groups there are, which may share experts
-    (models/experts). pp: how many stages, of tp ranks each, where there is one group; rank r is in stage r // tp. meet_s: how
+    models/gemv. tp: workers of one data-parallel rank; dp: how many of these there are, which may share experts
+    (models/experts). pp: how many stages, of tp workers each, where dp is 1; rank r is in stage r // tp. meet_s: how
     long to wait for the others once loaded; collective_s: how long for them in any later collective.
     """
 
@@ -143,7 +143,7 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
 
 class Loaded(Struct, frozen=True, tag="loaded"):
     """groups: of the whole model, with all KV heads. weights_hash: see models/identity; files: digests of the small files
-    beside the weights, by name. lockstep: data-parallel groups share its experts, so that all take part in each step. cuts: stage
+    beside the weights, by name. lockstep: data-parallel ranks share its experts, so that all take part in each step. cuts: stage
     s has layers [cuts[s], cuts[s + 1]); none where there is one stage. Every rank says the same but for load_s, or they have
     loaded different models.
     """

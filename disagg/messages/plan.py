@@ -2,7 +2,7 @@
 
 A `WorkerPlan` is a diff: `starts` carries everything about sequences that the worker has not seen, `runs` says how many
 tokens of which known sequence to compute, `ends` which to forget. Plans are numbered without gaps; a gap ends the
-worker group, because PUB/SUB drops silently. Knows tokens, pages and slots; nothing of tensors, peers or requests.
+workers, because PUB/SUB drops silently. Knows tokens, pages and slots; nothing of tensors, peers or requests.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class PageCopy(Struct, frozen=True, array_like=True):
 class WorkerPlan(Struct, frozen=True, tag="plan"):
     """One engine step. Order of application: ends, copies, starts, runs.
 
-    group: which of the server's data-parallel groups of ranks it is for. rows: tokens that each group computes in this step,
-    where all take part in it; else empty.
+    dp_rank: which of the server's data-parallel ranks it is for. rows: tokens that each of them computes in this step, where
+    all take part in it; else empty.
     """
 
     plan_no: int
@@ -78,7 +78,7 @@ class WorkerPlan(Struct, frozen=True, tag="plan"):
     copies: tuple[PageCopy, ...] = ()
     starts: tuple[SequenceStart, ...] = ()
     runs: tuple[Run, ...] = ()
-    group: int = 0
+    dp_rank: int = 0
     rows: tuple[int, ...] = ()
 
     def of_groups(self, own: Sequence[int]) -> WorkerPlan:
@@ -125,7 +125,7 @@ class Ready(Struct, frozen=True, tag="ready"):
 
 
 class StepResult(Struct, frozen=True, tag="result"):
-    """A plan has been computed on this rank. Only the rank of a group that samples reports tokens. compute_s: seconds in the
+    """A plan has been computed on this rank. Only the rank that samples reports tokens. compute_s: seconds in the
     model and sampler.
     """
 
@@ -148,9 +148,9 @@ ToWorker = WorkerPlan | Hello
 FromWorker = StepResult | Ready | WorkerFailed
 
 
-def plans_of(group: int) -> bytes:
-    """The first frame of what is published for the ranks of a data-parallel group."""
-    return b"%d:" % group
+def plans_of(dp_rank: int) -> bytes:
+    """The first frame of what is published for the workers of a data-parallel rank."""
+    return b"%d:" % dp_rank
 
 
 encode_to_worker = msgspec.msgpack.Encoder().encode

@@ -1,7 +1,7 @@
 """Commands to a worker's transfer thread, and its events: sequenced both ways, apart from the step plans, and its heartbeat.
 
 The engine decides; the thread binds, writes, scatters and reports. Every message is numbered by its `CommandFrame`; a gap
-ends the group. Knows keys, pieces and offsets; nothing of requests' text or of gRPC.
+ends the workers. Knows keys, pieces and offsets; nothing of requests' text or of gRPC.
 """
 
 from __future__ import annotations

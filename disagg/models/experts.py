@@ -74,9 +74,9 @@ def _can_be_spread(part: torch.nn.Module) -> bool:
 
 @dataclass(slots=True)
 class Spread:
-    """Between which ranks. everyone: all of the server; peers: one of each attention group, by the group's number.
+    """Between which ranks. everyone: all of the server; peers: one of each data-parallel rank, by its number.
 
-    rows: how many rows each group has in the step that is computed; None: all have as many as this one.
+    rows: how many rows each of these has in the step that is computed; None: all have as many as this one.
     """
 
     everyone: Ranks

@@ -2,7 +2,7 @@
 
 Collectives go through torch.distributed: gloo over loopback on CPU, NCCL between GPUs. All ranks of a server are on one
 host and find each other by a file. They run the same plans in the same order, so their collectives match by themselves;
-none waits for longer than it is told, and whoever waits in vain fails its rank, and with it the group.
+none waits for longer than it is told, and whoever waits in vain fails its rank, and with it all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Ranks:
         return self.rank == TOKENS_FROM
 
     def connect(self, meeting: Path, device: torch.device, meet_s: float, collective_s: float) -> None:
-        """Wait until all ranks are here. meeting: a file that no other group uses.
+        """Wait until all ranks are here. meeting: a file that no others use.
 
         meet_s: how long for the others; collective_s: how long any later collective may wait for them. Raises RuntimeError
         when that is over, here and in every collective.

@@ -7,7 +7,7 @@
 
 Only what is a server's doing counts, never what its clients ask for. Where two servers took part and either may be to blame
 (a broken link, KV that did not match), it counts against both: whoever is ill fails with everybody, and the others only with
-it, so that half of what they do still succeeds. A worker group that dies fails once, however many legs it had.
+it, so that half of what they do still succeeds. Workers that die fail once, however many legs they had.
 
 An open circuit is a wish, as all of `placement`: nothing is sent there while there is another server.
 """

@@ -16,7 +16,7 @@ An *attempt* sends its legs to one pair, one leg per prefix (see `LegKey`). Rule
 - What prefill gave back unstarted does not count as an attempt.
 - Where decode drains, its legs are asked to stop, and when all have, the next attempt *moves* them: the server that has the KV
   takes prefill's part in it, and the last token that it said that of the first token. It does not count as an attempt.
-- A request that was present when two worker groups died is poison: it is not tried a third time.
+- A request that was present when two incarnations of workers died is poison: it is not tried a third time.
 """
 
 from __future__ import annotations

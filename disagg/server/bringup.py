@@ -1,8 +1,8 @@
-"""Bringing a worker group up: processes, model, pool, transfer agents, and at last an engine that knows all of them.
+"""Bringing workers up: processes, model, pool, transfer agents, and at last an engine that knows all of them.
 
     start ──> load ──> the ranks agree ──> profile, make pool ──> open transfer ──> hear plans ──> open offload ──> Incarnation
 
-Raises GroupLost for what may go better next time, and ConfigError for what cannot with this configuration.
+Raises WorkersLost for what may go better next time, and ConfigError for what cannot with this configuration.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from disagg.server.model_identity import ModelIdentity, disagreement, identity_o
 from disagg.server.pids import started
 from disagg.server.piece_sizes import check_longest, check_rows
 from disagg.server.role import ServerRole
-from disagg.server.workers import GroupLost, WorkerGroup
+from disagg.server.workers import Workers, WorkersLost
 from disagg.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ GEMV_COPY_BYTES = 2 << 30  # a decode server on CPU keeps two copies of weights 
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """A worker group that is up, and its engine."""
+    """Workers that are up, and their engine."""
 
     engine: AnyEngine
     facts: EngineFacts
@@ -127,7 +127,7 @@ class Bringup:
     model_dir: Path
 
     def inspect(self) -> InspectedModel:
-        """What the files say now: of every group, since they may have been replaced. Raises ConfigError. Blocks."""
+        """What the files say now: of every incarnation, since they may have been replaced. Raises ConfigError. Blocks."""
         inspected = inspect_model(self.model_dir)
         tp = self.config.server.tp
         try:
@@ -146,7 +146,7 @@ class Bringup:
             raise ConfigError(f"model.max_model_len is {wanted}; the model allows at most {possible}")
         return wanted or possible
 
-    async def run(self, group: WorkerGroup, inspected: InspectedModel) -> Incarnation:
+    async def run(self, workers: Workers, inspected: InspectedModel) -> Incarnation:
         """From processes that have been started on."""
         engine, chosen = size_steps(self.config.engine, self.device, inspected.num_parameters // self.config.server.tp)
         if chosen:
@@ -159,11 +159,11 @@ class Bringup:
                 "engine.policy = %s: a step has room for a prompt of %d tokens", engine.policy, engine.chunk_tokens
             )
         sized = replace(self, config=msgspec.structs.replace(self.config, engine=engine))
-        return await sized._run(group, inspected)
+        return await sized._run(workers, inspected)
 
-    async def _run(self, group: WorkerGroup, inspected: InspectedModel) -> Incarnation:
+    async def _run(self, workers: Workers, inspected: InspectedModel) -> Incarnation:
         dtype = choose_dtype(self.config.model.dtype, self.device, inspected.torch_dtype)
-        loaded = await self._load(group, inspected, dtype)
+        loaded = await self._load(workers, inspected, dtype)
         groups = loaded.groups
         if self.config.engine.keep_windows:
             groups = tuple(layers.keeping_all() for layers in groups)
@@ -172,8 +172,8 @@ class Bringup:
         moves = self.role.sends or self.role.receives
         if moves:
             check_rows(on_rank, self.config.transfer)
-        layout, num_large = await self._make_pool(group, on_rank, stages)
-        ranks = await self._open_transfer(group)
+        layout, num_large = await self._make_pool(workers, on_rank, stages)
+        ranks = await self._open_transfer(workers)
         model = ModelFacts(
             groups=groups,
             vocab_size=loaded.vocab_size,
@@ -186,8 +186,8 @@ class Bringup:
             prefix_cache=self.config.engine.prefix_cache,
             scope=Scope(loaded.weights_hash, dtype, layout.page_tokens, groups),
         )
-        offload = await self._open_offload(group, memory)
-        facts = self._facts(group.incarnation, model, memory, offload)
+        offload = await self._open_offload(workers, memory)
+        facts = self._facts(workers.incarnation, model, memory, offload)
         engine = self._engine(facts, loaded.lockstep)
         for sends in (True,) * self.role.sends + (False,) * self.role.receives:
             check_longest(facts, engine.max_tokens_in_pool, sends=sends)
@@ -208,7 +208,7 @@ class Bringup:
         logger.info("%d data-parallel ranks, each with a KV pool of its own: %s", dp, shared)
         return data_parallel(facts, dp, lockstep)
 
-    async def _load(self, group: WorkerGroup, inspected: InspectedModel, dtype: str) -> Loaded:
+    async def _load(self, workers: Workers, inspected: InspectedModel, dtype: str) -> Loaded:
         """What rank 0 says of the model; the others say the same."""
         config, timeout_s = self.config, self.config.worker.load_timeout_s
         small = 4 * inspected.num_parameters <= GEMV_COPY_BYTES
@@ -226,13 +226,13 @@ class Bringup:
             dp=config.server.dp,
             pp=config.server.pp,
         )
-        loaded = [rank for rank in await group.call(load, timeout_s) if isinstance(rank, Loaded)]
+        loaded = [rank for rank in await workers.call(load, timeout_s) if isinstance(rank, Loaded)]
         if why := disagreement(loaded):
-            raise GroupLost(why)
+            raise WorkersLost(why)
         return loaded[0]
 
     async def _make_pool(
-        self, group: WorkerGroup, groups: tuple[LayerGroup, ...], stages: Stages
+        self, workers: Workers, groups: tuple[LayerGroup, ...], stages: Stages
     ) -> tuple[PoolLayout, int]:
         """Decide on the pool's pages and size, and have every rank make it. Raises ConfigError if nothing fits.
 
@@ -241,7 +241,7 @@ class Bringup:
         engine, timeout_s = self.config.engine, self.config.worker.load_timeout_s
         tp = self.config.server.tp
         specs = [spec_of(layers, engine.page_tokens) for layers in groups]
-        profiled = await group.call(Profile(engine.chunk_tokens, self._max_slots), timeout_s)
+        profiled = await workers.call(Profile(engine.chunk_tokens, self._max_slots), timeout_s)
         measured = [rank for rank in profiled if isinstance(rank, Profiled)]
         try:
             layout = pool_layout(specs, engine.page_tokens, engine.checkpoint_tokens, PageSizing(engine.page_sizing))
@@ -252,7 +252,7 @@ class Bringup:
                     set_bytes=engine.kv_memory_bytes,
                     total_bytes=min(rank.total_bytes for rank in of_stage),
                     peak_bytes=max(rank.peak_bytes for rank in of_stage),
-                    staging_bytes=self._transfer(group.incarnation).staging_bytes,
+                    staging_bytes=self._transfer(workers.incarnation).staging_bytes,
                     utilization=engine.gpu_memory_utilization,
                 )
                 for stage, cut in enumerate(cuts)
@@ -273,20 +273,20 @@ class Bringup:
         )
         pools = tuple(StagePool(cut.large_bytes, cut.strides) for cut in cuts) if stages else ()
         made = MakePool(size.num_large, layout.large_bytes, layout.strides, engine.page_tokens, self._max_slots, pools)
-        await group.call(made, timeout_s)
+        await workers.call(made, timeout_s)
         return layout, size.num_large
 
     def _specs(self, stage: Sequence[LayerGroup | None]) -> list[GroupSpec | None]:
         page_tokens = self.config.engine.page_tokens
         return [None if layers is None else spec_of(layers, page_tokens) for layers in stage]
 
-    async def _open_transfer(self, group: WorkerGroup) -> tuple[RankInfo, ...]:
+    async def _open_transfer(self, workers: Workers) -> tuple[RankInfo, ...]:
         """Every rank has its agent, and hears plans. What peers need to know of each."""
-        transfer = self._transfer(group.incarnation)
+        transfer = self._transfer(workers.incarnation)
         if not ucx_log_is_theirs():
-            transfer = msgspec.structs.replace(transfer, ucx_log=group.directory)
-        opened = await group.call(transfer, self.config.worker.load_timeout_s)
-        await group.barrier(BARRIER_S)
+            transfer = msgspec.structs.replace(transfer, ucx_log=workers.directory)
+        opened = await workers.call(transfer, self.config.worker.load_timeout_s)
+        await workers.barrier(BARRIER_S)
         return tuple(
             RankInfo(
                 rank.rank,
@@ -316,7 +316,7 @@ class Bringup:
             follows_layers=not self.role.hands_over,  # that sends only what stands still
         )
 
-    async def _open_offload(self, group: WorkerGroup, memory: MemoryFacts) -> OffloadFacts | None:
+    async def _open_offload(self, workers: Workers, memory: MemoryFacts) -> OffloadFacts | None:
         """Every rank has its host pool, if there shall be one. Raises ConfigError for one that cannot be."""
         config, offload, layout = self.config, self.config.offload, memory.layout
         if not offload.enabled:
@@ -328,7 +328,7 @@ class Bringup:
             raise ConfigError(f"offload: {error}") from error
         beside = 0
         if self.device == "cpu":
-            beside = memory.num_large * layout.large_bytes + self._transfer(group.incarnation).staging_bytes
+            beside = memory.num_large * layout.large_bytes + self._transfer(workers.incarnation).staging_bytes
         host_bytes = size.num_large * layout.large_bytes
         check_host_memory(config.server.tp, host_bytes, beside, size.why, memory_bytes())
         stride_tokens = rules.stride * layout.page_tokens
@@ -341,7 +341,7 @@ class Bringup:
                 if rules.unit == 1
                 else f"checkpoints of {layout.checkpoint_tokens}",
             )
-        opened = await group.call(self._offload(size.num_large, memory), config.worker.load_timeout_s)
+        opened = await workers.call(self._offload(size.num_large, memory), config.worker.load_timeout_s)
         logger.info(
             "host KV memory: %d large pages, %s on each rank: %s; pages are copied by %s",
             size.num_large,

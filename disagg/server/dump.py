@@ -13,7 +13,7 @@ from disagg.server.identity import Identity
 from disagg.server.links import Links
 from disagg.server.offloading import Offloading
 from disagg.server.routers import RouterStreams
-from disagg.server.workers import GroupLost, WorkerGroup
+from disagg.server.workers import Workers, WorkersLost
 from disagg.telemetry.stacks import format_stacks
 from disagg.types.errors import ConfigError
 
@@ -21,13 +21,13 @@ DUMP_S = 5.0  # workers answer within so long, or are left out
 
 
 class Dumper:
-    """One dump at a time, whoever asks. group: what there is of one now."""
+    """One dump at a time, whoever asks. workers: what there is of them now."""
 
     def __init__(self, identity: Identity, dispatch: Dispatch) -> None:
         self._identity = identity
         self._dispatch = dispatch
         self._dumping = asyncio.Lock()
-        self.group: WorkerGroup | None = None
+        self.workers: Workers | None = None
         self.routers: RouterStreams
         self.links: Links
         self.offloading: Offloading
@@ -45,11 +45,11 @@ class Dumper:
         parts.append("-- links\n" + json.dumps(self.links.describe(), indent=1))
         parts.append("-- storage\n" + json.dumps(self.offloading.describe(), indent=1))
         parts.append("-- stacks\n" + format_stacks())
-        if self.group is not None:
+        if self.workers is not None:
             try:
-                for reply in await self.group.call(Dump(), DUMP_S):
+                for reply in await self.workers.call(Dump(), DUMP_S):
                     if isinstance(reply, Dumped):
                         parts.append(f"-- worker\n{reply.text}")
-            except (GroupLost, ConfigError) as error:
+            except (WorkersLost, ConfigError) as error:
                 parts.append(f"-- workers do not answer: {error}")
         return "\n".join(parts)

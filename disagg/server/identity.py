@@ -1,6 +1,6 @@
 """Who a server is: what it says of itself to routers and to peers, whatever state it is in.
 
-Changes when a worker group comes up (`bringup`) or is lost (`lifecycle`). Knows names and states; nothing of sockets.
+Changes when workers come up (`bringup`) or are lost (`lifecycle`). Knows names and states; nothing of sockets.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Identity:
         self._note = note[:NOTE_CHARS]
 
     def up(self, incarnation: Incarnation) -> None:
-        """A worker group has come up."""
+        """Workers have come up."""
         self.incarnation = incarnation
         self.max_model_len = incarnation.facts.model.max_model_len
         self._fingerprint = incarnation.fingerprint

@@ -1,6 +1,6 @@
 """The life of one server: it listens, brings its workers up, keeps them alive, and drains.
 
-Everything here runs on one asyncio loop. Who it is: `identity`. How a group of workers comes up: `bringup`. What happens, and
+Everything here runs on one asyncio loop. Who it is: `identity`. How workers come up: `bringup`. What happens, and
 what its engine wants done: `dispatch`. Knows sockets, processes and time.
 
     loading ──> ready ──> draining ──> gone
@@ -49,7 +49,7 @@ from disagg.server.roles import RoleChanges
 from disagg.server.routers import RouterStreams
 from disagg.server.same_code import check_code
 from disagg.server.vllm_names import expose_vllm_names
-from disagg.server.workers import GroupLost, WorkerGroup
+from disagg.server.workers import Workers, WorkersLost
 from disagg.telemetry.http import TelemetryServer
 from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.metrics import EngineMetrics, new_registry
@@ -96,7 +96,7 @@ class Server:
         self._beat = heartbeat
         self._model_dir = Path()
         self._device: Device = "cpu"
-        self._group: WorkerGroup | None = None
+        self._workers: Workers | None = None
         self._stop = asyncio.Event()
         self._drains = False  # an operator wants it empty
         self._tls = open_wire_tls(config.tls)
@@ -186,8 +186,8 @@ class Server:
             await self._links.close()
             self._routers.close()
             await self._offloading.close()
-            if self._group is not None:
-                await self._group.stop()
+            if self._workers is not None:
+                await self._workers.stop()
             self._watch.stop()
             await asyncio.to_thread(self._dispatch.recorder.close)
             await asyncio.to_thread(self._traces.close)
@@ -281,7 +281,7 @@ class Server:
         return works and engine is not None and (engine.offloads or not self._offloading.idle)
 
     async def _supervise(self, health: Health) -> None:
-        """Keep one worker group alive. Raises ConfigError when no group can come up with this configuration."""
+        """Keep workers alive. Raises ConfigError when none can come up with this configuration."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._find_device)
         await loop.run_in_executor(None, self._offloading.open)
@@ -295,7 +295,7 @@ class Server:
                 await self._bring_up()
                 await health.set_serving(True)
                 reason = await self._lost_or_empty(health)
-            except GroupLost as error:
+            except WorkersLost as error:
                 reason = str(error)
                 self._identity.note = f"its workers could not start: {reason}"
             except ConfigError as error:
@@ -310,7 +310,7 @@ class Server:
                 logger.info("%s begins anew as a %s server: %s", self._identity.name, self._roles.now.value, reason)
             else:
                 logger.error("the workers of %s are lost: %s", self._identity.name, reason)
-            silent_exit = self._group.silent_exit if self._group is not None else ""
+            silent_exit = self._workers.silent_exit if self._workers is not None else ""
             silent_exits = silent_exits + 1 if silent_exit else 0
             if self._identity.model is None and silent_exits == MOST_SILENT_EXITS:
                 command = one_line(str(list(self._config.worker.command)))
@@ -327,8 +327,8 @@ class Server:
 
     async def _lost_or_empty(self, health: Health) -> str:
         """Why the workers end: they are lost, or have nothing left and are to be of another role."""
-        assert self._group is not None
-        lost, asked = create_task(self._group.wait_lost()), create_task(self._another_role.wait())
+        assert self._workers is not None
+        lost, asked = create_task(self._workers.wait_lost()), create_task(self._another_role.wait())
         emptied: asyncio.Task[None] | None = None
         try:
             await asyncio.wait({lost, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -370,7 +370,7 @@ class Server:
         identity.max_model_len = bringup.model_len(inspected.max_model_len)
         config = self._config
         try:
-            group = WorkerGroup(
+            workers = Workers(
                 identity.name,
                 self._worker_config(),
                 config.log,
@@ -379,23 +379,23 @@ class Server:
                 self._transfer_event,
                 config.server.dp,
             )
-            self._take_group(group)
-            group.start()
+            self._take_workers(workers)
+            workers.start()
         except (OSError, zmq.ZMQError) as error:  # no descriptors, processes or space: others may let go of some
-            raise GroupLost(f"they cannot be started: {error}") from error
-        identity.worker_pids = group.pids
+            raise WorkersLost(f"they cannot be started: {error}") from error
+        identity.worker_pids = workers.pids
         self._routers.announce()
-        incarnation = await bringup.run(group, inspected)
+        incarnation = await bringup.run(workers, inspected)
         identity.up(incarnation)
         self._roles.up()
         self._take_model(incarnation.model)
-        keeper = self._offloading.up(incarnation.facts, group.send, self._dispatch.store_event)
-        self._dispatch.attach(incarnation.engine, group, keeper)
+        keeper = self._offloading.up(incarnation.facts, workers.send, self._dispatch.store_event)
+        self._dispatch.attach(incarnation.engine, workers, keeper)
         identity.state = self._up_state
         self._routers.announce()
         weights = incarnation.model.weights_hash[:SHOWN_DIGITS]
         logger.info(
-            "%s is ready: incarnation %s, weights %s, %s", identity.name, group.incarnation, weights, incarnation.what
+            "%s is ready: incarnation %s, weights %s, %s", identity.name, workers.incarnation, weights, incarnation.what
         )
 
     def _worker_config(self) -> WorkerConfig:
@@ -403,11 +403,11 @@ class Server:
         config = self._config
         return msgspec.structs.replace(config.worker, step_deadline_s=config.worker.step_deadline_s * config.server.pp)
 
-    def _take_group(self, group: WorkerGroup | None) -> None:
-        self._group = self._dumper.group = group
+    def _take_workers(self, workers: Workers | None) -> None:
+        self._workers = self._dumper.workers = workers
 
     def _take_model(self, model: ModelIdentity) -> None:
-        """What the group loaded, which may not be what the one before had."""
+        """What the workers loaded, which may not be what those before had."""
         identity = self._identity
         if change := changed(str(self._model_dir), identity.model, model):
             logger.error("%s: %s", identity.name, change)
@@ -419,7 +419,7 @@ class Server:
         """The workers are lost, or end for those of another role: tell the routers, end the workers, and then let peers know that
         nothing can come.
         """
-        identity, group = self._identity, self._group
+        identity, workers = self._identity, self._workers
         if not (self._drains or self._stop.is_set()):
             identity.state = ServerState.LOADING
         identity.incarnation = None
@@ -432,9 +432,9 @@ class Server:
         self._routers.announce()
         self._routers.flush()
         await self._offloading.down()
-        if group is not None:
-            await group.kill()
-        self._take_group(None)
+        if workers is not None:
+            await workers.kill()
+        self._take_workers(None)
         identity.worker_pids = ()
         self._links.drop_all(f"{identity.name} lost its workers")
 

@@ -1,4 +1,4 @@
-"""Which model a worker group has, by what its ranks say that they loaded. Pure.
+"""Which model the workers have, by what they say that they loaded. Pure.
 
 Ranks that have loaded different models never start together, and a group that comes up with another model than the one
 before says so: its server's KV, prefix cache and fingerprint are then of that other model.
@@ -52,7 +52,7 @@ def difference(before: ModelIdentity, after: ModelIdentity) -> str:
 
 
 def changed(path: str, before: ModelIdentity | None, after: ModelIdentity) -> str:
-    """What the operator must know when a group has come up; empty if its model is that of the group before."""
+    """What the operator must know when workers have come up; empty if their model is that of those before."""
     what = "" if before is None else difference(before, after)
     if not what:
         return ""

@@ -151,7 +151,7 @@ class Recorder(Unrecorded):
     def planned(self, plan: WorkerPlan, now: Now) -> None:
         if self._engine is None:
             return
-        rank, engine = plan.group, self._engine.ranks[plan.group]
+        rank, engine = plan.dp_rank, self._engine.ranks[plan.dp_rank]
         for seq_id in plan.ends:
             self._running.pop((rank, seq_id), None)
         for start in plan.starts:

@@ -84,7 +84,7 @@ class _Fetch:
 
 
 class StoreKeeper:
-    """A `dispatch.StorePort`. send: as WorkerGroup.send. tell: hears what has happened. clock: seconds, rising."""
+    """A `dispatch.StorePort`. send: as Workers.send. tell: hears what has happened. clock: seconds, rising."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The worker processes of one server: starts them, talks to them over ZeroMQ, and ends them all when one ends.
 
-One object is one incarnation. Ranks share fate: a rank that exits, goes silent, or takes too long over a step ends the
-group; the server then starts another. Knows processes and sockets; nothing of what plans and commands mean.
+One object is one incarnation. Ranks share fate: a rank that exits, goes silent, or takes too long over a step ends them
+all; the server then starts others. Knows processes and sockets; nothing of what plans and commands mean.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _NO_COMMAND = frozenset(
 )
 
 
-class GroupLost(DisaggError):
+class WorkersLost(DisaggError):
     """The workers have ended, or had to be ended."""
 
 
 def make_sockets_dir() -> HeldDir:
-    """A directory of this process for its workers' sockets. Raises GroupLost if there is no room, ConfigError if none fits.
+    """A directory of this process for its workers' sockets. Raises WorkersLost if there is no room, ConfigError if none fits.
 
     It is beside those of other servers in the system's temporary directory, because the path of a socket is short.
     What servers left there that were killed is cleared away.
@@ -88,13 +88,13 @@ def make_sockets_dir() -> HeldDir:
             )
         return HeldDir(path)
     except OSError as error:
-        raise GroupLost(
+        raise WorkersLost(
             f"no directory for the workers' sockets can be made in {where}: {error.strerror or error}; make room there, "
             "or set TMPDIR"
         ) from error
 
 
-class WorkerGroup:
+class Workers:
     """`start`, `call` for loading, the opening of transfers and `barrier`, then `publish` and `send` while `wait_lost` waits."""
 
     def __init__(
@@ -105,16 +105,16 @@ class WorkerGroup:
         tp: int,
         on_result: Callable[[StepResult], None],
         on_event: Callable[[int, TransferEvent | TierEvent], None],
-        groups: int = 1,
+        dp: int = 1,
     ) -> None:
-        """tp: ranks of each of so many data-parallel groups, which get plans of their own; ranks count through all of them."""
+        """tp: workers of each of dp data-parallel ranks, which get plans of their own; workers count through all of them."""
         self.incarnation = secrets.token_hex(8)
         self._name = server_name
         self._config = config
         self._log = log
         self._tp = tp
-        self._groups = groups
-        self._num_ranks = tp * groups
+        self._dp = dp
+        self._num_ranks = tp * dp
         self._on_result = on_result
         self._on_event = on_event
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -128,7 +128,7 @@ class WorkerGroup:
             self._transfers = self._bind(zmq.ROUTER, "transfer")
         except zmq.ZMQError as error:
             self._close()
-            raise GroupLost(f"the workers' sockets cannot be made in {self._directory}: {error.strerror}") from error
+            raise WorkersLost(f"the workers' sockets cannot be made in {self._directory}: {error.strerror}") from error
         self._command_numbers = [0] * self._num_ranks
         self._report_numbers = [0] * self._num_ranks
         self._ready: set[int] = set()
@@ -153,12 +153,12 @@ class WorkerGroup:
 
     @property
     def silent_exit(self) -> str:
-        """How the group ended, if it was by a rank that exited before any had said a word; else empty."""
+        """How they ended, if it was by a rank that exited before any had said a word; else empty."""
         return self._silent_exit
 
     @property
     def directory(self) -> str:
-        """Of this group alone, and gone with it."""
+        """Of these workers alone, and gone with them."""
         return self._directory
 
     @property
@@ -213,7 +213,7 @@ class WorkerGroup:
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            logger.error("a worker group's task failed", exc_info=task.exception())
+            logger.error("a task of the workers failed", exc_info=task.exception())
             self._lose(f"{type(task.exception()).__name__}: {task.exception()}")
 
     def _exited(self, rank: int) -> None:
@@ -233,13 +233,13 @@ class WorkerGroup:
             self._lost.set_result(reason)
 
     async def wait_lost(self) -> str:
-        """Why the group ended; returns when it has, or must."""
+        """Why they ended; returns when they have, or must."""
         return await asyncio.shield(self._lost)
 
     # ---- control
 
     async def call(self, request: ControlRequest, timeout_s: float) -> list[ControlReply]:
-        """Ask every rank, and collect every reply, by rank. Raises ConfigError, GroupLost.
+        """Ask every rank, and collect every reply, by rank. Raises ConfigError, WorkersLost.
 
         One call at a time, and beside it one for a dump, which is answered whatever else a rank is doing.
         Meanwhile ranks may be silent: to open a transfer agent, or to compile for a GPU, keeps the thread that beats. Not
@@ -264,7 +264,7 @@ class WorkerGroup:
             if isinstance(reply, ControlFailed):
                 if reply.config:
                     raise ConfigError(reply.reason)
-                raise GroupLost(f"rank {reply.rank}: {reply.reason}")
+                raise WorkersLost(f"rank {reply.rank}: {reply.reason}")
             replies[reply.rank] = reply
         return [replies[rank] for rank in range(self._num_ranks)]
 
@@ -278,21 +278,21 @@ class WorkerGroup:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
             if self._lost.done():
-                raise GroupLost(self._lost.result())
+                raise WorkersLost(self._lost.result())
             if time.monotonic() > deadline:
-                raise GroupLost(f"rank {rank} has not connected in time")
+                raise WorkersLost(f"rank {rank} has not connected in time")
             await asyncio.sleep(CONNECT_POLL_S)
 
     async def _until(self, awaitable: Any, deadline: float, request: ControlRequest) -> Any:
-        """Wait for a reply, the end of the group, or the deadline."""
+        """Wait for a reply, the end of the workers, or the deadline."""
         task = asyncio.ensure_future(awaitable)
         await asyncio.wait({task, self._lost}, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         task.cancel()
         if self._lost.done():
-            raise GroupLost(self._lost.result())
-        raise GroupLost(f"no answer to {type(request).__name__} in time")
+            raise WorkersLost(self._lost.result())
+        raise WorkersLost(f"no answer to {type(request).__name__} in time")
 
     async def barrier(self, timeout_s: float) -> None:
         """Publish HELLO until every rank has answered READY: only then does a plan reach them all."""
@@ -300,19 +300,19 @@ class WorkerGroup:
         hello = encode_to_worker(Hello(self.incarnation))
         while len(self._ready) < self._num_ranks:
             if self._lost.done():
-                raise GroupLost(self._lost.result())
+                raise WorkersLost(self._lost.result())
             if time.monotonic() > deadline:
-                raise GroupLost(
+                raise WorkersLost(
                     f"ranks {sorted(set(range(self._num_ranks)) - self._ready)} do not hear the plan socket"
                 )
-            for group in range(self._groups):
-                await self._plans.send_multipart([plans_of(group), hello])
+            for dp_rank in range(self._dp):
+                await self._plans.send_multipart([plans_of(dp_rank), hello])
             await asyncio.sleep(HELLO_EVERY_S)
 
     # ---- running
 
     def publish(self, plan: WorkerPlan) -> None:
-        self._send(self._plans, [plans_of(plan.group), encode_to_worker(plan)])
+        self._send(self._plans, [plans_of(plan.dp_rank), encode_to_worker(plan)])
 
     def send(self, rank: int, messages: Sequence[TransferCommand | TierCommand]) -> None:
         """Send commands to one rank's transfer thread, in order."""
@@ -363,7 +363,7 @@ class WorkerGroup:
                 self._on_event(frame.rank, message)
 
     async def _watch(self) -> None:
-        """Silence ends the group. Before its first beat a rank is starting, which `call` bounds, as it does what it asks for; but
+        """Silence ends them all. Before its first beat a rank is starting, which `call` bounds, as it does what it asks for; but
         a process that is stopped does nothing meanwhile.
         """
         ran_s = [time.monotonic()] * self._num_ranks
@@ -386,7 +386,7 @@ class WorkerGroup:
     async def stop(self) -> None:
         """Ask every rank to exit, wait a little, then end what is left."""
         if not self._lost.done():
-            with contextlib.suppress(GroupLost, zmq.ZMQError):
+            with contextlib.suppress(WorkersLost, zmq.ZMQError):
                 for rank in range(self._num_ranks):
                     await self._route(self._control, rank, encode_request(Shutdown()), time.monotonic() + 1.0)
             deadline = time.monotonic() + STOP_WAIT_S

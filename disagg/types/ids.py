@@ -1,6 +1,6 @@
 """Names for the integers and strings that travel between parts. Knows nothing else.
 
-Three ids protect the answer (docs/architecture.md): an *incarnation* is one worker group's life, a *link generation* one
+Three ids protect the answer (docs/architecture.md): an *incarnation* is the life of one server's workers, a *link generation* one
 Peer.Link's, an *attempt* one dispatch of a request.
 """
 

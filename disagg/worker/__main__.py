@@ -12,7 +12,7 @@ from disagg.telemetry.process import die_with_parent, leave
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m disagg.worker", description=__doc__)
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--group", type=int, default=0, help="of data-parallel ranks, that this one belongs to")
+    parser.add_argument("--group", type=int, default=0, help="the data-parallel rank that it belongs to")
     parser.add_argument("--sockets", required=True, help="directory of the server's ZeroMQ sockets")
     parser.add_argument("--incarnation", required=True)
     parser.add_argument("--parent", type=int, required=True, help="pid of the server")

@@ -79,7 +79,7 @@ class Executor:
     def __init__(self, rank: int, tp: int = 1, dp: int = 1, pp: int = 1) -> None:
         """rank: of all tp x dp, or tp x pp; those that have one sequence's heads between them follow each other, and make a
         group or a stage."""
-        assert dp == 1 or pp == 1, "data-parallel groups have no stages"
+        assert dp == 1 or pp == 1, "data-parallel ranks have no stages"
         self._rank = rank
         self._ranks = Ranks(rank % tp, tp)
         self._peers = Ranks(rank // tp, dp) if dp > 1 else Ranks()

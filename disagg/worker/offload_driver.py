@@ -258,7 +258,7 @@ class OffloadDriver:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             self._copy_in_order()
-        except Exception as error:  # a copy has no report that says so: the group ends
+        except Exception as error:  # a copy has no report that says so: the workers end
             logger.exception("copies cannot go on")
             self._fail(f"copies: {type(error).__name__}: {error}")
 

@@ -66,11 +66,11 @@ MEETING = "ranks"  # what the names of files begin with by which ranks find each
 class WorkerProcess:
     """`run` returns the exit status: 0 after Shutdown, 1 after a failure that was reported."""
 
-    def __init__(self, rank: int, group: int, sockets: str, incarnation: str) -> None:
-        """group: of data-parallel ones, whose plans are this rank's."""
+    def __init__(self, rank: int, dp_rank: int, sockets: str, incarnation: str) -> None:
+        """dp_rank: the data-parallel rank whose plans are this worker's."""
         dump_stacks_on_signal()
         self._rank = rank
-        self._group = group
+        self._dp_rank = dp_rank
         self._incarnation = incarnation
         self._sockets = Path(sockets)
         self._context = zmq.Context()
@@ -120,7 +120,7 @@ class WorkerProcess:
     def _compute(self) -> None:
         plans = self._context.socket(zmq.SUB)
         plans.rcvhwm = 0
-        plans.subscribe(plans_of(self._group))
+        plans.subscribe(plans_of(self._dp_rank))
         plans.connect(f"ipc://{self._sockets}/plans")
         poller = zmq.Poller()
         poller.register(plans, zmq.POLLIN)

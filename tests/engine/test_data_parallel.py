@@ -54,8 +54,8 @@ class Ranks:
         for each in out:
             match each:
                 case ToWorkers():
-                    sent[each.plan.group] += 1
-                    self.plans[each.plan.group].append(each.plan)
+                    sent[each.plan.dp_rank] += 1
+                    self.plans[each.plan.dp_rank].append(each.plan)
                 case PublishKv():
                     assert not set(each.events.stored) & set(each.events.removed)
                     self.cached |= set(each.events.stored)

@@ -1,4 +1,4 @@
-"""What a worker group has loaded, and what is said when it is not what it should be."""
+"""What workers have loaded, and what is said when it is not what it should be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from disagg.prefill_server.role import PREFILL
 from disagg.server import lifecycle
 from disagg.server.lifecycle import Server
 from disagg.server.model_identity import ModelIdentity, changed, disagreement, identity_of
-from disagg.server.workers import GroupLost
+from disagg.server.workers import WorkersLost
 from disagg.types.errors import ConfigError
 from disagg.types.ids import LegKey
 from disagg.types.sampling import SamplingParams
@@ -111,7 +111,7 @@ class _Health:
         pass
 
 
-@pytest.mark.parametrize("fault", [ConfigError("no weights any more"), GroupLost("files were replaced")])
+@pytest.mark.parametrize("fault", [ConfigError("no weights any more"), WorkersLost("files were replaced")])
 async def test_a_model_that_cannot_be_loaded_for_a_while_does_not_end_a_server_that_has_served(
     monkeypatch: pytest.MonkeyPatch, fault: Exception
 ) -> None:
@@ -132,11 +132,11 @@ async def test_a_model_that_cannot_be_loaded_for_a_while_does_not_end_a_server_t
         notes.append(made._identity.note)
         if isinstance(outcome, Exception):
             raise outcome
-        made._group = _Lost()  # type: ignore[assignment]
+        made._workers = _Lost()  # type: ignore[assignment]
         made._take_model(outcome)
 
     async def take_down(reason: str, *, another_role: bool) -> None:
-        made._group = None
+        made._workers = None
 
     monkeypatch.setattr(lifecycle, "RESTART_FIRST_S", 0.001)
     for name, value in (("_find_device", lambda: None), ("_find_model", lambda: None), ("_bring_up", bring_up)):

@@ -1,4 +1,4 @@
-"""When a group of workers counts as lost."""
+"""When a workers of workers counts as lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from disagg.config.tree import LogConfig, WorkerConfig
 from disagg.messages.control import Dump, Dumped, Profile, Profiled
 from disagg.messages.plan import WorkerPlan
-from disagg.server.workers import GroupLost, WorkerGroup, make_sockets_dir
+from disagg.server.workers import Workers, WorkersLost, make_sockets_dir
 from disagg.types.errors import ConfigError
 from tests.small_disk import small_disk as small_disk
 
@@ -25,15 +25,15 @@ WORKER = Path(__file__).with_name("slow_worker.py")
 
 
 @asynccontextmanager
-async def group_of(reply_after_s: float) -> AsyncIterator[WorkerGroup]:
+async def workers_of(reply_after_s: float) -> AsyncIterator[Workers]:
     ignore: Callable[..., None] = lambda *_: None  # noqa: E731
     command = (sys.executable, str(WORKER), str(reply_after_s))
-    group = WorkerGroup("test", WorkerConfig(command=command, silent_s=SILENT_S), LogConfig(), 1, ignore, ignore)
-    group.start()
+    workers = Workers("test", WorkerConfig(command=command, silent_s=SILENT_S), LogConfig(), 1, ignore, ignore)
+    workers.start()
     try:
-        yield group
+        yield workers
     finally:
-        await group.kill()
+        await workers.kill()
 
 
 def no_such_program(directory: Path) -> tuple[str, ...]:
@@ -64,73 +64,73 @@ async def test_a_command_that_cannot_be_run_is_a_configuration_error(
     tmp_path: Path, made: Callable[[Path], tuple[str, ...]]
 ) -> None:
     ignore: Callable[..., None] = lambda *_: None  # noqa: E731
-    group = WorkerGroup("test", WorkerConfig(command=made(tmp_path)), LogConfig(), 1, ignore, ignore)
+    workers = Workers("test", WorkerConfig(command=made(tmp_path)), LogConfig(), 1, ignore, ignore)
     with pytest.raises(ConfigError, match=r"worker.command = \[.*\]: it cannot be run: .*; it must be a program"):
-        group.start()
-    await group.kill()
+        workers.start()
+    await workers.kill()
 
 
 async def test_a_rank_that_exits_without_a_word_is_told_from_one_that_is_killed_or_has_spoken() -> None:
     ignore: Callable[..., None] = lambda *_: None  # noqa: E731
-    group = WorkerGroup("test", WorkerConfig(command=(sys.executable, "-c", "exit(7)")), LogConfig(), 1, ignore, ignore)
-    group.start()
-    assert await asyncio.wait_for(group.wait_lost(), 30.0) == group.silent_exit == "rank 0 exited with status 7"
-    await group.kill()
-    async with group_of(60.0) as group:
-        group._processes[0].kill()
-        await asyncio.wait_for(group.wait_lost(), 30.0)
-        assert group.silent_exit == ""
-    async with group_of(0.0) as group:
-        await group.call(Dump(), 30.0)
-        group._exited_with(0, 1)
-        assert group.silent_exit == ""
+    workers = Workers("test", WorkerConfig(command=(sys.executable, "-c", "exit(7)")), LogConfig(), 1, ignore, ignore)
+    workers.start()
+    assert await asyncio.wait_for(workers.wait_lost(), 30.0) == workers.silent_exit == "rank 0 exited with status 7"
+    await workers.kill()
+    async with workers_of(60.0) as workers:
+        workers._processes[0].kill()
+        await asyncio.wait_for(workers.wait_lost(), 30.0)
+        assert workers.silent_exit == ""
+    async with workers_of(0.0) as workers:
+        await workers.call(Dump(), 30.0)
+        workers._exited_with(0, 1)
+        assert workers.silent_exit == ""
 
 
 async def test_a_rank_may_be_silent_while_it_does_what_it_was_called_for() -> None:
-    async with group_of(3 * SILENT_S) as group:
-        assert await group.call(Profile(1, 1), 30.0) == [Profiled(0, 5, 3)]
+    async with workers_of(3 * SILENT_S) as workers:
+        assert await workers.call(Profile(1, 1), 30.0) == [Profiled(0, 5, 3)]
 
 
 async def test_a_rank_may_not_be_stopped_while_it_does_what_it_was_called_for() -> None:
-    async with group_of(600.0) as group:
-        group._processes[0].send_signal(signal.SIGSTOP)
-        with pytest.raises(GroupLost, match="rank 0 has been stopped for"):
-            await asyncio.wait_for(group.call(Profile(1, 1), 300.0), 60.0)
+    async with workers_of(600.0) as workers:
+        workers._processes[0].send_signal(signal.SIGSTOP)
+        with pytest.raises(WorkersLost, match="rank 0 has been stopped for"):
+            await asyncio.wait_for(workers.call(Profile(1, 1), 300.0), 60.0)
 
 
 async def test_a_dump_and_another_call_get_their_own_answers() -> None:
-    async with group_of(0.1) as group:
+    async with workers_of(0.1) as workers:
         for _ in range(3):
-            profiled, dumped = await asyncio.gather(group.call(Profile(1, 1), 30.0), group.call(Dump(), 30.0))
+            profiled, dumped = await asyncio.gather(workers.call(Profile(1, 1), 30.0), workers.call(Dump(), 30.0))
             assert profiled == [Profiled(0, 5, 3)]
             assert dumped == [Dumped(0, "here")]
 
 
 async def test_an_answer_that_comes_after_its_time_is_not_taken_for_the_next_ones() -> None:
-    async with group_of(0.5) as group:
-        await group.call(Profile(1, 1), 30.0)  # it has started
-        with pytest.raises(GroupLost, match="no answer to Dump in time"):
-            await group.call(Dump(), 0.1)
-        assert await group.call(Profile(1, 1), 30.0) == [Profiled(0, 5, 3)]
-        assert await group.call(Dump(), 30.0) == [Dumped(0, "here")]
+    async with workers_of(0.5) as workers:
+        await workers.call(Profile(1, 1), 30.0)  # it has started
+        with pytest.raises(WorkersLost, match="no answer to Dump in time"):
+            await workers.call(Dump(), 0.1)
+        assert await workers.call(Profile(1, 1), 30.0) == [Profiled(0, 5, 3)]
+        assert await workers.call(Dump(), 30.0) == [Dumped(0, "here")]
 
 
 async def test_a_rank_may_not_be_silent_because_somebody_asks_for_a_dump() -> None:
-    async with group_of(60.0) as group:
-        with pytest.raises(GroupLost, match="rank 0 has been silent"):
-            await group.call(Dump(), 30.0)
+    async with workers_of(60.0) as workers:
+        with pytest.raises(WorkersLost, match="rank 0 has been silent"):
+            await workers.call(Dump(), 30.0)
 
 
 async def test_a_rank_that_nobody_has_called_may_not_be_silent() -> None:
-    async with group_of(0.0) as group:
-        await group.call(Dump(), 30.0)
-        assert "rank 0 has been silent" in await asyncio.wait_for(group.wait_lost(), 30.0)
+    async with workers_of(0.0) as workers:
+        await workers.call(Dump(), 30.0)
+        assert "rank 0 has been silent" in await asyncio.wait_for(workers.wait_lost(), 30.0)
 
 
 async def test_a_call_is_lost_when_its_time_is_over_though_the_rank_lives() -> None:
-    async with group_of(60.0) as group:
-        with pytest.raises(GroupLost, match="no answer to Profile in time"):
-            await group.call(Profile(1, 1), 3 * SILENT_S)
+    async with workers_of(60.0) as workers:
+        with pytest.raises(WorkersLost, match="no answer to Profile in time"):
+            await workers.call(Profile(1, 1), 3 * SILENT_S)
 
 
 @pytest.mark.parametrize(
@@ -140,20 +140,20 @@ async def test_a_call_is_lost_when_its_time_is_over_though_the_rank_lives() -> N
 async def test_whatever_a_worker_raises_its_server_learns_the_cause(what: str, error: str) -> None:
     ignore: Callable[..., None] = lambda *_: None  # noqa: E731
     command = (sys.executable, "-m", "tests.server.failing_worker", what, error)
-    group = WorkerGroup("test", WorkerConfig(command=command), LogConfig(), 1, ignore, ignore)
-    group.start()
+    workers = Workers("test", WorkerConfig(command=command), LogConfig(), 1, ignore, ignore)
+    workers.start()
     try:
         if what == "plan":
-            await group.barrier(30.0)
-            group.publish(WorkerPlan(0))
+            await workers.barrier(30.0)
+            workers.publish(WorkerPlan(0))
         if what == "job":
-            with pytest.raises(GroupLost) as caught:
-                await group.call(Profile(1, 1), 30.0)
+            with pytest.raises(WorkersLost) as caught:
+                await workers.call(Profile(1, 1), 30.0)
             reason = str(caught.value)
         else:
-            reason = await asyncio.wait_for(group.wait_lost(), 30.0)
+            reason = await asyncio.wait_for(workers.wait_lost(), 30.0)
     finally:
-        await group.kill()
+        await workers.kill()
     assert f"{error}: row 262144 is out of bounds" in reason
 
 
@@ -181,7 +181,7 @@ def test_what_killed_servers_left_is_cleared_away_and_what_lives_stays(
 
 
 async def make_group() -> None:
-    WorkerGroup("test", WorkerConfig(), LogConfig(), 1, lambda _: None, lambda *_: None)
+    Workers("test", WorkerConfig(), LogConfig(), 1, lambda _: None, lambda *_: None)
 
 
 @pytest.mark.parametrize("files", [0, 1, 2])  # so there is no room for a socket, for the lock, for the directory
@@ -193,7 +193,7 @@ def test_no_room_for_sockets_loses_the_group_with_the_reason(
     subprocess.run(["mount", "-o", "remount,nr_inodes=3", str(small_disk)], check=True)
     for number in range(files):
         (small_disk / str(number)).touch()
-    with pytest.raises(GroupLost, match=rf"the workers' sockets .* in {small_disk}.*: No space left on device"):
+    with pytest.raises(WorkersLost, match=rf"the workers' sockets .* in {small_disk}.*: No space left on device"):
         asyncio.run(make_group())
     assert len(list(small_disk.iterdir())) == files
 

@@ -32,7 +32,7 @@ from disagg.offload.keys import Scope
 from disagg.offload.tier import Found
 from disagg.offload.units import cut_page
 from disagg.server.device import UCX_TLS_ON_CPU
-from disagg.server.workers import WorkerGroup
+from disagg.server.workers import Workers
 from disagg.types.errors import ConfigError
 from tests.models.tiny import make_tiny
 from tests.offload.pages import PAGE_TOKENS, chain, store_span, whole_page
@@ -45,11 +45,11 @@ NUM_LARGE = 16
 
 
 class Worker:
-    """A group of one rank with a pool; its reports."""
+    """Workers of one rank with a pool; its reports."""
 
     def __init__(self) -> None:
         self.reports: asyncio.Queue[TierEvent] = asyncio.Queue()
-        self.group = WorkerGroup("test", WorkerConfig(), LogConfig(), 1, lambda _: None, self._heard)
+        self.workers = Workers("test", WorkerConfig(), LogConfig(), 1, lambda _: None, self._heard)
         self.scope: Scope
         self.layout: PoolLayout
 
@@ -58,18 +58,18 @@ class Worker:
             self.reports.put_nowait(report)
 
     async def start(self, model_dir: Path) -> None:
-        self.group.start()
+        self.workers.start()
         load = Load(str(model_dir), "float32", "cpu", 0, 1, False, 1, PATIENCE_S, PATIENCE_S)
-        (loaded,) = await self.group.call(load, PATIENCE_S)
+        (loaded,) = await self.workers.call(load, PATIENCE_S)
         assert isinstance(loaded, Loaded)
         self.scope = Scope("weights", "float32", PAGE_TOKENS, loaded.groups)
         specs = [spec_of(group, PAGE_TOKENS) for group in loaded.groups]
         self.layout = pool_layout(specs, PAGE_TOKENS, CHECKPOINT_TOKENS)
-        await self.group.call(
+        await self.workers.call(
             MakePool(NUM_LARGE, self.layout.large_bytes, self.layout.strides, PAGE_TOKENS, 1), PATIENCE_S
         )
-        await self.group.call(
-            OpenTransfer("nixl", self.group.incarnation, 1 << 20, 0, 0, UCX_TLS_ON_CPU, ""), PATIENCE_S
+        await self.workers.call(
+            OpenTransfer("nixl", self.workers.incarnation, 1 << 20, 0, 0, UCX_TLS_ON_CPU, ""), PATIENCE_S
         )
 
     async def open(self, url: str, num_large: int = NUM_LARGE) -> OffloadOpen:
@@ -87,12 +87,12 @@ class Worker:
             checkpoint_tokens=CHECKPOINT_TOKENS,
             groups=self.scope.groups,
         )
-        (reply,) = await self.group.call(opened, PATIENCE_S)
+        (reply,) = await self.workers.call(opened, PATIENCE_S)
         assert isinstance(reply, OffloadOpen)
         return reply
 
     async def ask(self, command: Any) -> Any:
-        self.group.send(0, [command])
+        self.workers.send(0, [command])
         return await asyncio.wait_for(self.reports.get(), PATIENCE_S)
 
 
@@ -103,7 +103,7 @@ async def worker_of(tmp_path: Path) -> AsyncIterator[Worker]:
         await worker.start(make_tiny("jamba", tmp_path / "model"))
         yield worker
     finally:
-        await worker.group.kill()
+        await worker.workers.kill()
 
 
 async def test_pages_go_from_storage_to_the_pool_and_back(tmp_path: Path) -> None:
@@ -158,16 +158,16 @@ async def test_pages_go_from_storage_to_the_pool_and_back(tmp_path: Path) -> Non
                 for head, unit in enumerate(cut_page(whole_page(scope, g, hashes[position]), group, PAGE_TOKENS)):
                     assert units[position, head] == bytes(unit)
 
-        (dumped,) = await worker.group.call(Dump(), PATIENCE_S)
+        (dumped,) = await worker.workers.call(Dump(), PATIENCE_S)
         assert isinstance(dumped, Dumped)
         assert "offload: plain: there is no GPU, 2 copies made, 0 waiting" in dumped.text
-        await asyncio.wait_for(worker.group.stop(), 10.0)
-        assert [process.returncode for process in worker.group._processes] == [0]
+        await asyncio.wait_for(worker.workers.stop(), 10.0)
+        assert [process.returncode for process in worker.workers._processes] == [0]
 
 
 async def test_a_page_that_is_not_there_ends_the_group(tmp_path: Path) -> None:
     async with worker_of(tmp_path) as worker:
         await worker.open("")
-        worker.group.send(0, [CopyOut(0, (PageMove(0, 0, 1 << 40),))])
-        lost = await asyncio.wait_for(worker.group.wait_lost(), PATIENCE_S)
+        worker.workers.send(0, [CopyOut(0, (PageMove(0, 0, 1 << 40),))])
+        lost = await asyncio.wait_for(worker.workers.wait_lost(), PATIENCE_S)
         assert "ProtocolError: page 1099511627776 of the host" in lost
