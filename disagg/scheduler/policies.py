@@ -10,7 +10,8 @@
     decode_only         as sarathi                                  in chunks        (decode servers)
 
 The first five are those of Sarathi-Serve (Agrawal et al., OSDI 2024), of which `sarathi` lets no decode wait for a prompt.
-Knows sequences, tokens and the budget; nothing of pages (admission has seen to them), tensors, peers or time.
+Knows sequences, tokens and the budget; of pages only how many tokens of a sequence have some (`Candidate.most`); nothing of
+tensors, peers or time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Candidate(Struct, frozen=True):
     seq_id: int
     phase: Phase
     remaining: int  # tokens that are known and not yet computed; the last one's logits are wanted
-    most: int = 1 << 31  # tokens that one run may have: of models with states, runs stop at checkpoints
+    most: int = 1 << 31  # tokens that one run may have: for which it has pages; runs of states stop at checkpoints
     start: int = 0  # tokens before those, to which they attend
 
     def fit(self, tokens: int) -> int:
@@ -61,14 +62,12 @@ class StepPlan(Struct, frozen=True):
 
 
 class StepState(Struct, frozen=True):
-    """What a policy may know beside its candidates. free_tokens: for which pages can be had, beyond those that candidates
-    hold. least_chunk: tokens that prompts get in any case, whatever they cost, or they would stand still beside enough
-    decodes. whole: a prompt that the budget does not pay for waits for the next step, but for the first one. last: what
-    the step before this one was for.
+    """What a policy may know beside its candidates. least_chunk: tokens that prompts get in any case, whatever they cost, or
+    they would stand still beside enough decodes. whole: a prompt that the budget does not pay for waits for the next step, but
+    for the first one. last: what the step before this one was for.
     """
 
     budget: Budget
-    free_tokens: int = 1 << 31
     least_chunk: int = 0
     whole: bool = False
     last: Phase | None = None
@@ -76,18 +75,17 @@ class StepState(Struct, frozen=True):
     def chunks(self, candidates: Iterable[Candidate], left: Budget | None = None) -> list[StepRun]:
         """Each takes what is left of the budget, in their order, the last one a part (a chunk)."""
         budget = self.budget if left is None else left
-        least, free_tokens = self.least_chunk, self.free_tokens
+        least = self.least_chunk
         runs: list[StepRun] = []
         for candidate in candidates:
             tokens = max(budget.tokens_at(candidate.start), min(least, budget.most_tokens))
-            tokens = candidate.fit(min(tokens, free_tokens))
+            tokens = candidate.fit(tokens)
             if self.whole and runs and tokens < candidate.fit(candidate.remaining):
                 break
             if tokens > 0:
                 runs.append(StepRun(candidate.seq_id, tokens, sample=tokens == candidate.remaining))
                 budget = budget.less(budget.cost_of(candidate.start, tokens), tokens)
                 least -= tokens
-                free_tokens -= tokens
         return runs
 
     def decodes(self, candidates: Iterable[Candidate]) -> tuple[list[StepRun], Budget]:

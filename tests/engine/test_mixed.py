@@ -12,11 +12,13 @@ from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Instruction
 from disagg.engine.sequences import Sequence
 from disagg.engine.turns import FIRST_CHOICES_SHARE
+from disagg.memory.groups import spec_of
+from disagg.memory.layout import PageSizing, plan_layout
 from disagg.messages.legs import Outcome, StartLeg
 from disagg.messages.plan import WorkerPlan
 from disagg.mixed_server.role import mixed_engine
 from disagg.scheduler.policies import MIXED_POLICIES, POLICIES
-from tests.engine.units import PARAMS, Unit, changed, facts, outcomes, plans, said, start
+from tests.engine.units import FULL, PARAMS, Unit, changed, facts, outcomes, plans, said, start
 
 WIDE = {"max_model_len": 4096, "max_slots": 16 + 63, "max_running": 16}
 
@@ -293,6 +295,25 @@ def test_a_prompt_with_part_of_its_pages_gives_them_back_to_whoever_decodes_and_
     assert told["new"] == 3 and mixed.used == 0 and mixed.engine.idle
     assert counters.preemptions["memory"] == 1 and counters.recomputed_tokens == 0, "no answer gave way"
     assert 150 < counters.prefill_tokens < 150 + 2 * 3 + 100, "part of it was in the cache still"
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "simple_chunking"])
+def test_a_chunk_of_600_becomes_500_where_500_pages_are_free(policy: str) -> None:
+    """Pages of one token; x decodes, for which pages stay free, and then the prompt gets the rest."""
+    layout = plan_layout([spec_of(FULL, 1)], 1, 8, PageSizing.MAX)
+    few = one_token_pages(200 + 50 + 500, 1000, layout=layout, policy=policy, spare_tokens=0, lookahead_tokens=200)
+    mixed = Mixed(few)
+    mixed.start(leg("x", 200, 51))  # the KV of its last token is never written
+    mixed.compute()
+    assert mixed.engine.core.lookahead.spare_large == 500
+    mixed.start(leg("new", 600, 3, first_token=7000))
+    chunks: list[int] = []
+    told = Counter[str]()
+    while mixed.unreported:
+        chunks += [tokens for name, tokens in mixed.names(mixed.unreported[0]).items() if name == "new"]
+        told.update(name for name, *_ in said(mixed.compute()))
+    assert chunks == [500, 100, 1, 1] and told == {"x": 50, "new": 3}
+    assert mixed.used == 0 and mixed.engine.idle and not mixed.engine.counters.preemptions["memory"]
 
 
 @pytest.mark.parametrize("choices", [1, 15])

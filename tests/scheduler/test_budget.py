@@ -58,16 +58,16 @@ def test_a_prompt_of_1000_is_five_chunks_of_200() -> None:
     assert cut == [200] * 5
 
 
-def test_a_chunk_of_600_becomes_500_where_500_pages_are_free() -> None:
-    candidates = (Candidate(1, Phase.PREFILL, 600), Candidate(2, Phase.PREFILL, 3), Candidate(3, Phase.DECODE, 1))
-    state = StepState(of_tokens(1000), free_tokens=500)
-    assert decodes_first(candidates, state).runs == (StepRun(3, 1, True), StepRun(1, 500, False))
+def test_a_chunk_of_600_that_has_500_pages_becomes_500_and_others_have_their_own() -> None:
+    prompts = (Candidate(1, Phase.PREFILL, 600, most=500), Candidate(2, Phase.PREFILL, 3))
+    runs = decodes_first((*prompts, Candidate(3, Phase.DECODE, 1)), StepState(of_tokens(1000))).runs
+    assert runs == (StepRun(3, 1, True), StepRun(1, 500, False), StepRun(2, 3, True))
 
 
-@pytest.mark.parametrize("free_tokens", [0, -1, -600])
-def test_no_chunk_is_ever_negative(free_tokens: int) -> None:
+@pytest.mark.parametrize("most", [0, -1, -600])
+def test_no_chunk_is_ever_negative(most: int) -> None:
     for policy in POLICIES.values():
-        plan = policy.schedule((Candidate(1, Phase.PREFILL, 600),), StepState(of_tokens(100), free_tokens=free_tokens))
+        plan = policy.schedule((Candidate(1, Phase.PREFILL, 600, most=most),), StepState(of_tokens(100)))
         assert plan.runs == ()
 
 
