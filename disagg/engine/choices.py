@@ -145,11 +145,11 @@ class Choices(Onward):
         most = min(start.num_prompt + start.params.max_tokens, self._facts.model.max_model_len)
         return max(len(start.token_ids), most - 1)
 
-    def take_on(self, leg: Leg, pages: SequencePages, *, alone: bool) -> bool:
+    def take_on(self, leg: Leg, pages: SequencePages, shared_tokens: int, *, alone: bool) -> bool:
         """One of its choices will go on in the same pages, if those that have begun can go on beside it."""
-        total, shared = self.total_tokens(leg.start), pages.computed
+        total = self.total_tokens(leg.start)
         room = max(0, pages.room_tokens - leg.num_tokens)
-        growing = Growing(total - leg.num_tokens, min(room, total - leg.num_tokens), total - shared)
+        growing = Growing(total - leg.num_tokens, min(room, total - leg.num_tokens), total - shared_tokens)
         begun = Begun([growing], total + 1)
         if not self._lookahead.enough(begun, alone=alone):
             return False

@@ -31,8 +31,9 @@ class Onward(Stage, ABC):
         """Tokens whose KV one of its choices may come to have here."""
 
     @abstractmethod
-    def take_on(self, leg: Leg, pages: SequencePages, *, alone: bool) -> bool:
-        """The prompt has got these. What must not leave them while it is computed is said now. alone: nobody else holds any.
+    def take_on(self, leg: Leg, pages: SequencePages, shared_tokens: int, *, alone: bool) -> bool:
+        """The prompt has got these. What must not leave them while it is computed is said now. shared_tokens: of its first
+        tokens, those that were cached, whose pages others may hold too. alone: nobody else holds any.
         False: what follows the prompt has no room here now, and the pages go back.
         """
 

@@ -226,7 +226,7 @@ class Prompts(Stage):
         onward, tokens, alone = self._onward_of(leg), leg.num_tokens, not kv.allocator.used_large
         total = onward.total_tokens(leg.start) if batch.reserves else tokens
         pages = kv.open(prompt.hashes, tokens, total, self._facts.chunk_tokens, batch.pipeline.clock)
-        if pages is not None and not onward.take_on(leg, pages, alone=alone):
+        if pages is not None and not onward.take_on(leg, pages, pages.computed, alone=alone):
             pages.close(batch.pipeline.clock)
             pages = None
         if pages is None:
@@ -269,6 +269,7 @@ class Prompts(Stage):
             pages=pages,
             slots=slots,
             computed=pages.computed,
+            shared_tokens=pages.computed,
             partly=partly,
         )
         self._batch.join(sequence)
@@ -306,10 +307,12 @@ class Prompts(Stage):
         leg, sequence, batch = prompt.leg, prompt.sequence, self._batch
         assert sequence is not None and sequence.pages is not None
         alone = batch.holds_alone(sequence) and not (self._tiers is not None and self._tiers.held())
-        large = self._pool.kv.allocator.num_large if alone else self._core.lookahead.spare_large
-        sequence.pages.extend(leg.num_tokens, large)
-        whole = sequence.pages.room_tokens >= leg.num_tokens
-        if whole and self._onward_of(leg).take_on(leg, sequence.pages, alone=alone):
+        pages, shared = sequence.pages, sequence.shared_tokens
+        if pages.room_tokens < leg.num_tokens:  # else there is no need to look ahead twice
+            large = self._pool.kv.allocator.num_large if alone else self._core.lookahead.spare_large
+            pages.extend(leg.num_tokens, large)
+        whole = pages.room_tokens >= leg.num_tokens
+        if whole and self._onward_of(leg).take_on(leg, pages, shared, alone=alone):
             sequence.partly = False
             self._partly = None
             self._begun(prompt)

@@ -8,8 +8,10 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
+from disagg.engine import lookahead
 from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Instruction
+from disagg.engine.prompts import Prompts
 from disagg.engine.sequences import Sequence
 from disagg.engine.turns import FIRST_CHOICES_SHARE
 from disagg.memory.groups import spec_of
@@ -314,6 +316,34 @@ def test_a_chunk_of_600_becomes_500_where_500_pages_are_free(policy: str) -> Non
         told.update(name for name, *_ in said(mixed.compute()))
     assert chunks == [500, 100, 1, 1] and told == {"x": 50, "new": 3}
     assert mixed.used == 0 and mixed.engine.idle and not mixed.engine.counters.preemptions["memory"]
+
+
+@pytest.mark.parametrize("cached", [0, 16])
+def test_a_prompt_with_part_of_its_pages_looks_ahead_once_a_pass_and_gives_back_what_it_computed(
+    cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has computed itself comes free when its answer ends: nobody has to wait for room that it leaves."""
+    mixed = Mixed(one_token_pages(40, 16, spare_tokens=0, max_model_len=200, lookahead_tokens=200))
+    if cached:
+        mixed.start(leg("before", cached + 1, 1, first_token=7000))
+        mixed.compute_all()
+    mixed.decoding("x", outputs=60)
+    core = mixed.engine.core
+    looked, tried = [], []
+    real_peak, real_extend = lookahead.peak_growth, Prompts._extend
+    monkeypatch.setattr(lookahead, "peak_growth", lambda *args: looked.append(args) or real_peak(*args))
+    monkeypatch.setattr(Prompts, "_extend", lambda self, prompt: tried.append(prompt) or real_extend(self, prompt))
+    new = leg("new", 80, 60, first_token=7000)
+    mixed.start(new)
+    looked.clear()
+    while new.key not in core.lookahead.granted:
+        assert mixed.unreported, "it waits for ever"
+        mixed.compute()
+    assert len(tried) > 40 and len(looked) <= len(tried) + 1
+    (growing,) = core.lookahead.granted[new.key].growing
+    assert growing.own_tokens == 80 + 60 - 1 - cached
+    mixed.compute_all()
+    assert mixed.engine.idle and mixed.used == 0
 
 
 @pytest.mark.parametrize("choices", [1, 15])

@@ -141,7 +141,7 @@ class Sender(Handoff, Onward):
         """Of the prompt alone."""
         return len(start.token_ids)
 
-    def take_on(self, leg: Leg, pages: SequencePages, *, alone: bool) -> bool:
+    def take_on(self, leg: Leg, pages: SequencePages, shared_tokens: int, *, alone: bool) -> bool:
         """What a transfer may need stays until the end."""
         pages.hold_for_sending(leg.num_tokens)
         return True
