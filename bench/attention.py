@@ -22,7 +22,7 @@ from bench.ceilings import Ceilings, graph_seconds, measure_ceilings, seconds
 from disagg.messages.layout import LayerGroup
 from disagg.models.attention.backend import AttentionPlan, DecodeWork, Phase, PrefillWork, Scoring
 from disagg.models.attention.choice import OFFERS, Offer
-from disagg.models.batch import DecodeRun, PageTable, PrefillRun
+from disagg.models.batch import DecodeBatch, PageTable, PrefillRun
 from disagg.models.pool import AttentionPages
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, DTYPE_BYTES = 32, 32, 8, 128, 2
@@ -84,8 +84,8 @@ class Bench:
         return PageTable(pages, torch.zeros(len(lengths), dtype=torch.int64, device="cuda"), (0,) * len(lengths))
 
     def decode(self, offer: Offer, lengths: list[int], ceilings: Ceilings) -> Measured:
-        run = DecodeRun(0, torch.tensor(lengths, device="cuda"), max(lengths), sum(lengths))
-        plan = offer.make().plan(DecodeWork(self.view, run, self.table(lengths)))
+        batch = DecodeBatch(0, torch.tensor(lengths, device="cuda"), max(lengths), sum(lengths))
+        plan = offer.make().plan(DecodeWork(self.view, batch, self.table(lengths)))
         floor_s = self.layers * sum(lengths) * TOKEN_BYTES / ceilings.copy
         return self._measure(offer, plan, len(lengths), floor_s)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from disagg.engine.passes import WINDOW_PASSES
 from disagg.scheduler.budget import of_tokens
 from disagg.scheduler.policies import POLICIES, Candidate, Phase, StepState
-from disagg.scheduler.prefill_delayer import LargestBatch, Limits, PrefillDelayer, Row, SinglePass, Together
+from disagg.scheduler.prefill_delayer import LargestBatch, Limits, PrefillDelayer, RankState, SinglePass, Together
 
 BASE_MS, TOKEN_MS = 8.0, 0.024
 MAX_RUNNING = 64
@@ -57,9 +57,11 @@ class Rank:
             return self.waiting[0]
         return None
 
-    def row(self, prefillable: bool, limits: Limits, pass_no: int) -> Row:
+    def state(self, prefillable: bool, limits: Limits, pass_no: int) -> RankState:
         decoding = sum(not request.is_prompt for request in self.running.values())
-        return limits.row(prefillable=prefillable, usage=1.0, running=decoding, largest_batch=self.largest.at(pass_no))
+        return limits.state(
+            prefillable=prefillable, usage=1.0, running=decoding, largest_batch=self.largest.at(pass_no)
+        )
 
     def step(self, allow: bool, now_s: float, pass_no: int) -> tuple[list[tuple[Request, int]], bool]:
         """(what runs and how many tokens of each, whether prompts do)."""
@@ -115,8 +117,8 @@ def simulate(
             now_s = min(rank.waiting[0].arrival_s for rank in ranks if rank.waiting)
         allow = True
         if passes:
-            together.rows = tuple(rank.row(rank.prefillable(now_s), limits, pass_no) for rank in ranks)
-            one = SinglePass(delayer, lambda prefillable: together.rows[0], now_s)
+            together.states = tuple(rank.state(rank.prefillable(now_s), limits, pass_no) for rank in ranks)
+            one = SinglePass(delayer, lambda prefillable: together.states[0], now_s)
             allow = one.finalize(executed=False).verdict.allow
         steps = [rank.step(allow, now_s, pass_no) for rank in ranks]
         pass_no += 1

@@ -21,7 +21,7 @@ from bench.ceilings import graph_seconds, measure_ceilings
 from disagg.models.fused import kernels as fused
 from disagg.models.overlap import overlap
 from disagg.models.products.choice import FewRows, OneRow, few_rows, one_row
-from disagg.models.products.run import SILU, Norm, Scaled, launch_few, launch_one
+from disagg.models.products.launch import SILU, Norm, Scaled, launch_few, launch_one
 
 CACHE_BYTES = 700_000_000  # more than a cache holds
 COMPILERS = 14

@@ -4,7 +4,7 @@
     a leg ── which? ──┤                                             steps at its own pace, or in lockstep:
                       └──> engine of rank 1 ──> plans for its workers
 
-    lockstep    all ask ──> rows of all ──> prompts begin, or wait ──> a plan for each, empty where nothing runs
+    lockstep    all ask ──> states of all ──> prompts begin, or wait ──> a plan for each, empty where nothing runs
 
 Where the ranks share the experts of a model, each takes part in each step; then whether prompts begin is decided for all
 at once (scheduler/prefill_delayer), and no pass begins before every rank has a place for its plan. A leg stays on the rank it
@@ -104,7 +104,7 @@ class DataParallel:
             return False
         wants = [rank.begin_pass(now) for rank in self.ranks]
         if self.ranks[0].core.passes.delays:
-            together.rows = tuple(rank.core.passes.row(want) for rank, want in zip(self.ranks, wants, strict=True))
+            together.states = tuple(rank.core.passes.state(want) for rank, want in zip(self.ranks, wants, strict=True))
         for rank, want in zip(self.ranks, wants, strict=True):
             if want:
                 rank.core.turns.begin(now)

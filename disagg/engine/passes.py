@@ -9,7 +9,7 @@ When prompts wait and nothing at all is computed, passes follow each other at on
 come.
 
 Ranks that one process schedules (engine/data_parallel) ask before they begin: `wanted` says whether a prompt could begin,
-without that it does, and `row` what the rank says then.
+without that it does, and `state` what the rank says then.
 
 Knows the batch, pages and the delayer; nothing of legs or peers.
 """
@@ -24,7 +24,7 @@ from disagg.engine.instructions import Counters
 from disagg.engine.now import Now
 from disagg.memory.kv_memory import KvMemory
 from disagg.messages.plan import WorkerPlan
-from disagg.scheduler.prefill_delayer import LargestBatch, Outcome, PrefillDelayer, Row, SinglePass
+from disagg.scheduler.prefill_delayer import LargestBatch, Outcome, PrefillDelayer, RankState, SinglePass
 
 WINDOW_PASSES = 512  # that count for the largest batch of prompts
 
@@ -59,7 +59,7 @@ class Passes:
     def begin(self, now: Now) -> None:
         self._now = now
         if self._delayer is not None:
-            self._pass = SinglePass(self._delayer, self.row, now.s) if self._batch.pipeline.has_room else None
+            self._pass = SinglePass(self._delayer, self.state, now.s) if self._batch.pipeline.has_room else None
 
     def wanted(self, begin: Callable[[], None]) -> bool:
         """Whether a prompt could begin now. begin: lets all begin that can, which is none of the prompts."""
@@ -98,11 +98,11 @@ class Passes:
             return {}
         return {"prompts wait for": f"{self._delayer.delay.passes} passes"}
 
-    def row(self, prefillable: bool) -> Row:
+    def state(self, prefillable: bool) -> RankState:
         """What this rank says of itself. Only where there is a delayer."""
         assert self._delayer is not None
         allocator = self._memory.allocator
-        return self._delayer.limits.row(
+        return self._delayer.limits.state(
             prefillable=prefillable,
             usage=allocator.used_large / allocator.num_large,
             running=sum(not sequence.is_prompt for sequence in self._batch.running.values()),
@@ -135,5 +135,8 @@ class Passes:
                 verdict.reason.value,
                 outcome.executed,
                 0 if delay is None else delay.passes,
-                [(int(row.prefillable), int(row.force), row.running, row.largest_batch) for row in outcome.rows],
+                [
+                    (int(state.prefillable), int(state.force), state.running, state.largest_batch)
+                    for state in outcome.states
+                ],
             )

@@ -58,7 +58,7 @@ class EnginePool:
 
     def taken(self, pages: SequencePages) -> None:
         """A request has got these."""
-        self._counters.observe("run_pages", pages.run_pages())
+        self._counters.observe("run_pages", pages.extent_pages())
 
     def report(self, host: HostMemory | None = None) -> MemoryReport:
         """host: what the engine has beside the pool, if it has."""

@@ -30,8 +30,8 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 from disagg.memory.eviction import NEVER, EvictionQueue
+from disagg.memory.extents import extents_of
 from disagg.memory.layout import PoolLayout
-from disagg.memory.runs import runs_of
 from disagg.memory.small_pages import EMPTY, EVICTABLE, KEPT, USED, SmallPages
 from disagg.memory.stats import PoolStats
 from disagg.types.arithmetic import ceil_div
@@ -146,13 +146,13 @@ class PageAllocator:
         while len(pages) < count and owner in small.spacious:
             pages += self._fill(g, next(iter(small.spacious[owner])), count - len(pages))
         if len(pages) < count and self._num_empty_large:
-            for first, stop in self._empty_runs(ceil_div(count - len(pages), small.per_large)):
+            for first, stop in self._empty_extents(ceil_div(count - len(pages), small.per_large)):
                 pages += self._assign(g, first, stop, owner, count - len(pages))
         if len(pages) < count:
             whole, part = divmod(count - len(pages), small.per_large)
             evicted = self._evict_large(whole + (part > 0))
             # Adjacent ones together, but the last remains the last, because it is not filled.
-            for first, stop in runs_of(sorted(evicted[:whole])) + runs_of(evicted[whole:]):
+            for first, stop in extents_of(sorted(evicted[:whole])) + extents_of(evicted[whole:]):
                 pages += self._assign(g, first, stop, owner, count - len(pages))
         while len(pages) < count and small.spacious:
             other = NOBODY if NOBODY in small.spacious else next(iter(small.spacious))
@@ -161,11 +161,11 @@ class PageAllocator:
             pages += self._evict_small(g, count - len(pages))
         return pages
 
-    def _empty_runs(self, count: int) -> list[tuple[int, int]]:
-        """Runs [first, stop) of `count` empty large pages, or as many as there are: the lowest that are all adjacent,
-        else the longest runs that halving finds. They are marked as not empty, so that none is found twice.
+    def _empty_extents(self, count: int) -> list[tuple[int, int]]:
+        """Extents [first, stop) of `count` empty large pages, or as many as there are: the lowest that are all adjacent,
+        else the longest extents that halving finds. They are marked as not empty, so that none is found twice.
         """
-        runs = []
+        extents = []
         left = length = min(count, self._num_empty_large)
         start = self._lowest_empty
         if left == 1:
@@ -181,12 +181,12 @@ class PageAllocator:
             if length == 1 or first == self._lowest_empty:
                 self._lowest_empty = first + length
             self._is_empty[first : first + length] = bytes(length)
-            runs.append((first, first + length))
+            extents.append((first, first + length))
             left -= length
             start = first + length
             if left < length:
                 length, start = left, self._lowest_empty
-        return runs
+        return extents
 
     def _assign(self, g: int, first: int, stop: int, owner: int, count: int) -> range:
         """Gives large pages [first, stop), which are empty, to the owner. Takes `count` small pages of them, or all."""
@@ -249,7 +249,7 @@ class PageAllocator:
     def _evict_large(self, count: int) -> list[int]:
         """Empties the oldest evictable large pages, `count` of them or as many as there are."""
         evicted = self._oldest_large.pop(count)
-        for first, stop in runs_of(sorted(evicted), self._group):
+        for first, stop in extents_of(sorted(evicted), self._group):
             g = self._group[first]
             small = self._small[g]
             start, end = first * small.per_large, stop * small.per_large
@@ -395,7 +395,7 @@ class PageAllocator:
             if self._owner[large] not in self._live_owners:
                 self._owner[large] = NOBODY
             small.spacious.setdefault(self._owner[large], {})[large] = None
-        for first, stop in runs_of(sorted(gone)):
+        for first, stop in extents_of(sorted(gone)):
             self._unassign(small, first, stop)
 
     def _unassign(self, small: SmallPages, first: int, stop: int) -> None:

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from disagg.memory.extents import num_extents
 from disagg.memory.kinds import Arrival, KindPages
 from disagg.memory.pages_of import pages_of
-from disagg.memory.runs import adjacent_runs
 from disagg.memory.spans import MAX_TOKENS, last_checkpoint, pages_for
 from disagg.memory.state_pages import StatePages
 from disagg.memory.window_pages import WindowPages
@@ -184,12 +184,12 @@ class SequencePages:
         pages = min((len(kind.table) + len(kind.spare) for kind in full), default=1 << 31)
         return pages * self._page_tokens
 
-    def run_pages(self) -> float:
-        """Mean length of the runs of adjacent pages that attention would read; 0 without such pages."""
+    def extent_pages(self) -> float:
+        """Mean length of the extents that attention would read; 0 without such pages."""
         paged = (kind for kind in self._kinds if kind not in self._states)
         tables = [[*kind.table[kind.first :], *kind.spare] for kind in paged]
         pages = sum(map(len, tables))
-        return pages / sum(map(adjacent_runs, tables)) if pages else 0.0
+        return pages / sum(map(num_extents, tables)) if pages else 0.0
 
     def beyond_quota(self) -> list[int]:
         """Own pages of each group that are held beyond a quota, now."""

@@ -39,7 +39,7 @@ class PrefillRun:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRun:
+class DecodeBatch:
     """Sequences with one new token each, after others: rows from `start`, one per sequence.
 
     lengths: [B] int64, tokens of each sequence including the new one. What the host knows of them without a device sync:
@@ -109,7 +109,7 @@ class ForwardBatch:
     positions: torch.Tensor
     slot_offsets: torch.Tensor
     prefills: tuple[PrefillRun, ...]
-    decodes: DecodeRun | None
+    decodes: DecodeBatch | None
     logits_rows: torch.Tensor
     tables: tuple[AttentionTables | StateTables, ...]
     carried: torch.Tensor | None = None

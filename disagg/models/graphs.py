@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from disagg.models.argmax.first import first_argmax_into
-from disagg.models.batch import AttentionTables, DecodeRun, ForwardBatch, PageTable
+from disagg.models.batch import AttentionTables, DecodeBatch, ForwardBatch, PageTable
 from disagg.models.device import upload, upload_together
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
@@ -135,9 +135,9 @@ class _Inputs:
             AttentionTables(slot_pages, None, PageTable(table[:rows], first_pages, (0,) * rows))
             for table, slot_pages, first_pages in zip(self._tables, of_groups[::2], of_groups[1::2], strict=True)
         )
-        run = DecodeRun(0, lengths, max_length=self._longest, total_length=1)
+        decodes = DecodeBatch(0, lengths, max_length=self._longest, total_length=1)
         all_rows = self._all_rows[:rows]
-        return ForwardBatch(ids, positions, offsets, (), run, all_rows, tables, carried, self._tokens_before)
+        return ForwardBatch(ids, positions, offsets, (), decodes, all_rows, tables, carried, self._tokens_before)
 
     def fill(self, batch: ForwardBatch) -> None:
         """With a batch that is on the host, by one copy. Rows behind its own become rows of no sequence."""

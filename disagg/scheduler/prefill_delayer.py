@@ -9,8 +9,8 @@ integers, each rank hears them all, and all decide alike:
     every rank       while free slots < the largest batch of prompts       passes - 1; the first time at once
     some ranks       unless the pool of one that could is hardly used      passes - 1
 
-Limits count passes, which are the same on all ranks; a rank's clock only measures. Pure; knows rows, nothing of sequences,
-pages or of how rows get around.
+Limits count passes, which are the same on all ranks; a rank's clock only measures. Pure; knows states, nothing of sequences,
+pages or of how states get around.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Protocol
 from msgspec import Struct
 
 
-class Row(Struct, frozen=True):
+class RankState(Struct, frozen=True):
     """What one rank says in a pass; of a TP group, its first rank."""
 
     prefillable: bool  # a prompt waits whose turn could come; those that have begun go on
@@ -39,9 +39,9 @@ class Limits(Struct, frozen=True):
     max_running: int
     low_usage: float = 0.0
 
-    def row(self, *, prefillable: bool, usage: float, running: int, largest_batch: int) -> Row:
+    def state(self, *, prefillable: bool, usage: float, running: int, largest_batch: int) -> RankState:
         """usage: used pages of this rank's pool over all; those that could be evicted are not used."""
-        return Row(prefillable, prefillable and usage < self.low_usage, running, largest_batch)
+        return RankState(prefillable, prefillable and usage < self.low_usage, running, largest_batch)
 
 
 class Delay(Struct, frozen=True):
@@ -77,22 +77,22 @@ class Verdict(Struct, frozen=True):
     skipped: bool = False
 
 
-def estimate(rows: tuple[Row, ...]) -> Estimate:
-    if all(row.prefillable for row in rows):
+def estimate(states: tuple[RankState, ...]) -> Estimate:
+    if all(state.prefillable for state in states):
         return Estimate.ALL
-    return Estimate.MIXED if any(row.prefillable for row in rows) else Estimate.NONE
+    return Estimate.MIXED if any(state.prefillable for state in states) else Estimate.NONE
 
 
-def decide(rows: tuple[Row, ...], delay: Delay | None, limits: Limits, *, skips: bool) -> Verdict:
+def decide(states: tuple[RankState, ...], delay: Delay | None, limits: Limits, *, skips: bool) -> Verdict:
     """delay: that these prompts have had so far. skips: the first delay that is due to a want of slots is let off."""
-    found = estimate(rows)
+    found = estimate(states)
     if found is Estimate.NONE:
         return Verdict(found, True, Reason.NONE)
-    if found is Estimate.MIXED and any(row.force for row in rows):
+    if found is Estimate.MIXED and any(state.force for state in states):
         return Verdict(found, True, Reason.TOKEN_WATERMARK)
     if found is Estimate.ALL:
-        free = limits.max_running - max(row.running for row in rows)
-        few = free < max(row.largest_batch for row in rows)
+        free = limits.max_running - max(state.running for state in states)
+        few = free < max(state.largest_batch for state in states)
         if skips or not few:
             return Verdict(found, True, Reason.NO_WAIT if delay is None else Reason.WAIT_SUCCESS, skipped=few)
     if (0 if delay is None else delay.passes) < limits.passes - 1:
@@ -123,29 +123,29 @@ class LargestBatch:
 
 
 class Gather(Protocol):
-    """The rows of all ranks, once in each pass."""
+    """The states of all ranks, once in each pass."""
 
-    def gather(self, row: Row) -> tuple[Row, ...]:
-        """row: this rank's. Everyone's, by rank, the same on all."""
+    def gather(self, state: RankState) -> tuple[RankState, ...]:
+        """state: this rank's. Everyone's, by rank, the same on all."""
 
 
 class Together:
-    """Of ranks that one process schedules: all say their rows (`rows`) before any of them hears them."""
+    """Of ranks that one process schedules: all say their states (`states`) before any of them hears them."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.rows: tuple[Row, ...] = ()
+        self.states: tuple[RankState, ...] = ()
 
-    def gather(self, row: Row) -> tuple[Row, ...]:
-        assert len(self.rows) == self.ranks, f"{len(self.rows)} of {self.ranks} ranks have said their rows"
-        return self.rows
+    def gather(self, state: RankState) -> tuple[RankState, ...]:
+        assert len(self.states) == self.ranks, f"{len(self.states)} of {self.ranks} ranks have said their states"
+        return self.states
 
 
 class Outcome(Struct, frozen=True):
     """Of one pass. delay: what there was before the verdict; executed: prompts ran."""
 
     verdict: Verdict
-    rows: tuple[Row, ...]
+    states: tuple[RankState, ...]
     delay: Delay | None
     executed: bool
 
@@ -159,10 +159,10 @@ class PrefillDelayer:
         self.delay: Delay | None = None
         self._skips = True
 
-    def negotiate(self, row: Row, now_s: float) -> tuple[Verdict, tuple[Row, ...]]:
+    def negotiate(self, state: RankState, now_s: float) -> tuple[Verdict, tuple[RankState, ...]]:
         """Once in each pass, on every rank."""
-        rows = self.gather.gather(row)
-        verdict = decide(rows, self.delay, self.limits, skips=self._skips)
+        states = self.gather.gather(state)
+        verdict = decide(states, self.delay, self.limits, skips=self._skips)
         self._skips = self._skips and not verdict.skipped
         if verdict.allow:
             self.delay = None
@@ -170,19 +170,19 @@ class PrefillDelayer:
             self.delay = Delay(1, now_s)
         else:
             self.delay = Delay(self.delay.passes + 1, self.delay.since_s)
-        return verdict, rows
+        return verdict, states
 
 
 class SinglePass:
     """One pass: ranks negotiate once in it, when prompts could run here or else at its end, however often that is asked."""
 
-    def __init__(self, delayer: PrefillDelayer, row: Callable[[bool], Row], now_s: float) -> None:
-        """row: what this rank says, by whether it is prefillable."""
+    def __init__(self, delayer: PrefillDelayer, state: Callable[[bool], RankState], now_s: float) -> None:
+        """state: what this rank says, by whether it is prefillable."""
         self._delayer = delayer
-        self._row = row
+        self._state = state
         self._now_s = now_s
         self._before = delayer.delay
-        self._said: tuple[Verdict, tuple[Row, ...]] | None = None
+        self._said: tuple[Verdict, tuple[RankState, ...]] | None = None
 
     def may_prefill(self) -> bool:
         """Somebody could run a prompt now."""
@@ -190,10 +190,10 @@ class SinglePass:
 
     def finalize(self, *, executed: bool) -> Outcome:
         """The pass is over. A rank on which nobody asked takes part now: the others wait for it."""
-        verdict, rows = self._negotiated(prefillable=False)
-        return Outcome(verdict, rows, self._before, executed)
+        verdict, states = self._negotiated(prefillable=False)
+        return Outcome(verdict, states, self._before, executed)
 
-    def _negotiated(self, *, prefillable: bool) -> tuple[Verdict, tuple[Row, ...]]:
+    def _negotiated(self, *, prefillable: bool) -> tuple[Verdict, tuple[RankState, ...]]:
         if self._said is None:
-            self._said = self._delayer.negotiate(self._row(prefillable), self._now_s)
+            self._said = self._delayer.negotiate(self._state(prefillable), self._now_s)
         return self._said

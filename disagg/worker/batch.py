@@ -13,7 +13,7 @@ import torch
 
 from disagg.messages.layout import LayerGroup
 from disagg.messages.sequence_diff import RunView
-from disagg.models.batch import AttentionTables, DecodeRun, ForwardBatch, PageTable, PrefillRun, StateTables
+from disagg.models.batch import AttentionTables, DecodeBatch, ForwardBatch, PageTable, PrefillRun, StateTables
 from disagg.types.arithmetic import ceil_div
 
 UNKNOWN = -1  # in place of a token that is sampled, but not on the host yet
@@ -54,10 +54,10 @@ class _Builder:
             positions += range(run.start, run.start + run.num_tokens)
             if run.sample:
                 logits_rows.append(len(positions) - 1)
-        decode_run = None
+        decodes = None
         if self.decodes:
             lengths = [run.start + 1 for run in self.decodes]
-            decode_run = DecodeRun(len(positions), _longs(lengths), max(lengths), sum(lengths))
+            decodes = DecodeBatch(len(positions), _longs(lengths), max(lengths), sum(lengths))
         for run in self.decodes:
             ids += run.token_ids
             positions.append(run.start)
@@ -78,7 +78,7 @@ class _Builder:
             positions=position_ids,
             slot_offsets=position_ids % self._page_tokens,
             prefills=tuple(prefill_runs),
-            decodes=decode_run,
+            decodes=decodes,
             logits_rows=_longs(logits_rows),
             tables=tuple(
                 self._state_tables(index) if group.is_state else self._attention_tables(index, group.window)

@@ -1,7 +1,7 @@
 """Copies lists of pages between a rank's pool and its host pool, in the way that is fastest on this machine.
 
     plain     memcpy by the CPU: both pools are in the machine's memory
-    memcpy    one asynchronous copy for each run of pages that lie side by side in both pools
+    memcpy    one asynchronous copy for each extent: pages that lie side by side in both pools
     kernel    one launch for all pages of a group (worker/kernels)
 
 The last two work on a stream of their own, which waits for nothing: what is copied out was computed by plans that have been
@@ -51,7 +51,7 @@ class GroupMoves(NamedTuple):
     host: Ids
 
 
-class Run(NamedTuple):
+class Extent(NamedTuple):
     """`length` pages that follow each other in both pools."""
 
     pool: int
@@ -85,7 +85,7 @@ def by_group(moves: Iterable[PageMove]) -> list[GroupMoves]:
     ]
 
 
-def runs(moves: GroupMoves) -> list[Run]:
+def extents(moves: GroupMoves) -> list[Extent]:
     """moves: in the order of the pool's pages."""
     if not len(moves.pool):
         return []
@@ -93,7 +93,7 @@ def runs(moves: GroupMoves) -> list[Run]:
     starts = [0, *breaks.tolist()]
     stops = [*starts[1:], len(moves.pool)]
     return [
-        Run(int(moves.pool[start]), int(moves.host[start]), stop - start)
+        Extent(int(moves.pool[start]), int(moves.host[start]), stop - start)
         for start, stop in zip(starts, stops, strict=True)
     ]
 
@@ -110,8 +110,8 @@ class PlainCopier:
 
     def _copy(self, moves: Sequence[GroupMoves], out: bool) -> None:
         for each in moves:
-            for run in runs(each):
-                ours, theirs = _bytes_of(run, each.group, self._cut)
+            for extent in extents(each):
+                ours, theirs = _bytes_of(extent, each.group, self._cut)
                 if out:
                     self._host[theirs] = self._pool[ours]
                 else:
@@ -155,8 +155,8 @@ class MemcpyCopier:
     def begin(self, moves: Sequence[GroupMoves], *, out: bool) -> Callable[[], None]:
         with self._stream.work():
             for each in moves:
-                for run in runs(each):
-                    ours, theirs = _bytes_of(run, each.group, self._cut)
+                for extent in extents(each):
+                    ours, theirs = _bytes_of(extent, each.group, self._cut)
                     if out:
                         self._host[theirs].copy_(self._pool[ours], non_blocking=True)
                     else:
@@ -266,8 +266,10 @@ def _scattered(pool: Pool, host: HostMemory) -> list[GroupMoves]:
     return [GroupMoves(group, np.sort(ours), theirs)]
 
 
-def _bytes_of(run: Run, group: int, cut: HostMemory) -> tuple[Any, Any]:
-    """Where a run is in both pools. What is between its pages is nobody's, and comes along."""
+def _bytes_of(extent: Extent, group: int, cut: HostMemory) -> tuple[Any, Any]:
+    """Where an extent is in both pools. What is between its pages is nobody's, and comes along."""
     stride = cut.strides[group]
-    nbytes = (run.length - 1) * stride + cut.page_bytes[group]
-    return slice(run.pool * stride, run.pool * stride + nbytes), slice(run.host * stride, run.host * stride + nbytes)
+    nbytes = (extent.length - 1) * stride + cut.page_bytes[group]
+    return slice(extent.pool * stride, extent.pool * stride + nbytes), slice(
+        extent.host * stride, extent.host * stride + nbytes
+    )

@@ -15,23 +15,23 @@ from disagg.engine.instructions import Counters, Instruction
 from disagg.messages.legs import Outcome, StartLeg
 from disagg.mixed_server.role import mixed_engine
 from disagg.scheduler.policies import MIXED_POLICIES, POLICIES
-from disagg.scheduler.prefill_delayer import Row, Together
+from disagg.scheduler.prefill_delayer import RankState, Together
 from tests.engine.test_mixed import Mixed, leg
 from tests.engine.units import Unit, facts, outcomes, plans, said
 
 PASSES = 6
-READY, BUSY = Row(True, False, 3, 0), Row(False, False, 3, 0)
+READY, BUSY = RankState(True, False, 3, 0), RankState(False, False, 3, 0)
 
 
 class Beside(Together):
     """Another rank, which says this."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, state: RankState) -> None:
         super().__init__(1)
-        self.row = row
+        self.state = state
 
-    def gather(self, row: Row) -> tuple[Row, ...]:
-        return *super().gather(row), self.row
+    def gather(self, state: RankState) -> tuple[RankState, ...]:
+        return *super().gather(state), self.state
 
 
 class OneRank(DataParallel):
@@ -164,7 +164,7 @@ def beside_busy(**changes: object) -> Delaying:
     mixed = Delaying(other, **changes)
     mixed.start(leg("x", 3, 500))
     mixed.compute()
-    other.row = BUSY
+    other.state = BUSY
     mixed.compute()
     mixed.engine.counters.prefill_delays.clear()
     return mixed
@@ -190,7 +190,7 @@ def test_nothing_waits_for_a_rank_that_has_prompts_too() -> None:
     for _ in range(3):
         mixed.compute()
     assert mixed.passes("delay") == 3
-    gather.row = READY
+    gather.state = READY
     assert mixed.steps_before("new") <= 1 and mixed.passes("wait_success") == 1
 
 
@@ -210,7 +210,7 @@ def test_what_gave_way_is_no_prompt_and_goes_on_while_prompts_wait() -> None:
     )
     mixed.begin(leg("a", 4, 22), leg("b", 4, 22, first_token=500))
     mixed.compute()
-    other.row = BUSY
+    other.state = BUSY
     mixed.start(leg("new", 4, 2, first_token=900))
     ended, went_on = Counter[Outcome](), 0
     while mixed.unreported:
@@ -254,13 +254,13 @@ class Anybody(Together):
         super().__init__(1)
         self._rng, self._most = rng, max_running
 
-    def gather(self, row: Row) -> tuple[Row, ...]:
+    def gather(self, state: RankState) -> tuple[RankState, ...]:
         rng = self._rng
         prefillable = rng.random() < 0.3
-        other = Row(
+        other = RankState(
             prefillable, prefillable and rng.random() < 0.1, rng.randint(0, self._most), rng.randint(0, self._most)
         )
-        return *super().gather(row), other
+        return *super().gather(state), other
 
 
 @pytest.mark.parametrize("policy", MIXED_POLICIES)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from disagg.memory.allocator import PageAllocator
+from disagg.memory.extents import num_extents
 from disagg.memory.groups import GroupSpec
 from disagg.memory.layout import PageSizing, pool_layout
-from disagg.memory.runs import adjacent_runs
 from disagg.messages.layout import GroupKind
 
 ALICE, BOB, CAROL = 1, 2, 3
@@ -51,7 +51,7 @@ def test_the_longest_runs_are_taken_when_no_run_is_long_enough() -> None:
     allocator.release(0, [pages[i] for i in free], 0, [0] * len(free))
     taken = allocate(allocator, 0, 7, BOB)
     assert taken[:4] == [5, 6, 7, 8]
-    assert adjacent_runs(taken) == 3
+    assert num_extents(taken) == 3
     assert allocate(allocator, 0, 1, BOB) == [next(page for page in free if page not in taken)]
     allocator.check_integrity()
 
@@ -210,4 +210,4 @@ def test_bytes_of_every_state_add_up_to_the_large_pages_of_a_group() -> None:
 
 
 def test_runs_of_adjacent_pages_are_counted() -> None:
-    assert [adjacent_runs(pages) for pages in ([], [4], [4, 5, 6], [4, 6, 7], [5, 4])] == [0, 1, 1, 2, 2]
+    assert [num_extents(pages) for pages in ([], [4], [4, 5, 6], [4, 6, 7], [5, 4])] == [0, 1, 1, 2, 2]

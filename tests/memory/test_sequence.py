@@ -119,7 +119,7 @@ def test_two_that_share_a_prefix_share_its_pages() -> None:
 
 def test_a_prompt_lies_in_one_run_of_adjacent_pages() -> None:
     kv = memory(FULL, window(40))
-    assert computed(kv, 40).run_pages() == 10
+    assert computed(kv, 40).extent_pages() == 10
 
 
 def test_one_that_decodes_lets_go_of_its_window_page_by_page() -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from disagg.memory.allocator import PageAllocator
 from disagg.memory.cache import ImageRef, PrefixCache, image_key
+from disagg.memory.extents import num_extents
 from disagg.memory.groups import GroupSpec, spec_of
 from disagg.memory.hashing import chain_root, extend_hashes
 from disagg.memory.kv_memory import KvMemory
 from disagg.memory.layout import PageSizing, PoolLayout, gcd_bytes, pool_layout
-from disagg.memory.runs import adjacent_runs
 from disagg.messages.layout import GroupKind, LayerGroup
 
 IMAGE, TEXT = 0, 1
@@ -107,7 +107,7 @@ def test_a_request_that_asks_at_once_has_its_pages_side_by_side() -> None:
     allocator = PageAllocator(vision_layout(), 8, nothing_is_evicted)
     allocator.allocate(IMAGE, 1, owner=1)
     pages = allocator.allocate(TEXT, 9, owner=2)
-    assert pages is not None and adjacent_runs(pages) == 1
+    assert pages is not None and num_extents(pages) == 1
 
 
 # ---- states, and the five steps

@@ -238,7 +238,7 @@ def test_a_row_of_no_sequence_reads_nothing_and_gives_zeros(offer: Offer) -> Non
     view = view_of(case, 8)
     batch, tables, _ = batch_of([run_with_pages(5, 1, case.page_tokens, shuffled(8)) for _ in range(2)], view)
     work = decode_work(batch, tables, view)
-    work.run.lengths.zero_()
+    work.batch.lengths.zero_()
     shape = (case.kv_heads * case.per_kv_head, 2, case.head_dim)
     query = torch.randn(shape, device=DEVICE).to(case.dtype)
     out = torch.full((2, shape[0], case.head_dim), torch.nan, dtype=case.dtype, device=DEVICE)

@@ -23,7 +23,7 @@ from disagg.models.fused.modules import FusedLayer, FusedMLP, FusedRMSNorm, Sum
 from disagg.models.fused.passes import FUSIONS, fuse
 from disagg.models.loader import load
 from disagg.models.model import PagedModel
-from disagg.models.products import run as products
+from disagg.models.products import launch as products
 from disagg.models.products.choice import FewRows
 from disagg.models.ranks import Ranks
 from tests.models.driver import Driver

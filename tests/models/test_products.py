@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from disagg.models.products.choice import LEAST_ROWS, MOST_PARTS, MOST_ROWS, FewRows, few_rows, one_row
-from disagg.models.products.run import GELU_TANH, SILU, Norm, Scaled, add_one, launch_few, multiply_few, multiply_one
+from disagg.models.products.launch import GELU_TANH, SILU, Norm, Scaled, add_one, launch_few, multiply_few, multiply_one
 
 ON_GPU = os.environ["TRITON_INTERPRET"] == "0"
 DEVICE = "cuda" if ON_GPU else "cpu"

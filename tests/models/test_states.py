@@ -13,7 +13,7 @@ from disagg.messages.layout import LayerGroup, StatePart
 from disagg.messages.plan import PageCopy
 from disagg.models import layers, mamba1, states
 from disagg.models.attention.calls import LayerSlot
-from disagg.models.batch import DecodeRun, ForwardBatch, PrefillRun, StateTables
+from disagg.models.batch import DecodeBatch, ForwardBatch, PrefillRun, StateTables
 from disagg.models.families import FAMILIES
 from disagg.models.model import PagedModel
 from disagg.models.state_cache import LayerStates
@@ -78,7 +78,7 @@ def batch_of(runs: list[tuple[int, int, int, int]]) -> ForwardBatch:
     for before, num_tokens, _, _ in runs[: len(runs) - len(lengths)]:
         prefills.append(PrefillRun(row, num_tokens, before, False))
         row += num_tokens
-    decodes = DecodeRun(row, torch.tensor(lengths), max(lengths), sum(lengths)) if lengths else None
+    decodes = DecodeBatch(row, torch.tensor(lengths), max(lengths), sum(lengths)) if lengths else None
     rows = torch.zeros(row + len(lengths), dtype=torch.int64)
     tables = StateTables(*(torch.tensor(pages) for pages in list(zip(*runs, strict=True))[2:]))
     batch = ForwardBatch(rows, rows, rows, tuple(prefills), decodes, rows[:0], (tables,))

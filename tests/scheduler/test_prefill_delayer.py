@@ -20,34 +20,34 @@ class Ranks:
         self.limits = delayer.Limits(passes, MAX_RUNNING, low_usage)
         self.delayer = delayer.PrefillDelayer(self.limits, self)
         self.now_s = 100.0
-        self.rows: tuple[delayer.Row, ...] = ()
-        self.heard: list[delayer.Row] = []
+        self.states: tuple[delayer.RankState, ...] = ()
+        self.heard: list[delayer.RankState] = []
         if not skips:
-            full = [delayer.Row(True, False, MAX_RUNNING, 1)] * 4
+            full = [delayer.RankState(True, False, MAX_RUNNING, 1)] * 4
             assert self.one(full).verdict.allow, "the first delay is let off"
         self.heard.clear()
 
-    def gather(self, row: delayer.Row) -> tuple[delayer.Row, ...]:
-        self.heard.append(row)
-        return row, *self.rows[1:]
+    def gather(self, state: delayer.RankState) -> tuple[delayer.RankState, ...]:
+        self.heard.append(state)
+        return state, *self.states[1:]
 
-    def one(self, rows: list[delayer.Row], executed: bool = False) -> delayer.Outcome:
+    def one(self, states: list[delayer.RankState], executed: bool = False) -> delayer.Outcome:
         """A pass; rank 0 asks if it could run prompts."""
-        self.rows = tuple(rows)
-        one = delayer.SinglePass(self.delayer, lambda prefillable: rows[0], self.now_s)
-        if rows[0].prefillable:
+        self.states = tuple(states)
+        one = delayer.SinglePass(self.delayer, lambda prefillable: states[0], self.now_s)
+        if states[0].prefillable:
             one.may_prefill()
         self.now_s += 0.1
         return one.finalize(executed=executed)
 
 
-def rows(
+def states(
     low_usage: float, prefillable: str, usage: tuple[float, ...], running: tuple[int, ...], largest: tuple[int, ...]
-) -> list[delayer.Row]:
+) -> list[delayer.RankState]:
     """Of four ranks."""
     limits = delayer.Limits(PASSES, MAX_RUNNING, low_usage)
     return [
-        limits.row(prefillable=bool(int(p)), usage=u, running=r, largest_batch=b)
+        limits.state(prefillable=bool(int(p)), usage=u, running=r, largest_batch=b)
         for p, u, r, b in zip(prefillable, usage, running, largest, strict=True)
     ]
 
@@ -80,7 +80,7 @@ TABLE = [
 
 def case(number: int) -> None:
     which, low_usage, usage, running, largest, found, reasons = TABLE[number]
-    said = tuple(rows(low_usage, which, usage, running, largest))
+    said = tuple(states(low_usage, which, usage, running, largest))
     limits = delayer.Limits(PASSES, MAX_RUNNING, low_usage)
     for passes, reason in zip((0, 2, PASSES - 1), reasons, strict=True):
         delay = delayer.Delay(passes, 7.0) if passes else None
@@ -96,8 +96,8 @@ def test_what_four_ranks_make_of_what_they_say(number: int) -> None:
 
 def test_the_first_delay_for_want_of_slots_is_let_off_once_and_one_for_other_ranks_is_not() -> None:
     ranks = Ranks(skips=True)
-    others = rows(0.0, "1100", USED, MANY, BURST)
-    full = rows(0.0, "1111", USED, MANY, BURST)
+    others = states(0.0, "1100", USED, MANY, BURST)
+    full = states(0.0, "1111", USED, MANY, BURST)
     said = [ranks.one(each).verdict for each in (others, full, full, full)]
     assert [(each.reason.value, each.skipped) for each in said] == [
         ("delay", False),
@@ -109,14 +109,14 @@ def test_the_first_delay_for_want_of_slots_is_let_off_once_and_one_for_other_ran
 
 def test_a_pass_with_enough_slots_does_not_use_up_the_one_that_is_let_off() -> None:
     ranks = Ranks(skips=True)
-    enough, full = rows(0.0, "1111", USED, FEW, BURST), rows(0.0, "1111", USED, MANY, BURST)
+    enough, full = states(0.0, "1111", USED, FEW, BURST), states(0.0, "1111", USED, MANY, BURST)
     assert [ranks.one(each).verdict.reason.value for each in (enough, full, full)] == ["no_wait", "no_wait", "delay"]
 
 
 @pytest.mark.parametrize("which", ["1111", "1100"])
 def test_prompts_delayed_for_5_passes_and_then_allowed_have_waited_for_5_passes_and_some_time(which: str) -> None:
     ranks = Ranks()
-    full = rows(0.0, which, USED, MANY, BURST)
+    full = states(0.0, which, USED, MANY, BURST)
     outcomes = [ranks.one(full) for _ in range(PASSES + 1)]
     assert [each.verdict.reason.value for each in outcomes] == ["delay"] * 5 + ["wait_timeout", "delay"]
     ended = outcomes[5].delay
@@ -128,10 +128,10 @@ def test_prompts_delayed_for_5_passes_and_then_allowed_have_waited_for_5_passes_
 @pytest.mark.parametrize("ends", ["1111", "0000"])
 def test_whatever_allows_ends_the_delay(ends: str) -> None:
     ranks = Ranks()
-    some = rows(0.0, "1000", USED, FEW, NO_BURST)
+    some = states(0.0, "1000", USED, FEW, NO_BURST)
     for _ in range(3):
         ranks.one(some)
-    outcome = ranks.one(rows(0.0, ends, USED, FEW, NO_BURST))
+    outcome = ranks.one(states(0.0, ends, USED, FEW, NO_BURST))
     assert outcome.verdict.allow and outcome.delay is not None and outcome.delay.passes == 3
     assert ranks.delayer.delay is None
     again = [ranks.one(some).verdict.reason.value for _ in range(PASSES)]
@@ -141,12 +141,12 @@ def test_whatever_allows_ends_the_delay(ends: str) -> None:
 def test_of_one_pass_nothing_is_delayed() -> None:
     ranks = Ranks(passes=1)
     for which in ("1111", "1000"):
-        assert ranks.one(rows(0.0, which, USED, MANY, BURST)).verdict.reason.value == "wait_timeout"
+        assert ranks.one(states(0.0, which, USED, MANY, BURST)).verdict.reason.value == "wait_timeout"
 
 
 def test_a_pass_is_negotiated_once_however_often_it_is_asked() -> None:
     ranks = Ranks()
-    ranks.rows = full = tuple(rows(0.0, "1111", USED, MANY, BURST))
+    ranks.states = full = tuple(states(0.0, "1111", USED, MANY, BURST))
     one = delayer.SinglePass(ranks.delayer, lambda prefillable: full[0], 0.0)
     assert not ranks.heard
     assert [one.may_prefill() for _ in range(3)] == [False] * 3
@@ -156,29 +156,31 @@ def test_a_pass_is_negotiated_once_however_often_it_is_asked() -> None:
 
 def test_a_rank_that_did_not_ask_takes_part_as_one_without_prompts() -> None:
     ranks = Ranks(low_usage=LOW)
-    ranks.rows = tuple(rows(LOW, "1111", USED, FEW, NO_BURST))
+    ranks.states = tuple(states(LOW, "1111", USED, FEW, NO_BURST))
     one = delayer.SinglePass(
         ranks.delayer,
-        lambda prefillable: ranks.limits.row(prefillable=prefillable, usage=0.1, running=5, largest_batch=2),
+        lambda prefillable: ranks.limits.state(prefillable=prefillable, usage=0.1, running=5, largest_batch=2),
         0.0,
     )
     outcome = one.finalize(executed=False)
-    assert ranks.heard == [delayer.Row(False, False, 5, 2)], "nor has it anything to force"
-    assert outcome.verdict.reason.value == "delay" and outcome.rows[0] == ranks.heard[0]
+    assert ranks.heard == [delayer.RankState(False, False, 5, 2)], "nor has it anything to force"
+    assert outcome.verdict.reason.value == "delay" and outcome.states[0] == ranks.heard[0]
 
 
 def test_what_was_executed_is_in_the_outcome() -> None:
     ranks = Ranks()
-    enough = rows(0.0, "1111", USED, FEW, NO_BURST)
+    enough = states(0.0, "1111", USED, FEW, NO_BURST)
     assert [ranks.one(enough, executed).executed for executed in (True, False)] == [True, False]
 
 
 def test_a_pool_at_the_watermark_is_used_enough() -> None:
     limits = delayer.Limits(PASSES, MAX_RUNNING, LOW)
-    forced = [limits.row(prefillable=True, usage=usage, running=0, largest_batch=0).force for usage in (0.0, 0.29, LOW)]
+    forced = [
+        limits.state(prefillable=True, usage=usage, running=0, largest_batch=0).force for usage in (0.0, 0.29, LOW)
+    ]
     assert forced == [True, True, False]
     off = delayer.Limits(PASSES, MAX_RUNNING, 0.0)
-    assert not off.row(prefillable=True, usage=0.0, running=0, largest_batch=0).force
+    assert not off.state(prefillable=True, usage=0.0, running=0, largest_batch=0).force
 
 
 def test_one_burst_does_not_raise_the_bar_for_good() -> None:
@@ -199,12 +201,14 @@ def test_the_largest_batch_is_that_of_the_window(batches: list[int], window: int
         largest.add(pass_no, prompts)
 
 
-row = st.builds(delayer.Row, st.booleans(), st.booleans(), st.integers(0, MAX_RUNNING), st.integers(0, MAX_RUNNING))
+state = st.builds(
+    delayer.RankState, st.booleans(), st.booleans(), st.integers(0, MAX_RUNNING), st.integers(0, MAX_RUNNING)
+)
 
 
 @settings(max_examples=200)
-@given(st.lists(st.lists(row, min_size=4, max_size=4), max_size=40), st.integers(1, 8))
-def test_no_prompt_waits_for_as_many_passes_as_are_configured(said: list[list[delayer.Row]], passes: int) -> None:
+@given(st.lists(st.lists(state, min_size=4, max_size=4), max_size=40), st.integers(1, 8))
+def test_no_prompt_waits_for_as_many_passes_as_are_configured(said: list[list[delayer.RankState]], passes: int) -> None:
     ranks = Ranks(passes)
     delayed = 0
     for each in said:

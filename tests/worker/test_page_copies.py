@@ -25,16 +25,16 @@ from disagg.worker import kernels, page_copies
 from disagg.worker.host_memory import HostMemory, allocate_host
 from disagg.worker.page_copies import (
     Copier,
+    Extent,
     GroupMoves,
     KernelCopier,
     MemcpyCopier,
     PlainCopier,
-    Run,
     by_group,
     copy_whole,
+    extents,
     fastest,
     open_copier,
-    runs,
     warm_up,
 )
 from tests.offload.pages import FULL, PAGE_TOKENS, SCOPES
@@ -120,11 +120,11 @@ def test_pages_are_copied_whole_and_no_other_page_changes(name: str, out: bool, 
         assert torch.equal(target, changed)
 
 
-def test_runs_are_pages_that_follow_each_other_on_both_sides() -> None:
+def test_extents_are_pages_that_follow_each_other_on_both_sides() -> None:
     pairs = [(5, 9), (3, 7), (4, 8), (6, 11), (7, 12), (20, 0), (21, 2), (0, 1)]
     (moves,) = by_group([PageMove(2, *pair) for pair in pairs])
     assert moves.group == 2
-    assert runs(moves) == [Run(0, 1, 1), Run(3, 7, 3), Run(6, 11, 2), Run(20, 0, 1), Run(21, 2, 1)]
+    assert extents(moves) == [Extent(0, 1, 1), Extent(3, 7, 3), Extent(6, 11, 2), Extent(20, 0, 1), Extent(21, 2, 1)]
 
 
 def test_groups_are_copied_one_after_the_other() -> None:

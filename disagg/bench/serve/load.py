@@ -38,7 +38,7 @@ class OfferedLoad(Struct, frozen=True):
         return sum(len(each.turns) for each in self.conversations)
 
 
-class Run(Struct):
+class LoadResult(Struct):
     """What came of it. unfinished: requests under way, or not yet sent, when it was stopped. made_up: later turns in which
     random tokens stood for an answer of which the endpoint does not say the ids. peak: most requests under way at once.
     """
@@ -98,7 +98,7 @@ class Load:
         """Nothing more is sent, and what is under way is given up."""
         self._stop.set()
 
-    async def run(self) -> Run:
+    async def run(self) -> LoadResult:
         bodies = _ahead(self._first_bodies())
         watch = asyncio.create_task(self._watch(), name="watch")
         began_s = time.perf_counter() + LEAD_S
@@ -120,7 +120,7 @@ class Load:
             cpu_share=(time.process_time() - cpu_s) / taken_s,
         )
         unfinished = self._offered.requests - len(self._outcomes)
-        return Run(self._outcomes, began_s, client, unfinished, self._made_up, self._peak)
+        return LoadResult(self._outcomes, began_s, client, unfinished, self._made_up, self._peak)
 
     def _first_bodies(self) -> Iterator[tuple[bytes, list[int] | str]]:
         """Of every conversation's first turn; its prompt, too, if there are more turns."""

@@ -25,7 +25,7 @@ from disagg.bench.serve.figures import Answered, Failed, Outcome, duration_of, f
 from disagg.bench.serve.goodput import RateSearch, Slo
 from disagg.bench.serve.http import Client, Origin
 from disagg.bench.serve.keep import keep, try_to_write
-from disagg.bench.serve.load import Load, OfferedLoad, Prompts, Run, warm_up_load
+from disagg.bench.serve.load import Load, LoadResult, OfferedLoad, Prompts, warm_up_load
 from disagg.bench.serve.show import Progress, say_run, show_goodput, show_run
 from disagg.bench.serve.target import Form, Target
 from disagg.bench.serve.trace import MOST_INPUT, MOST_OUTPUT, Traced, read_trace
@@ -282,7 +282,7 @@ class _Bench:
             moments = tuple(random_arrivals(len(workload.conversations), per_s, options.burstiness, rng))
         return OfferedLoad(workload.conversations, moments, 0, options.think_s)
 
-    async def _run(self, rate: float | None, gives_up: bool) -> Run:
+    async def _run(self, rate: float | None, gives_up: bool) -> LoadResult:
         """gives_up: as soon as the SLO cannot be met any more."""
         offered, slo = self._offered(rate), self._slo
         progress = Progress(offered.requests, self._say)
@@ -316,7 +316,7 @@ class _Bench:
             self._say(f"plots in {options.plot_file}")
         return kept
 
-    def _kept(self, run: Run) -> dict[str, Any]:
+    def _kept(self, run: LoadResult) -> dict[str, Any]:
         """What is reported of a run."""
         options = self._options
         answered = [each for each in run.outcomes if isinstance(each, Answered)]

@@ -12,7 +12,7 @@ from rich.table import Table
 from disagg.bench.progress import PacedProgress
 from disagg.bench.serve.figures import Answered, Failed, Outcome
 from disagg.bench.serve.goodput import Slo
-from disagg.bench.serve.load import Run
+from disagg.bench.serve.load import LoadResult
 
 FILE_COLUMNS = 120
 TIMES = (
@@ -76,7 +76,7 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.2f}"
 
 
-def say_run(run: Run, kept: dict[str, Any]) -> list[str]:
+def say_run(run: LoadResult, kept: dict[str, Any]) -> list[str]:
     """What there is to know beside the table."""
     out = []
     client = run.client

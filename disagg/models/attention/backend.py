@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from disagg.models.batch import DecodeRun, PageTable, PrefillRun
+from disagg.models.batch import DecodeBatch, PageTable, PrefillRun
 from disagg.models.pool import AttentionPages
 
 ALL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -129,7 +129,7 @@ class DecodeWork:
     """One row of each of many sequences. table: a row for each of them, in order."""
 
     view: AttentionPages
-    run: DecodeRun
+    batch: DecodeBatch
     table: PageTable
 
 

@@ -247,11 +247,11 @@ class TorchDecode:
         view, window = work.view, work.view.group.window or None
         if self.as_on_gpu or view.device.type != "cpu":
             return TorchPlan([], list(_padded_buckets(work, view, window)), view)
-        lengths = work.run.lengths.tolist()
+        lengths = work.batch.lengths.tolist()
         rows = zip(work.table.pages.unbind(0), work.table.firsts, lengths, strict=True)
         singles = [
             _single(row, pages, first, length, window, view.page_tokens)
-            for row, (pages, first, length) in enumerate(rows, work.run.start)
+            for row, (pages, first, length) in enumerate(rows, work.batch.start)
         ]
         return TorchPlan([], [_bucket(alike, view) for alike in _alike(singles, view)], view)
 
@@ -351,7 +351,7 @@ def _bucket(group: Sequence[_Single], view: AttentionPages) -> Bucket:
 
 def _padded_buckets(work: DecodeWork, view: AttentionPages, window: int | None) -> Iterator[Bucket]:
     """All decode rows, as many at once as PADDED_BUCKET_BYTES holds, without asking the device for anything."""
-    pages, run = work.table.pages, work.run
+    pages, batch = work.table.pages, work.batch
     num_sequences, num_pages = pages.shape
     page_bytes = view.page_bytes // len(view.group.layers)
     step = max(1, PADDED_BUCKET_BYTES // (num_pages * page_bytes))
@@ -359,12 +359,12 @@ def _padded_buckets(work: DecodeWork, view: AttentionPages, window: int | None) 
     for start in range(0, num_sequences, step):
         some = slice(start, min(start + step, num_sequences))
         # places in a row's pages at which its tokens end
-        ends = (run.lengths[some] - work.table.first_pages[some] * view.page_tokens).unsqueeze(1)
+        ends = (batch.lengths[some] - work.table.first_pages[some] * view.page_tokens).unsqueeze(1)
         visible = places < ends
         if window is not None:
             visible &= places >= ends - window
         span = PageSpan(view, pages[some].reshape(-1), some.stop - some.start, 0, places.shape[0])
-        rows = slice(run.start + some.start, run.start + some.stop)
+        rows = slice(batch.start + some.start, batch.start + some.stop)
         yield Bucket(rows, span, _additive(visible, view.kv.dtype)[:, None, None])
 
 

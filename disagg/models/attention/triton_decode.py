@@ -45,8 +45,8 @@ class TritonDecodePlan:
 
     def __init__(self, work: DecodeWork) -> None:
         self._work = work
-        view, run = work.view, work.run
-        rows, kv_heads = run.num_sequences, view.group.kv_heads
+        view, batch = work.view, work.batch
+        rows, kv_heads = batch.num_sequences, view.group.kv_heads
         self._dims = triton.next_power_of_2(view.group.head_dim)
         self._block = max(LEAST_BLOCK, TILE_BYTES // (self._dims * view.kv.element_size()))
         window = view.group.window or NO_WINDOW
@@ -66,7 +66,7 @@ class TritonDecodePlan:
         ints = torch.empty(blocks * block * 4 + rows * 3 + 1, dtype=torch.int32, device=view.device)
         self._num_splits, self._splits, self._items = ints[:1], ints[1 : 1 + rows * 3], ints[1 + rows * 3 :]
         kernels._cut[(blocks,)](
-            run.lengths,
+            batch.lengths,
             work.table.first_pages,
             self._items,
             self._splits,
@@ -92,8 +92,8 @@ class TritonDecodePlan:
         out: torch.Tensor,
     ) -> None:
         """See AttentionPlan."""
-        run = self._work.run
-        rows = slice(run.start, run.start + run.num_sequences)
+        batch = self._work.batch
+        rows = slice(batch.start, batch.start + batch.num_sequences)
         query, out = query[:, rows], out[rows]
         assert query.stride(2) == 1 and out.is_contiguous(), "dims of a head are contiguous"
         if self._splits_any:
@@ -179,9 +179,9 @@ def scales(scoring: Scoring) -> tuple[float, float]:
 
 def _may_split(work: DecodeWork, window: int, shares: int, block: int) -> bool:
     """Whether any sequence may have several parts, as far as the host knows."""
-    run = work.run
-    most_seen = min(run.max_length, window)
-    least_total = run.total_length * most_seen // run.max_length
+    batch = work.batch
+    most_seen = min(batch.max_length, window)
+    least_total = batch.total_length * most_seen // batch.max_length
     least_share = max(-(-least_total // shares), block)
     return (most_seen + least_share // 2) // least_share > 1
 

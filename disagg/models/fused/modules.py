@@ -17,7 +17,7 @@ from disagg.models.attention.calls import rotating_attention
 from disagg.models.fused import kernels
 from disagg.models.overlap import overlap
 from disagg.models.products.choice import MOST_ROWS
-from disagg.models.products.run import GELU_TANH, SILU, Norm, Scaled, add_one, multiply_few, multiply_one
+from disagg.models.products.launch import GELU_TANH, SILU, Norm, Scaled, add_one, multiply_few, multiply_one
 
 NORM_WARPS = 8
 GATE_BLOCK = 1024
