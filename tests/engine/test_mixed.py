@@ -15,7 +15,7 @@ from disagg.engine.prompts import Prompts
 from disagg.engine.sequences import Sequence
 from disagg.engine.turns import FIRST_CHOICES_SHARE
 from disagg.memory.groups import spec_of
-from disagg.memory.layout import PageSizing, plan_layout
+from disagg.memory.layout import PageSizing, pool_layout
 from disagg.messages.legs import Outcome, StartLeg
 from disagg.messages.plan import WorkerPlan
 from disagg.mixed_server.role import mixed_engine
@@ -302,7 +302,7 @@ def test_a_prompt_with_part_of_its_pages_gives_them_back_to_whoever_decodes_and_
 @pytest.mark.parametrize("policy", ["sarathi", "simple_chunking"])
 def test_a_chunk_of_600_becomes_500_where_500_pages_are_free(policy: str) -> None:
     """Pages of one token; x decodes, for which pages stay free, and then the prompt gets the rest."""
-    layout = plan_layout([spec_of(FULL, 1)], 1, 8, PageSizing.MAX)
+    layout = pool_layout([spec_of(FULL, 1)], 1, 8, PageSizing.MAX)
     few = one_token_pages(200 + 50 + 500, 1000, layout=layout, policy=policy, spare_tokens=0, lookahead_tokens=200)
     mixed = Mixed(few)
     mixed.start(leg("x", 200, 51))  # the KV of its last token is never written

@@ -78,6 +78,19 @@ def test_decodes_that_cost_more_than_there_is_all_run_and_leave_a_prompt_its_lea
     assert [run.num_tokens for run in runs] == [1] * 8 + [16]
 
 
+def test_the_least_part_is_no_more_than_decodes_leave_of_the_most_tokens() -> None:
+    decodes = tuple(Candidate(i, Phase.DECODE, 1) for i in range(60))
+    state = StepState(Budget(0.0, 1000.0, most_tokens=64), least_chunk=16)
+    runs = decodes_first((*decodes, Candidate(99, Phase.PREFILL, 500)), state).runs
+    assert [run.num_tokens for run in runs] == [1] * 60 + [4]
+
+
+def test_the_least_part_is_one_for_all_prompts() -> None:
+    state = StepState(Budget(0.0, 1000.0, most_tokens=64), least_chunk=16)
+    runs = decodes_first(tuple(Candidate(at, Phase.PREFILL, 10) for at in range(3)), state).runs
+    assert [run.num_tokens for run in runs] == [10, 6]
+
+
 @given(
     cost=st.floats(0, 100),
     attention_tokens=st.floats(1e-3, 1e6),

@@ -140,3 +140,8 @@ def test_whoever_loses_least_gives_way_and_of_equals_the_latest(running: tuple[R
     for other in running:
         assert victim.tokens <= other.tokens
         assert other.tokens > victim.tokens or other.arrival <= victim.arrival
+
+
+def test_the_least_urgent_gives_way() -> None:
+    running = (Running(1, 5, 9, priority=0), Running(2, 1, 30, priority=1), Running(3, 9, 2, priority=-1))
+    assert latest(running).seq_id == fewest_tokens(running).seq_id == 2
