@@ -127,7 +127,7 @@ def _of_server(server: ServerView, view: ClusterView) -> list[Alarm]:
         found.append(Alarm(level, server.name, f"{words}: {more}" if more else words))
     elif server.reason:
         found.append(Alarm(Level.WARN, server.name, server.reason))
-    for work in server.circuits:
+    for work in server.circuits if state is not ServerState.DEAD else ():
         words = f"fails too much of what it is sent to {work.value}: nothing is while there is another server"
         found.append(Alarm(Level.WARN, server.name, words))
     if state is ServerState.DEAD or load is None:

@@ -6,8 +6,9 @@
                                          it failed, or said nothing for PROBE_S: open again
 
 Only what is a server's doing counts, never what its clients ask for. Where two servers took part and either may be to blame
-(a broken link, KV that did not match), it counts against both: whoever is ill fails with everybody, and the others only with
-it, so that half of what they do still succeeds. Workers that die fail once, however many legs they had.
+(a broken link, KV that did not match; `blame` says where it is known who is), it counts against both: whoever is ill fails with
+everybody, and the others only with it, so that half of what they do still succeeds. Workers that die fail once, however many legs
+they had.
 
 An open circuit is a wish, as all of `placement`: nothing is sent there while there is another server.
 """
@@ -130,6 +131,12 @@ class Circuits:
         breaker = self._breakers.get((server, work))
         if breaker is not None:
             breaker.sent(now_s)
+
+    def answers(self, server: str, work: Work, now_s: float) -> Circuit | None:
+        """The first token of an attempt there has come: no success of its own, but the whole answer is not waited for where one
+        decides. CLOSED if it is that from now on, and was not before."""
+        breaker = self._breakers.get((server, work)) if server in self._ill else None
+        return None if breaker is None or breaker.closed else self.ended(server, work, True, now_s)
 
     def of(self, server: str, now_s: float) -> Mapping[Work, Circuit]:
         """Those that are not closed."""

@@ -95,7 +95,7 @@ class Dispatch:
         self.replays: deque[Live] = deque()  # for a server; they have a place
         self.pairing = Pairing(self.fleet, policy, self.places, self.outstanding, config.shed_wait_s)
         self.outcomes = Outcomes(metrics, caller.model)
-        self._failures = Failures(config, self.fleet.circuits, metrics, caller.clock)
+        self._failures = Failures(config, self.fleet.circuits, self.fleet, metrics, caller.clock)
         self._name = caller.name
         self._clock = caller.clock
         self._metrics = metrics
@@ -205,12 +205,22 @@ class Dispatch:
         if live is not None and isinstance(message, LegEnd):
             self.pairing.leg_ended(live, name, message)
             self._failures.leg_ended(live, name, message)
+        if live is not None and isinstance(message, LegTokens):
+            self._note_first(live, name, message)
         if live is not None:
             self.drive(live, TokensCame(name, message) if isinstance(message, LegTokens) else LegEnded(name, message))
         elif isinstance(message, LegTokens):
             self._metrics.stale.inc(len(message.token_ids))
         else:
             self.outcomes.timelines.add(message.key.request_id, name, message.timeline)
+
+    def _note_first(self, live: Live, name: str, message: LegTokens) -> None:
+        pair = live.machine.pair
+        if pair is not None and live.machine.begins_to_answer(name, message.key):
+            self._failures.began_to_answer(pair)
+
+    def role_changed(self, name: str) -> None:
+        self._metrics.forget_circuits(name)
 
     def server_lost(self, name: str, incarnation: str, crashed: bool, reason: str) -> None:
         self._metrics.servers_lost.labels(server=name).inc()

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol
 
 from disagg.discovery.found import Discovery, Found
-from disagg.messages.legs import PodGone, PrefixRules, RouterMessage, ServerMessage
+from disagg.messages.legs import PeerRef, PodGone, PrefixRules, RouterMessage, ServerMessage, ServerState
 from disagg.router.circuits import Circuits
 from disagg.router.outstanding import Outstanding
 from disagg.router.prefixes import ways_of
@@ -43,6 +43,9 @@ class FleetOwner(Protocol):
 
     def server_lost(self, name: str, incarnation: str, crashed: bool, reason: str) -> None: ...
 
+    def role_changed(self, name: str) -> None:
+        """It does other work from now on."""
+
 
 class Fleet:
     """The servers of one router, as discovery finds them. speeds: at which they compute prompts, for whoever times them.
@@ -62,6 +65,7 @@ class Fleet:
         self._named: dict[str, ServerStream] = {}  # by name, of those whose name is known
         self._finding: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # each ends soon, by itself
+        self._roles: dict[str, Role] = {}  # of servers that were heard, the last that each said
         self._asked_s: dict[tuple[str, str], float] = {}  # when a server's question for a pod was passed on
         self._weights: frozenset[str] = frozenset()  # of all servers, when last heard
 
@@ -120,6 +124,7 @@ class Fleet:
         logger.info("server %s at %s is left: %s", stream.name, stream.address, reason)
         self.speeds.forget(stream.name)
         self.circuits.forget(stream.name)
+        self._roles.pop(stream.name, None)
         self._owner.server_left(stream.name)
         self._spawn(stream.close(), f"leave {stream.name}")
 
@@ -158,6 +163,13 @@ class Fleet:
         stream = self._named.get(name)
         return None if stream is None else stream.role
 
+    def ends(self, ref: PeerRef) -> bool:
+        """Whether this incarnation is known to be gone, or to be going: it has left, is lost, drains, or another is there."""
+        stream = self._named.get(ref.name)
+        if stream is None or stream.lost or stream.hello is None or stream.hello.incarnation != ref.incarnation:
+            return True
+        return bool(stream.held) or (stream.load is not None and stream.load.state is ServerState.DRAINING)
+
     @property
     def addresses(self) -> tuple[tuple[str, str], ...]:
         """Name and address of each."""
@@ -184,6 +196,13 @@ class Fleet:
         return self._outstanding.choices(name, Work.PREFILL)
 
     def server_changed(self, name: str) -> None:
+        stream = self._named.get(name)
+        if stream is not None and stream.hello is not None:
+            role = self._roles.setdefault(name, stream.role)
+            if role is not stream.role:
+                self._roles[name] = stream.role
+                self.circuits.forget(name)
+                self._owner.role_changed(name)
         weights = frozenset(s.hello.weights_hash for s in self._streams.values() if s.hello is not None) - {""}
         if len(weights) > 1 and weights != self._weights:
             logger.warning(

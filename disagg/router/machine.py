@@ -109,6 +109,11 @@ class RequestMachine:
         """Decode has begun to speak of everything."""
         return self.phase is Phase.RUNNING and all(leg.decode_spoke for leg in self._legs)
 
+    def begins_to_answer(self, server: str, key: LegKey) -> bool:
+        """What this server says of this leg now are decode's first tokens of it."""
+        leg = self._legs.get(key)
+        return leg is not None and not leg.decode_spoke and self.pair is not None and server == self.pair.decode.name
+
     @property
     def stopping(self) -> str:
         """The server whose answer stands still, or soon will, until it goes on elsewhere; empty if none does."""

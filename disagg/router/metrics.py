@@ -120,6 +120,10 @@ class RouterMetrics:
         for counter in (self.messages, self.servers_lost):
             with contextlib.suppress(KeyError):
                 counter.remove(server)
+        self.forget_circuits(server)
+
+    def forget_circuits(self, server: str) -> None:
+        """What it is sent is other work now."""
         for circuits in (self.circuits_open, self.circuits_opened):
             for work in Work:
                 with contextlib.suppress(KeyError):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from disagg.messages.legs import Outcome, PeerRef
+from disagg.messages.legs import Outcome, PeerRef, RoleChange
+from disagg.router.blame import Charge
 from disagg.router.circuits import (
     FAILED_SHARE,
     MAX_OPEN_S,
@@ -19,9 +22,10 @@ from disagg.router.circuits import (
     verdicts,
 )
 from disagg.router.view import Circuit, Pair, Work
+from disagg.types.ids import Role
 
 from .conftest import Cluster
-from .fake_server import answer, decode, prefill, verdict
+from .fake_server import answer, decode, ending, prefill, verdict
 from .test_policies import d, m, p, pick
 
 D = Work.DECODE
@@ -141,6 +145,63 @@ def test_a_server_that_fails_is_taken_only_if_there_is_no_other() -> None:
     assert pick(p("p0"), d("d0", circuits={Work.PREFILL: Circuit.OPEN}), d("d1", running=9)) == ("p0", "d0")
     assert pick(p("p0"), d("d0", running=9), m("m0", circuits={Work.PREFILL: Circuit.OPEN})) == ("p0", "d0")
     assert pick(p("p0"), bad, d("d1"), prefer_decode=bad.peer_ref) == ("p0", "d1"), "even where its KV has landed"
+
+
+def test_a_half_open_circuit_closes_with_the_first_token_and_no_other_counts_it() -> None:
+    circuits = opened()
+    assert circuits.answers("s", D, 1.0) is None and state(circuits, 1.0) is Circuit.OPEN, "it was sent before"
+    circuits.sent("s", D, OPEN_S)
+    assert circuits.answers("s", D, OPEN_S + 1) is Circuit.CLOSED and circuits.of("s", OPEN_S + 1) == {}
+    assert [circuits.ended("s", D, False, OPEN_S + 2) for _ in range(MIN_FAILURES)][-1] is Circuit.OPEN
+    other = Circuits()
+    assert other.answers("s", D, 0.0) is None
+    assert [other.ended("s", D, False, 0.0) for _ in range(MIN_FAILURES)][-1] is Circuit.OPEN
+
+
+async def test_a_decode_server_on_probation_is_used_again_as_soon_as_it_answers(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "d0": verdict(Outcome.BAD_TRANSFER, times=MIN_FAILURES)}, max_attempts=9)
+    fleet = cluster.router._dispatch.fleet
+    assert (await cluster.ask()).text[0] == answer(0, 8)
+    breaker = fleet.circuits._breakers["d0", D]
+    breaker._opened, breaker._open_s = 1, cluster.router._dispatch._clock()  # its time is over
+    asked = asyncio.create_task(cluster.ask(max_tokens=100))
+    await cluster.until(lambda: breaker.closed)
+    assert not asked.done(), "before the whole answer has ended"
+    assert (await asked).text[0] == answer(0, 100)
+
+
+async def test_a_prefill_server_that_drains_opens_no_circuit_of_decode_servers(cluster: Cluster) -> None:
+    await cluster.up({"p0": prefill, "p1": prefill, "d0": decode}, max_attempts=9)
+    for outcome in (Outcome.DRAINED, Outcome.GIVEN_BACK):
+        cluster.servers["p1"].script = ending(outcome)
+        cluster.servers["d0"].script = verdict(Outcome.PEER_LOST, times=MIN_FAILURES)
+        for _ in range(MIN_FAILURES):
+            assert (await cluster.ask()).text[0] == answer(0, 8)
+    failures = cluster.router._dispatch._failures
+    failures._charge(failures._blame.due(1e12), 1e12)
+    assert all(not server["circuits"] for server in cluster.router.status()["servers"])
+
+
+async def test_verdicts_of_a_former_role_and_of_who_has_left_are_forgotten(cluster: Cluster) -> None:
+    hello = {"d1": {"role_change": RoleChange(Role.DECODE)}}
+    await cluster.up(
+        {"p0": prefill, "d0": decode, "d1": verdict(Outcome.BAD_TRANSFER, times=99)}, hello, max_attempts=9
+    )
+    for _ in range(2 * MIN_FAILURES):
+        assert (await cluster.ask()).text[0] == answer(0, 8)
+    labels = {"server": "d1", "leg": "decode"}
+    assert cluster.metric("disagg_router_circuit_open", **labels) == 1
+    cluster.servers["d1"].become(Role.PREFILL, prefill)
+    await cluster.until(lambda: cluster.router.status()["servers"][2]["role"] == "prefill")
+    assert cluster.registry.get_sample_value("disagg_router_circuit_open", labels) is None
+    assert "d1" not in {alarm["subject"] for alarm in cluster.router.status()["alarms"] if "fails too" in alarm["text"]}
+    failures = cluster.router._dispatch._failures
+    for name, work in (("d1", Work.DECODE), ("d9", Work.DECODE)):  # which has become another, and has left
+        failures._charge([Charge(name, work, False)] * MIN_FAILURES, 0.0)
+        assert (
+            cluster.registry.get_sample_value("disagg_router_circuit_open", {"server": name, "leg": "decode"}) is None
+        )
+    assert not cluster.router.status()["servers"][2]["circuits"]
 
 
 async def test_a_decode_server_that_fails_is_left_alone_and_said_to_be(cluster: Cluster) -> None:
