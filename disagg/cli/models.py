@@ -84,6 +84,7 @@ def require_served(directory: Path, config: Config, facts: ModelFacts) -> int | 
         check_heads(config.server.tp, facts.num_heads, facts.num_kv_heads)
     except SliceError as error:
         raise ConfigError(f"server.tp = {config.server.tp}: {error}") from error
+    facts.check_stages(config.server.pp, f"server.pp = {config.server.pp}")
     asyncio.run(try_out(files, facts.vocab_size))
     if (template := TemplateSource.of(files)) is not None:
         asyncio.run(_compile(template))

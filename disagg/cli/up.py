@@ -101,7 +101,7 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
     require_free(router.host, router.grpc_port, "router.grpc_port", "--grpc-port")
     model_dir = _convert(base)
     processes = cluster_processes(base, options)
-    _check_heads(model_dir, processes[1:])
+    _check_ranks(model_dir, processes[1:])
     if choose_device(base.model.device) == "cuda":
         ranks = {process.name: process.config.server.num_ranks for process in processes[1:]}
         placement = place(ranks, count_gpus(), base.server.first_gpu)
@@ -202,9 +202,11 @@ def _address(process: ProcessSpec) -> str:
     return join(process.config.server.host, process.config.server.port)
 
 
-def _check_heads(model_dir: Path, processes: Sequence[ProcessSpec]) -> None:
-    """Raises ConfigError for a TP size that cannot share the model's heads, here rather than in every child."""
-    if all(process.config.server.tp == 1 for process in processes):
+def _check_ranks(model_dir: Path, processes: Sequence[ProcessSpec]) -> None:
+    """Raises ConfigError for a TP size that cannot share the model's heads, and for more pipeline stages than it has layers,
+    here rather than in every child.
+    """
+    if all(process.config.server.tp == process.config.server.pp == 1 for process in processes):
         return
     from disagg.convert.inspect import inspect_model
 
@@ -215,6 +217,8 @@ def _check_heads(model_dir: Path, processes: Sequence[ProcessSpec]) -> None:
             check_heads(tp, facts.num_heads, facts.num_kv_heads)
         except SliceError as error:
             raise ConfigError(f"{process.role} servers with tp = {tp}: {error}") from error
+        pp = process.config.server.pp
+        facts.check_stages(pp, f"{process.role} servers with pp = {pp}")
 
 
 def _convert(config: Config) -> Path:

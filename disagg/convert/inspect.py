@@ -94,6 +94,15 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     bos_token_id: int | None
     tie_word_embeddings: bool
 
+    def check_stages(self, stages: int, setting: str) -> None:
+        """Raises ConfigError where there are more pipeline stages than layers. Workers, who know what layers keep and share,
+        may allow fewer (models/stages). setting: its name and value, for people."""
+        if stages > self.num_layers:
+            raise ConfigError(
+                f"{setting}: every pipeline stage needs a layer of its own; with the {self.num_layers} layers of this model it "
+                f"must be at most {self.num_layers}"
+            )
+
 
 def inspect_model(model_dir: Path) -> ModelFacts:
     """Reads a few hundred kilobytes, whatever the model's size. Raises ConfigError naming the file and what it lacks."""

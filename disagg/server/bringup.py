@@ -134,6 +134,7 @@ class Bringup:
             check_heads(tp, inspected.num_heads, inspected.num_kv_heads)
         except SliceError as error:
             raise ConfigError(f"server.tp = {tp}: {error}") from error
+        inspected.check_stages(self.config.server.pp, f"server.pp = {self.config.server.pp}")
         self.model_len(inspected.max_model_len)
         if self.device == "cpu":
             check_weights(inspected, choose_dtype(self.config.model.dtype, "cpu", ""), memory_bytes())

@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from disagg.cli import models
+from disagg.cli import models, up
 from disagg.cli.main import cli
+from disagg.cli.up import ProcessSpec
+from disagg.config.tree import Config, ServerConfig
+from disagg.convert.inspect import inspect_model
+from disagg.mixed_server.role import MIXED
+from disagg.server.bringup import Bringup
+from disagg.types.errors import ConfigError
 from tests.models.tiny import make_tiny
 
 
@@ -73,6 +79,26 @@ def test_what_needs_no_torch_is_refused_without_it(
 
 def test_heads_that_ranks_cannot_share_are_refused(llama: Path) -> None:
     assert "server.tp = 3: TP size 3 cannot share" in refused(inspect(llama, "--set", "server.tp=3"))
+
+
+def test_more_pipeline_stages_than_layers_are_refused_before_anything_is_loaded(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "find_spec", lambda package: None)
+    layers = inspect_model(llama).num_layers
+    allowed = f"with the {layers} layers of this model it must be at most {layers}"
+    said = refused(inspect(llama, "--set", f"server.pp={layers + 1}"))
+    assert f"server.pp = {layers + 1}: every pipeline stage" in said and allowed in said
+
+    def mixed(pp: int) -> Config:
+        return Config(server=ServerConfig(pp=pp))
+
+    with pytest.raises(ConfigError, match=f"^server.pp = {layers + 1}: .* {allowed}$"):
+        Bringup(mixed(layers + 1), MIXED, "cuda", llama).inspect()
+    Bringup(mixed(layers), MIXED, "cuda", llama).inspect()
+    with pytest.raises(ConfigError, match=f"^mixed servers with pp = {layers + 1}: .* {allowed}$"):
+        up._check_ranks(llama, (ProcessSpec("mixed-0", "mixed", mixed(layers + 1)),))
+    up._check_ranks(llama, (ProcessSpec("mixed-0", "mixed", mixed(layers)),))
 
 
 def test_without_torch_it_is_not_known_and_said_so(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
