@@ -224,9 +224,15 @@ class Dispatch:
 
     def server_lost(self, name: str, incarnation: str, crashed: bool, reason: str) -> None:
         self._metrics.servers_lost.labels(server=name).inc()
-        event = ServerLost(name, incarnation, crashed, reason)
         if crashed and (role := self.fleet.role_of(name)) is not None:
             self._failures.workers_died(name, role, incarnation)
+        self._incarnation_ended(ServerLost(name, incarnation, crashed, reason))
+
+    def server_emptied(self, name: str, incarnation: str, reason: str) -> None:
+        """As planned: what it did not end for us, if anything, goes on elsewhere, and nothing counts as a loss."""
+        self._incarnation_ended(ServerLost(name, incarnation, False, reason))
+
+    def _incarnation_ended(self, event: ServerLost) -> None:
         for live in list(self.live.values()):
             self.drive(live, event)
 

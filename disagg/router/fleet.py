@@ -43,6 +43,9 @@ class FleetOwner(Protocol):
 
     def server_lost(self, name: str, incarnation: str, crashed: bool, reason: str) -> None: ...
 
+    def server_emptied(self, name: str, incarnation: str, reason: str) -> None:
+        """It has ended its workers itself, as it was asked to."""
+
     def role_changed(self, name: str) -> None:
         """It does other work from now on."""
 
@@ -244,6 +247,10 @@ class Fleet:
         stream = self._named.get(name)
         if stream is not None and stream.lost and stream.held == UNLISTED:
             asyncio.get_running_loop().call_soon(self._leave_if_lost, stream)
+
+    def server_emptied(self, name: str, incarnation: str, reason: str) -> None:
+        self.speeds.forget(name)
+        self._owner.server_emptied(name, incarnation, reason)
 
     def _leave_if_lost(self, stream: ServerStream) -> None:
         if stream.lost and stream.held == UNLISTED and self._streams.get(stream.found.key) is stream:

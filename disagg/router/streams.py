@@ -98,6 +98,9 @@ class StreamOwner(Protocol):
 
     def server_lost(self, name: str, incarnation: str, crashed: bool, reason: str) -> None: ...
 
+    def server_emptied(self, name: str, incarnation: str, reason: str) -> None:
+        """It has ended its workers itself, as it was asked to."""
+
 
 class Caller(Struct, frozen=True, kw_only=True):
     """Who dials: the same for all streams of one router. files: digests of what it makes tokens and text with, by name."""
@@ -377,8 +380,14 @@ class ServerStream:
             self.cached.clear()
         if before is None or was_lost or not before.incarnation:  # it has none while it loads
             return
-        if before.incarnation != hello.incarnation:
-            crashed = before.pid == hello.pid and before.role is hello.role
+        if before.incarnation == hello.incarnation:
+            return
+        if before.pid == hello.pid and before.role is not hello.role:
+            reason = f"it was asked to be a {hello.role.value} server"
+            logger.info("server %s (incarnation %s) has ended: %s", self.name, before.incarnation, reason)
+            self._owner.server_emptied(self.name, before.incarnation, reason)
+        else:
+            crashed = before.pid == hello.pid
             came_back = f"it came back as another incarnation, {hello.incarnation}"
             self._report(before.incarnation, crashed, came_back if hello.incarnation else "its workers are lost")
 

@@ -7,6 +7,7 @@ Raises WorkersLost for what may go better next time, and ConfigError for what ca
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +58,7 @@ from disagg.server.device import (
     ucx_choice,
 )
 from disagg.server.model_identity import ModelIdentity, disagreement, identity_of
+from disagg.server.networks import net_devices_in_time
 from disagg.server.pids import started
 from disagg.server.piece_sizes import check_longest, check_rows
 from disagg.server.role import ServerRole
@@ -93,6 +95,17 @@ def with_device(config: Config, role: ServerRole) -> tuple[Config, Device]:
         why = f"offload.host_bytes = {format_size(offload.host_bytes)}"
         check_host_memory(config.server.tp, offload.host_bytes, 0, why, memory_bytes())
     return msgspec.structs.replace(config, transfer=transfer), device
+
+
+async def on_this_machine(config: Config, role: ServerRole, link_address: str) -> tuple[Config, Device]:
+    """As with_device, with the network devices of a server that peers dial at link_address. Raises ConfigError."""
+    config, device = await asyncio.get_running_loop().run_in_executor(None, with_device, config, role)
+    if config.transfer.ucx_net_devices == "auto" and device == "cpu":
+        devices = await net_devices_in_time(link_address)
+        config = msgspec.structs.replace(
+            config, transfer=msgspec.structs.replace(config.transfer, ucx_net_devices=devices)
+        )
+    return config, device
 
 
 def why_not_role(config: Config, role: ServerRole) -> str:

@@ -135,11 +135,12 @@ class Dispatch:
         self.engine, self._workers, self._store = engine, workers, store
         self.recorder.up(engine, self._clock())
 
-    def detach(self, reason: str) -> AnyEngine | None:
-        """The workers are lost: every leg ends, and nothing else that the engine wants can be done. The engine that was."""
+    def detach(self, reason: str, outcome: Outcome = Outcome.WORKER_LOST) -> AnyEngine | None:
+        """There are no workers any more: every leg ends so, and nothing else that the engine wants can be done. The engine that
+        was."""
         engine, self.engine, self._workers, self._store = self.engine, None, None, None
         if engine is not None:
-            for instruction in engine.end_all(Outcome.WORKER_LOST, reason):
+            for instruction in engine.end_all(outcome, reason):
                 if isinstance(instruction, ToRouter):
                     self._tell(instruction)
         self.recorder.down()

@@ -27,10 +27,10 @@ from disagg.config.staging import Device
 from disagg.config.tree import Config, WorkerConfig
 from disagg.convert.model_dir import resolve
 from disagg.engine.now import Now
-from disagg.messages.legs import KvEvents, LoadReport, ServerState, StorageState
+from disagg.messages.legs import KvEvents, LoadReport, Outcome, ServerState, StorageState
 from disagg.messages.tiers import TierEvent
 from disagg.messages.transfer import Beat, PeerWired, TransferEvent
-from disagg.server.bringup import Bringup, why_not_role, with_device
+from disagg.server.bringup import Bringup, on_this_machine, why_not_role
 from disagg.server.carriers import Carriers
 from disagg.server.dispatch import Dispatch
 from disagg.server.door import HELLO_S, MAX_STREAMS
@@ -41,7 +41,6 @@ from disagg.server.leg_spans import LegSpans
 from disagg.server.links import Links
 from disagg.server.listening import dialable, listen
 from disagg.server.model_identity import SHOWN_DIGITS, ModelIdentity, changed
-from disagg.server.networks import choose_net_devices
 from disagg.server.offloading import Offloading
 from disagg.server.recorder import recorder_of
 from disagg.server.role import RoleOf, ServerRole
@@ -96,6 +95,7 @@ class Server:
         self._beat = heartbeat
         self._model_dir = Path()
         self._device: Device = "cpu"
+        self._found_for: Role | None = None  # the role for which it was looked at
         self._workers: Workers | None = None
         self._stop = asyncio.Event()
         self._drains = False  # an operator wants it empty
@@ -262,7 +262,6 @@ class Server:
         """No workers are up: the next ones are of the role that is now."""
         identity, role = self._identity, self._role
         identity.role, identity.hands_over = role.role, role.hands_over
-        self._find_device()
         recorder = self._dispatch.recorder
         self._note_role()
         await asyncio.to_thread(recorder.close)
@@ -283,18 +282,18 @@ class Server:
     async def _supervise(self, health: Health) -> None:
         """Keep workers alive. Raises ConfigError when none can come up with this configuration."""
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._find_device)
+        await self._find_device()
         await loop.run_in_executor(None, self._offloading.open)
         self._prepare_model = loop.run_in_executor(None, self._find_model)
         await self._prepare_model
         pause_s = RESTART_FIRST_S
         silent_exits = 0
         while True:
-            up_s = time.monotonic()
+            up_s, planned = time.monotonic(), False
             try:
                 await self._bring_up()
                 await health.set_serving(True)
-                reason = await self._lost_or_empty(health)
+                reason, planned = await self._lost_or_empty(health)
             except WorkersLost as error:
                 reason = str(error)
                 self._identity.note = f"its workers could not start: {reason}"
@@ -306,10 +305,10 @@ class Server:
                 note = f"the model in {self._model_dir} could be served before, and cannot now: {reason}"
                 self._identity.note = note
             changed = self._roles.fail(reason) or self._roles.take()
-            if changed:
-                logger.info("%s begins anew as a %s server: %s", self._identity.name, self._roles.now.value, reason)
-            else:
+            if not planned:
                 logger.error("the workers of %s are lost: %s", self._identity.name, reason)
+            if changed:
+                logger.info("%s begins anew as a %s server", self._identity.name, self._roles.now.value)
             silent_exit = self._workers.silent_exit if self._workers is not None else ""
             silent_exits = silent_exits + 1 if silent_exit else 0
             if self._identity.model is None and silent_exits == MOST_SILENT_EXITS:
@@ -319,14 +318,14 @@ class Server:
                     "it printed says why"
                 )
             await health.set_serving(False)
-            await self._take_down(reason, another_role=changed)
+            await self._take_down(reason, another_role=changed, planned=planned)
             if changed or time.monotonic() - up_s > STEADY_S:
                 pause_s = RESTART_FIRST_S
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, RESTART_MOST_S)
 
-    async def _lost_or_empty(self, health: Health) -> str:
-        """Why the workers end: they are lost, or have nothing left and are to be of another role."""
+    async def _lost_or_empty(self, health: Health) -> tuple[str, bool]:
+        """Why the workers end, and whether that is planned: they are lost, or have nothing left and are to be of another role."""
         assert self._workers is not None
         lost, asked = create_task(self._workers.wait_lost()), create_task(self._another_role.wait())
         emptied: asyncio.Task[None] | None = None
@@ -341,21 +340,17 @@ class Server:
                 if emptied.done():
                     emptied.result()
                     if not self._stop.is_set():
-                        return reason
-            return await lost
+                        return reason, True
+            return await lost, False
         finally:
             for task in (lost, asked, emptied):
                 if task is not None:
                     task.cancel()
 
-    def _find_device(self) -> None:
-        config, self._device = with_device(self._given, self._role)
-        if config.transfer.ucx_net_devices == "auto" and self._device == "cpu":
-            transfer = msgspec.structs.replace(
-                config.transfer, ucx_net_devices=choose_net_devices(self._identity.link_address)
-            )
-            config = msgspec.structs.replace(config, transfer=transfer)
-        self._config = config
+    async def _find_device(self) -> None:
+        role = self._role
+        self._config, self._device = await on_this_machine(self._given, role, self._identity.link_address)
+        self._found_for = role.role
 
     def _find_model(self) -> None:
         model = self._config.model
@@ -363,6 +358,8 @@ class Server:
 
     async def _bring_up(self) -> None:
         """Start a new incarnation; then READY."""
+        if self._found_for is not self._roles.now:
+            await self._find_device()
         await asyncio.get_running_loop().run_in_executor(None, check_code, self._identity.name)
         bringup = Bringup(self._config, self._role, self._device, self._model_dir)
         inspected = await asyncio.get_running_loop().run_in_executor(None, bringup.inspect)
@@ -415,15 +412,16 @@ class Server:
         identity.note = change
         identity.model = model
 
-    async def _take_down(self, reason: str, *, another_role: bool) -> None:
-        """The workers are lost, or end for those of another role: tell the routers, end the workers, and then let peers know that
-        nothing can come.
+    async def _take_down(self, reason: str, *, another_role: bool, planned: bool) -> None:
+        """The workers are lost, or end as planned, for those of another role: tell the routers, end the workers, and then let
+        peers know that nothing can come.
         """
         identity, workers = self._identity, self._workers
         if not (self._drains or self._stop.is_set()):
             identity.state = ServerState.LOADING
         identity.incarnation = None
-        engine = self._dispatch.detach(f"{identity.name} lost its workers: {reason}")
+        what = f"{identity.name} {'ended' if planned else 'lost'} its workers: {reason}"
+        engine = self._dispatch.detach(what, Outcome.DRAINED if planned else Outcome.WORKER_LOST)
         if engine is not None:
             self._exporter.retire(*(rank.counters for rank in engine.ranks))
         if another_role:
@@ -436,7 +434,7 @@ class Server:
             await workers.kill()
         self._take_workers(None)
         identity.worker_pids = ()
-        self._links.drop_all(f"{identity.name} lost its workers")
+        self._links.drop_all(what, planned=planned)
 
     async def _tick(self) -> None:
         """Everything that happens because time passes."""

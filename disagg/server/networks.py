@@ -6,6 +6,7 @@ Without being told UCX takes every device that there is, with bridges and tunnel
 from __future__ import annotations
 
 import array
+import asyncio
 import fcntl
 import ipaddress
 import logging
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
+LOOK_UP_S = 5.0  # for the name by which peers dial
 _SIOCGIFCONF = 0x8912
 _ENTRY_BYTES = 40  # of struct ifreq: a name of 16 bytes, and a sockaddr_in whose address begins at byte 20
 _MOST_ENTRIES = 1024
@@ -52,6 +54,17 @@ def choose_net_devices(link_address: str) -> str:
     if not devices:
         logger.info("UCX uses every network device, since none has the address of %s", host)
     return ",".join(devices)
+
+
+async def net_devices_in_time(link_address: str) -> str:
+    """As choose_net_devices, beside the loop; every device where the look-up takes longer than LOOK_UP_S. It goes on in
+    its thread then, until the resolver gives up."""
+    looking = asyncio.get_running_loop().run_in_executor(None, choose_net_devices, link_address)
+    done, _ = await asyncio.wait((looking,), timeout=LOOK_UP_S)
+    if done:
+        return looking.result()
+    logger.warning("UCX uses every network device, since looking %s up took longer than %g s", link_address, LOOK_UP_S)
+    return ""
 
 
 def held_addresses() -> dict[Address, str]:

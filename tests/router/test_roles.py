@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from msgspec.structs import replace
 
@@ -87,7 +89,9 @@ def test_status_and_reason_say_what_it_becomes_and_why_it_did_not() -> None:
 HELLO = {"p0": {"role_change": RoleChange(Role.PREFILL)}, "d1": {"role_change": RoleChange(Role.DECODE)}}
 
 
-async def test_a_server_that_has_become_another_is_used_as_that(cluster: Cluster) -> None:
+async def test_a_server_that_has_become_another_is_used_as_that_and_is_no_loss(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     await cluster.up({"p0": prefill, "d0": decode, "d1": decode}, HELLO)
     changed = cluster.servers["d1"]
 
@@ -95,7 +99,10 @@ async def test_a_server_that_has_become_another_is_used_as_that(cluster: Cluster
         changed.become(role, prefill if role is Role.PREFILL else decode, asked=changed.hello.role_change.asked + 1)
 
     changed.on_role = become
-    assert await cluster.router.set_role("d1", "prefill", False)
+    with caplog.at_level(logging.INFO):
+        assert await cluster.router.set_role("d1", "prefill", False)
+    assert cluster.metric("disagg_router_servers_lost_total", server="d1") == 0 and "is lost" not in caplog.text
+    assert "has ended: it was asked to be a prefill server" in caplog.text
     assert [s["role"] for s in cluster.router.status()["servers"]] == ["prefill", "decode", "prefill"]
     before = len(changed.started)
     for _ in range(6):

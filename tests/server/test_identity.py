@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
 from disagg.config.tree import Config
+from disagg.decode_server.role import DECODE
 from disagg.messages.control import Loaded
 from disagg.messages.layout import LayerGroup
 from disagg.messages.legs import LegEnd, Outcome, PeerRef, ServerState, StartLeg
 from disagg.prefill_server.role import PREFILL
-from disagg.server import lifecycle
+from disagg.server import lifecycle, networks
 from disagg.server.lifecycle import Server
 from disagg.server.model_identity import ModelIdentity, changed, disagreement, identity_of
 from disagg.server.workers import WorkersLost
@@ -102,6 +105,10 @@ async def test_another_model_after_a_restart_is_logged_counted_and_told_to_route
     assert server._registry.get_sample_value("disagg_model_changes_total") == 1
 
 
+async def nothing() -> None:
+    pass
+
+
 class _Over(Exception):
     pass
 
@@ -135,11 +142,11 @@ async def test_a_model_that_cannot_be_loaded_for_a_while_does_not_end_a_server_t
         made._workers = _Lost()  # type: ignore[assignment]
         made._take_model(outcome)
 
-    async def take_down(reason: str, *, another_role: bool) -> None:
+    async def take_down(reason: str, *, another_role: bool, planned: bool) -> None:
         made._workers = None
 
     monkeypatch.setattr(lifecycle, "RESTART_FIRST_S", 0.001)
-    for name, value in (("_find_device", lambda: None), ("_find_model", lambda: None), ("_bring_up", bring_up)):
+    for name, value in (("_find_device", nothing), ("_find_model", lambda: None), ("_bring_up", bring_up)):
         monkeypatch.setattr(made, name, value)
     monkeypatch.setattr(made, "_take_down", take_down)
     with pytest.raises(_Over):
@@ -154,7 +161,93 @@ async def test_a_model_that_cannot_be_loaded_at_first_ends_the_server(monkeypatc
     async def bring_up() -> None:
         raise ConfigError("no weights")
 
-    for name, value in (("_find_device", lambda: None), ("_find_model", lambda: None), ("_bring_up", bring_up)):
+    for name, value in (("_find_device", nothing), ("_find_model", lambda: None), ("_bring_up", bring_up)):
         monkeypatch.setattr(made, name, value)
     with pytest.raises(ConfigError, match="no weights"):
         await made._supervise(_Health())  # type: ignore[arg-type]
+
+
+async def test_a_planned_change_of_role_is_no_loss(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, _, _ = ready_server(monkeypatch)
+    monkeypatch.setattr(made, "_role_of", {PREFILL.role: PREFILL, DECODE.role: DECODE}.__getitem__)
+    ended: list[tuple[Outcome, str]] = []
+    dropped: list[tuple[str, bool]] = []
+    ups = iter([None, None])
+
+    class _Engine:
+        idle, ranks = True, ()
+
+        def give_back(self, reason: str) -> list[object]:
+            return []
+
+        def end_all(self, outcome: Outcome, reason: str) -> list[object]:
+            ended.append((outcome, reason))
+            return []
+
+    class _Group:
+        silent_exit = ""
+
+        def __init__(self, lost: bool) -> None:
+            self.lost = lost
+
+        async def wait_lost(self) -> str:
+            if not self.lost:
+                await asyncio.Event().wait()
+            return "rank 0 was killed by SIGKILL"
+
+        async def kill(self) -> None:
+            pass
+
+    async def bring_up() -> None:
+        """First as it was started, then as what it was asked to be, when its workers die."""
+        if next(ups, made) is made:
+            raise _Over
+        second = made._roles.now is DECODE.role
+        made._roles.up()
+        made._dispatch.engine = _Engine()  # type: ignore[assignment]
+        made._workers = _Group(second)  # type: ignore[assignment]
+        if not second:
+            monkeypatch.setattr(made, "_why_not_role", lambda role: "")
+            made._asked_for_role(DECODE.role)
+
+    monkeypatch.setattr(lifecycle, "RESTART_FIRST_S", 0.001)
+    monkeypatch.setattr(made._exporter, "retire", lambda *counters: None)
+    monkeypatch.setattr(made._links, "drop_all", lambda reason, planned=False: dropped.append((reason, planned)))
+    for name, value in (("_find_device", nothing), ("_find_model", lambda: None), ("_bring_up", bring_up)):
+        monkeypatch.setattr(made, name, value)
+    with caplog.at_level(logging.INFO), pytest.raises(_Over):
+        await asyncio.wait_for(made._supervise(_Health()), 30)  # type: ignore[arg-type]
+    name = made._identity.name
+    planned = f"{name} ended its workers: it becomes a decode server"
+    lost = f"{name} lost its workers: rank 0 was killed by SIGKILL"
+    emptied = (Outcome.DRAINED, f"{name} is emptied: it becomes a decode server")
+    assert ended == [emptied, (Outcome.DRAINED, planned), (Outcome.WORKER_LOST, lost)]
+    assert dropped == [(planned, True), (lost, False)]
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert errors == [f"the workers of {name} are lost: rank 0 was killed by SIGKILL"]
+    assert f"{name} begins anew as a decode server" in caplog.text
+
+
+async def test_another_role_looks_its_host_up_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _, _ = ready_server(monkeypatch)
+    threads: list[threading.Thread] = []
+
+    def looked_up(address: str) -> str:
+        threads.append(threading.current_thread())
+        return "eth7"
+
+    monkeypatch.setattr(networks, "choose_net_devices", looked_up)
+    made._given = replace(made._given, model=replace(made._given.model, device="cpu"))
+    monkeypatch.setattr(lifecycle, "check_code", _stop_here)
+    for role in (PREFILL.role, PREFILL.role, DECODE.role):
+        made._roles.now = role
+        with pytest.raises(_Over):
+            await made._bring_up()
+        assert made._config.transfer.ucx_net_devices == "eth7"
+    assert len(threads) == 2 and threading.main_thread() not in threads
+
+
+def _stop_here(name: str) -> None:
+    raise _Over

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import threading
 from ipaddress import ip_address
 
 import pytest
@@ -72,3 +74,23 @@ def test_a_name_that_nobody_knows_leaves_all_devices(caplog: pytest.LogCaptureFi
 def test_an_address_of_this_machine_is_reached_by_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networks, "held_addresses", lambda: HELD)
     assert choose_net_devices("10.0.0.5:7") == "eth0,lo"
+
+
+async def test_a_look_up_that_takes_too_long_holds_neither_the_loop_nor_who_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answered = threading.Event()
+
+    def slow(address: str) -> str:
+        answered.wait(30)
+        return "eth0"
+
+    monkeypatch.setattr(networks, "choose_net_devices", slow)
+    monkeypatch.setattr(networks, "LOOK_UP_S", 0.05)
+    try:
+        assert await asyncio.wait_for(networks.net_devices_in_time("decode-0:7"), 10) == ""
+        assert "looking decode-0:7 up took longer than 0.05 s" in caplog.text
+    finally:
+        answered.set()
+    monkeypatch.setattr(networks, "LOOK_UP_S", 30)
+    assert await networks.net_devices_in_time("decode-0:7") == "eth0"
