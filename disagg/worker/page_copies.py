@@ -37,7 +37,7 @@ Ids = npt.NDArray[np.int64]
 Copy = Literal["auto", "kernel", "memcpy"]
 
 AT_ONCE = 2  # copies that are begun and not waited for
-TABLE_MOVES = 4096  # of the kernel, before it has to be waited for
+TABLE_MOVES = 4096  # for which a kernel's table has room at first; it grows with the largest copy
 MEASURED_PAGES = 256
 MEASURED_BYTES = 256 << 20
 WARM_UPS, ROUNDS = 2, 5
@@ -173,30 +173,31 @@ class KernelCopier:
         self._copy_pages = copy_pages
         self._pool, self._host = pool.bytes, host
         self._stream = _Stream(pool.device)
-        shape = (AT_ONCE, TABLE_MOVES, 2)
-        self._tables = torch.empty(shape, dtype=torch.int64, pin_memory=pool.device.type == "cuda")
-        self._numbers = self._tables.numpy()
+        self._pinned = pool.device.type == "cuda"
+        self._tables = [self._new_table(TABLE_MOVES) for _ in range(AT_ONCE)]
         self._over = [_nothing] * AT_ONCE  # waits until a table is no longer read
         self._begun = 0
+
+    def _new_table(self, moves: int) -> torch.Tensor:
+        return torch.empty((moves, 2), dtype=torch.int64, pin_memory=self._pinned)
 
     def begin(self, moves: Sequence[GroupMoves], *, out: bool) -> Callable[[], None]:
         which = self._begun % AT_ONCE
         self._begun += 1
         self._over[which]()
-        table, numbers = self._tables[which], self._numbers[which]
+        count = sum(len(each.pool) for each in moves)
+        if count > len(self._tables[which]):  # twice as many, so that this is rare: page-locking takes its time
+            self._tables[which] = self._new_table(2 * count)
+        table = self._tables[which]
+        numbers = table.numpy()
         used = 0
         with self._stream.work():
             for each in moves:
-                for first in range(0, len(each.pool), TABLE_MOVES):
-                    pool, host = each.pool[first : first + TABLE_MOVES], each.host[first : first + TABLE_MOVES]
-                    if used + len(pool) > TABLE_MOVES:
-                        self._stream.mark()()  # the table is being read
-                        used = 0
-                    where = slice(used, used + len(pool))
-                    used = where.stop
-                    numbers[where, 0], numbers[where, 1] = pool, host
-                    cut = self._host.page_bytes[each.group], self._host.strides[each.group]
-                    self._copy_pages(self._pool, self._host.bytes, table[where], *cut, out)
+                where = slice(used, used + len(each.pool))
+                used = where.stop
+                numbers[where, 0], numbers[where, 1] = each.pool, each.host
+                cut = self._host.page_bytes[each.group], self._host.strides[each.group]
+                self._copy_pages(self._pool, self._host.bytes, table[where], *cut, out)
         self._over[which] = self._stream.mark()
         return self._over[which]
 

@@ -136,14 +136,26 @@ def test_groups_are_copied_one_after_the_other() -> None:
     assert by_group([]) == []
 
 
-def test_a_kernel_takes_as_many_pages_as_its_table_has_and_then_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_more_pages_than_a_kernels_table_has_room_for_waits_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(page_copies, "TABLE_MOVES", 3)
     monkeypatch.setattr(kernels, "PROGRAMS_OUT", 2)
     monkeypatch.setattr(kernels, "CHUNK_BYTES", 64)
     pool, host = made(SCOPES["everything"])
     moves = some_moves(pool, host, 1)
     assert len(moves) > 8
-    copy_whole(KernelCopier(pool, host), by_group(moves), out=True)
+    copier = KernelCopier(pool, host)
+    waited: list[int] = []
+    marks = iter(range(2 * page_copies.AT_ONCE))
+    monkeypatch.setattr(copier._stream, "mark", lambda: partial(waited.append, next(marks)))
+    waits = [copier.begin(by_group(moves), out=True) for _ in range(page_copies.AT_ONCE)]
+    assert waited == [], "each begins before the one before it is over"
+    for number, wait in enumerate(waits):
+        wait()
+        assert waited[-1] == number
+    if DEVICE != "cpu":
+        torch.cuda.synchronize()
     for move in moves:
         theirs = torch.from_numpy(host.page(move.group, move.host_page))
         assert torch.equal(pool.views[move.group].bytes[move.gpu_page].cpu(), theirs)
