@@ -107,8 +107,8 @@ class Bench:
         out = torch.empty(rows, QUERY_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
 
         def step() -> None:
-            for layer_slot in range(self.layers):
-                plan.run(layer_slot, query, key, value, SCORING, out)
+            for layer_in_group in range(self.layers):
+                plan.run(layer_in_group, query, key, value, SCORING, out)
 
         try:
             return Measured(graph_seconds(step), floor_s, "graph")

@@ -5,7 +5,7 @@ byte range, and the same page id names it for every layer of the group:
 
     page 7 of a group of attention layers                              page 7 of a group of recurrent layers
     ┌──────────────────────────────┬──────────────────────────────┐    ┌──────────────┬──────────────┬── ...
-    │ layer slot 0                 │ layer slot 1                 │    │ layer slot 0 │ layer slot 1 │
+    │ layer 0                      │ layer 1                      │    │ layer 0      │ layer 1      │
     │ K: head 0 │ head 1 │ V: 0 │ 1│ K: head 0 │ head 1 │ V: 0 │ 1│    │ conv   │ ssm │ conv   │ ssm │
     └──────────────────────────────┴──────────────────────────────┘    └──────────────┴──────────────┴── ...
       └ [page_tokens, head_dim]: contiguous, the unit that gathers move    └ one sequence's state after some token

@@ -73,12 +73,12 @@ class PageTable:
 class AttentionTables:
     """One group of attention layers.
 
-    slot_pages: [N] int64, the page where each row's K and V are written; no two rows share a slot. prefills: a row per
+    write_pages: [N] int64, the page where each row's K and V are written; no two rows share a place. prefills: a row per
     prefill run; decodes: a row per decode row. None without such runs. tiles: how prefill runs are cut, as Triton's attention
     takes them (attention/triton_prefill), where that is on the device already: in graphs.
     """
 
-    slot_pages: torch.Tensor
+    write_pages: torch.Tensor
     prefills: PageTable | None
     decodes: PageTable | None
     tiles: torch.Tensor | None = None
@@ -98,7 +98,7 @@ class StateTables:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """input_ids, positions: [N] int64. slot_offsets: [N] int64, each row's token within its page. logits_rows: [R] int64,
+    """input_ids, positions: [N] int64. write_offsets: [N] int64, each row's token within its page. logits_rows: [R] int64,
     the rows whose logits are wanted, in rising order. tables: per layer group.
 
     carried: [N] int64, for a row whose token the host does not know yet: which of `tokens_before` it is; -1 for one whose id
@@ -107,7 +107,7 @@ class ForwardBatch:
 
     input_ids: torch.Tensor
     positions: torch.Tensor
-    slot_offsets: torch.Tensor
+    write_offsets: torch.Tensor
     prefills: tuple[PrefillRun, ...]
     decodes: DecodeBatch | None
     logits_rows: torch.Tensor
@@ -151,14 +151,14 @@ class ForwardBatch:
             self,
             input_ids=of(self.input_ids),
             positions=of(self.positions),
-            slot_offsets=of(self.slot_offsets),
+            write_offsets=of(self.write_offsets),
             decodes=self.decodes and replace(self.decodes, lengths=of(self.decodes.lengths)),
             logits_rows=of(self.logits_rows),
             carried=None if self.carried is None else of(self.carried),
             tables=tuple(
                 StateTables(of(table.reads), of(table.writes))
                 if isinstance(table, StateTables)
-                else AttentionTables(of(table.slot_pages), of_table(table.prefills), of_table(table.decodes))
+                else AttentionTables(of(table.write_pages), of_table(table.prefills), of_table(table.decodes))
                 for table in self.tables
             ),
         )
@@ -176,11 +176,11 @@ class ForwardBatch:
             row += self.decodes.num_sequences
             num_runs += self.decodes.num_sequences
         assert row == self.num_rows, f"runs cover {row} of {self.num_rows} rows"
-        for column in (self.positions, self.slot_offsets, *(() if self.carried is None else (self.carried,))):
+        for column in (self.positions, self.write_offsets, *(() if self.carried is None else (self.carried,))):
             assert column.shape == (row,), f"a column of {tuple(column.shape)} for {row} rows"
         for table in self.tables:
             if isinstance(table, AttentionTables):
-                assert table.slot_pages.shape == (row,), f"slots of {table.slot_pages.shape[0]} rows of {row}"
+                assert table.write_pages.shape == (row,), f"places of {table.write_pages.shape[0]} rows of {row}"
                 num_prefills = 0 if table.prefills is None else table.prefills.pages.shape[0]
                 assert num_prefills == len(self.prefills), "pages for every prefill run"
                 assert (table.decodes is None) == (self.decodes is None), "pages for every decode row"

@@ -4,7 +4,7 @@
         host: one copy of all its integers ──> the tensors that every graph reads ──> replay ──> logits [n, vocab], and
                                                                                                  each row's first argmax
 
-A row of no sequence has length 0 and no slot (page -1): it writes nothing, and what it computes is dropped. What depends on
+A row of no sequence has length 0 and no place (page -1): it writes nothing, and what it computes is dropped. What depends on
 lengths is decided on the device (attention/triton_decode), so a graph serves any lengths.
 
 Knows a model and a pool; nothing of plans or samplers.
@@ -115,7 +115,7 @@ class _Inputs:
         self._tokens_before = tokens_before
         self._longest = model.max_model_len
         self._max_rows = max_rows
-        # ids, positions, offsets, lengths, carried, then of each group: slot pages, first pages
+        # ids, positions, offsets, lengths, carried, then of each group: pages to write, first pages
         self._columns = torch.zeros((5 + 2 * len(pool.groups), max_rows), dtype=torch.int64, device=device)
         self._empty = torch.zeros(self._columns.shape, dtype=torch.int64)
         self._empty[4] = -1
@@ -132,8 +132,8 @@ class _Inputs:
         """The first rows of them, as a batch."""
         ids, positions, offsets, lengths, carried, *of_groups = self._columns[:, :rows]
         tables = tuple(
-            AttentionTables(slot_pages, None, PageTable(table[:rows], first_pages, (0,) * rows))
-            for table, slot_pages, first_pages in zip(self._tables, of_groups[::2], of_groups[1::2], strict=True)
+            AttentionTables(write_pages, None, PageTable(table[:rows], first_pages, (0,) * rows))
+            for table, write_pages, first_pages in zip(self._tables, of_groups[::2], of_groups[1::2], strict=True)
         )
         decodes = DecodeBatch(0, lengths, max_length=self._longest, total_length=1)
         all_rows = self._all_rows[:rows]
@@ -148,9 +148,9 @@ class _Inputs:
         pages = [table.pages for table in decodes]
         columns = self._empty.clone()
         carried = columns[4, :rows] if batch.carried is None else batch.carried
-        values = [batch.input_ids, batch.positions, batch.slot_offsets, batch.decodes.lengths, carried]
+        values = [batch.input_ids, batch.positions, batch.write_offsets, batch.decodes.lengths, carried]
         for of_group, decode in zip(tables, decodes, strict=True):
-            values += [of_group.slot_pages, decode.first_pages]
+            values += [of_group.write_pages, decode.first_pages]
         for column, value in zip(columns, values, strict=True):
             column[:rows] = value
         arrived = upload_together([columns, *pages], self._columns.device)

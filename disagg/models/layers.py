@@ -17,7 +17,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
-from disagg.models.attention.calls import LayerSlot, active
+from disagg.models.attention.calls import LayerPlace, active
 from disagg.models.families import ATTENTION_FREE
 from disagg.models.pool import TORCH_DTYPES
 from disagg.models.probe import AttentionCall, AttentionProbe
@@ -69,8 +69,8 @@ class LayerPlaces:
     """
 
     groups: tuple[LayerGroup, ...]
-    attention: dict[int, LayerSlot]
-    states: dict[int, LayerSlot]
+    attention: dict[int, LayerPlace]
+    states: dict[int, LayerPlace]
     calls: tuple[AttentionCall, ...]
 
 
@@ -139,17 +139,17 @@ def lay_out(model_dir: Path, module: PreTrainedModel, dtype: str, max_model_len:
         for shape, layers in by_shape.items()
     )
     own = _places(groups, 0)
-    slots = {call.layer: replace(own[call.source], writes=call.source == call.layer) for call in calls}
+    attention = {call.layer: replace(own[call.source], writes=call.source == call.layer) for call in calls}
     of_states = _state_groups(parts)
-    return LayerPlaces(groups + of_states, slots, _places(of_states, len(groups)), tuple(calls))
+    return LayerPlaces(groups + of_states, attention, _places(of_states, len(groups)), tuple(calls))
 
 
-def _places(groups: Sequence[LayerGroup], first: int) -> dict[int, LayerSlot]:
+def _places(groups: Sequence[LayerGroup], first: int) -> dict[int, LayerPlace]:
     """Of each layer of the groups, whose indices begin at `first`."""
     return {
-        layer: LayerSlot(index, slot)
-        for index, group in enumerate(groups, first)
-        for slot, layer in enumerate(group.layers)
+        layer: LayerPlace(number, index)
+        for number, group in enumerate(groups, first)
+        for index, layer in enumerate(group.layers)
     }
 
 

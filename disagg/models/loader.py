@@ -164,7 +164,7 @@ def _on_rank(model_dir: Path, module: PreTrainedModel, places: LayerPlaces, rank
         cuts = shard(module, places.calls, ranks)
     except ConfigError as error:
         raise ConfigError(f"{model_dir}: {error}") from error
-    attention = {layer: replace(slot, cut=cuts.get(layer)) for layer, slot in places.attention.items()}
+    attention = {layer: replace(place, cut=cuts.get(layer)) for layer, place in places.attention.items()}
     return replace(places, attention=attention)
 
 

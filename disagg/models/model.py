@@ -77,7 +77,7 @@ class PagedModel:
         from disagg.models.fused.ends import FusedEnds
         from disagg.models.fused.passes import fuse
 
-        whole = [layer for layer, slot in self._loaded.places.attention.items() if slot.writes and slot.cut is None]
+        whole = [layer for layer, place in self._loaded.places.attention.items() if place.writes and place.cut is None]
         counts = fuse(self._loaded.module, wanted, whole, self._loaded.max_model_len)
         self._ends = FusedEnds(self._loaded.module)
         said = ", ".join(f"{name} {count}" for name, count in counts.items())
@@ -193,7 +193,7 @@ class PagedModel:
     @property
     def writing_layers(self) -> tuple[int, ...]:
         """Layers that have K and V of their own, in rising order."""
-        return tuple(sorted(layer for layer, slot in self._loaded.places.attention.items() if slot.writes))
+        return tuple(sorted(layer for layer, place in self._loaded.places.attention.items() if place.writes))
 
     @torch.inference_mode()
     def forward(

@@ -35,7 +35,7 @@ class AttentionPages:
 
     kv: [num_pages, layers, 2, kv_heads, page_tokens, head_dim], strided.
 
-    Whatever is in a page must be finite numbers: attention reads whole pages and gives the slots past a sequence's end
+    Whatever is in a page must be finite numbers: attention reads whole pages and gives the places past a sequence's end
     weight zero, and zero times NaN is NaN. A new pool is zeros, a copied or landed page was computed once, and where a
     page may have been one of another group with another dtype, it is zeroed first (`Pool.mixed`).
     """
@@ -50,19 +50,19 @@ class AttentionPages:
         self.page_tokens = page_tokens
         self.bytes = _page_bytes(storage, stride, group.page_bytes(page_tokens))
         self.kv = self.bytes.view(TORCH_DTYPES[group.dtype]).view(-1, layers, 2, heads, page_tokens, dim)
-        # What a page holds of one layer and head, K or V, is a head page, [page_tokens, head_dim]. Head page (page, slot, K
-        # or V, head) is row page * head_pages_per_page + (slot * 2 + which) * heads + head of this view. The views below
-        # start at a slot's first head page, so that one index, computed once per forward for slot 0, serves every layer.
+        # What a page holds of one layer and head, K or V, is a head page, [page_tokens, head_dim]. Head page (page, layer, K
+        # or V, head) is row page * head_pages_per_page + (layer * 2 + which) * heads + head of this view. The views below
+        # start at a layer's first head page, so that one index, computed once per forward for layer 0, serves every layer.
         self._head_pages_per_page = stride // head_page_bytes
         elements = storage.view(TORCH_DTYPES[group.dtype])
         head_pages = elements.view(-1, page_tokens * dim)
         rows = elements.view(-1, dim)
         self.elements = elements
-        """The whole pool as this group's elements, 1-D, for kernels that find their way by `page_stride` and `slot_offset`."""
+        """The whole pool as this group's elements, 1-D, for kernels that find their way by `page_stride` and `layer_offset`."""
         self.page_stride = stride // group.dtype_bytes
         """Elements from one page to the next."""
-        self._slot_head_pages = [head_pages[slot * 2 * heads :] for slot in range(layers)]
-        self._slot_rows = [rows[slot * 2 * heads * page_tokens :] for slot in range(layers)]
+        self._layer_head_pages = [head_pages[layer * 2 * heads :] for layer in range(layers)]
+        self._layer_rows = [rows[layer * 2 * heads * page_tokens :] for layer in range(layers)]
 
     @property
     def num_pages(self) -> int:
@@ -76,20 +76,20 @@ class AttentionPages:
     def device(self) -> torch.device:
         return self.bytes.device
 
-    def slot_offset(self, layer_slot: int) -> int:
+    def layer_offset(self, layer_in_group: int) -> int:
         """Elements from a page's beginning to K of the layer's first head; its other head pages follow, then V's."""
-        return layer_slot * 2 * self.group.kv_heads * self.page_tokens * self.group.head_dim
+        return layer_in_group * 2 * self.group.kv_heads * self.page_tokens * self.group.head_dim
 
-    def keys(self, layer_slot: int) -> torch.Tensor:
+    def keys(self, layer_in_group: int) -> torch.Tensor:
         """[num_pages, kv_heads, page_tokens, head_dim], strided."""
-        return self.kv[:, layer_slot, 0]
+        return self.kv[:, layer_in_group, 0]
 
-    def values(self, layer_slot: int) -> torch.Tensor:
+    def values(self, layer_in_group: int) -> torch.Tensor:
         """[num_pages, kv_heads, page_tokens, head_dim], strided."""
-        return self.kv[:, layer_slot, 1]
+        return self.kv[:, layer_in_group, 1]
 
     def head_page_index(self, pages: torch.Tensor) -> torch.Tensor:
-        """Where the head pages of layer slot 0 are: [2 * kv_heads * n], K before V, heads outside pages.
+        """Where the head pages of layer 0 are: [2 * kv_heads * n], K before V, heads outside pages.
 
         pages: [n] int64, any order, repeats allowed.
         """
@@ -98,7 +98,7 @@ class AttentionPages:
         return (pages * self._head_pages_per_page + heads_of_slot).view(-1)
 
     def row_index(self, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Where the tokens' K and V rows of layer slot 0 are: [2 * kv_heads * n], K before V, heads outside tokens.
+        """Where the tokens' K and V rows of layer 0 are: [2 * kv_heads * n], K before V, heads outside tokens.
 
         pages, offsets: [n] int64.
         """
@@ -106,14 +106,14 @@ class AttentionPages:
         heads_of_slot = torch.arange(2 * heads, device=pages.device).unsqueeze(1)
         return ((pages * self._head_pages_per_page + heads_of_slot) * self.page_tokens + offsets).view(-1)
 
-    def gather(self, layer_slot: int, head_page_index: torch.Tensor, out: torch.Tensor) -> None:
+    def gather(self, layer_in_group: int, head_page_index: torch.Tensor, out: torch.Tensor) -> None:
         """Copies head pages; head_page_index: from `head_page_index`; out: [its length, page_tokens * head_dim]."""
-        torch.index_select(self._slot_head_pages[layer_slot], 0, head_page_index, out=out)
+        torch.index_select(self._layer_head_pages[layer_in_group], 0, head_page_index, out=out)
 
-    def write(self, layer_slot: int, row_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer_in_group: int, row_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores new tokens; row_index: from `row_index`; keys, values: [kv_heads, n, head_dim]."""
         rows = torch.cat((keys, values)).view(-1, self.group.head_dim)
-        self._slot_rows[layer_slot].index_copy_(0, row_index, rows)
+        self._layer_rows[layer_in_group].index_copy_(0, row_index, rows)
 
 
 class StatePages:
@@ -127,10 +127,10 @@ class StatePages:
         self.bytes = _page_bytes(storage, stride, group.page_bytes(page_tokens))
         offsets = state_offsets(group.parts)
         self._parts: list[tuple[torch.Tensor, ...]] = []
-        for slot in range(len(group.layers)):
+        for layer in range(len(group.layers)):
             views = []
             for part, offset in zip(group.parts, offsets, strict=False):  # the last offset is the state's end
-                start = slot * offsets[-1] + offset
+                start = layer * offsets[-1] + offset
                 raw = self.bytes[:, start : start + part.nbytes].view(TORCH_DTYPES[part.dtype])
                 views.append(raw.view(-1, *part.shape))
             self._parts.append(tuple(views))
@@ -143,9 +143,9 @@ class StatePages:
     def page_bytes(self) -> int:
         return self.bytes.shape[1]
 
-    def parts(self, layer_slot: int) -> tuple[torch.Tensor, ...]:
+    def parts(self, layer_in_group: int) -> tuple[torch.Tensor, ...]:
         """One view per part of the group, in their order: [num_pages, *part.shape] of the part's dtype, strided."""
-        return self._parts[layer_slot]
+        return self._parts[layer_in_group]
 
 
 def _page_bytes(storage: torch.Tensor, stride: int, page_bytes: int) -> torch.Tensor:

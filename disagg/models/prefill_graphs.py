@@ -36,7 +36,7 @@ MOST_TOKENS_ALIKE = 65536 + 512  # where none is: what all runs' tables of pages
 class _Group:
     """Of one layer group, what all graphs read."""
 
-    slot_pages: Tensor
+    write_pages: Tensor
     first_pages: Tensor
     table: Tensor
     tiles: Tensor
@@ -65,8 +65,8 @@ class PrefillGraphs:
             ]
         self._shapes = shapes
         self._empty = torch.zeros(sum(map(_numel, shapes)), dtype=torch.int64)
-        for slot_pages in self._split(self._empty)[4::4]:
-            slot_pages.fill_(NO_PAGE)
+        for write_pages in self._split(self._empty)[4::4]:
+            write_pages.fill_(NO_PAGE)
         self._inputs = self._empty.to(model.device, copy=True)
         self._ids, self._positions, self._offsets, self._logits_rows, *groups = self._split(self._inputs)
         self._groups = [_Group(*groups[at : at + 4]) for at in range(0, len(groups), 4)]
@@ -101,7 +101,7 @@ class PrefillGraphs:
         runs = (PrefillRun(0, first, 0, False), *(PrefillRun(row, 1, 0, False) for row in range(first, size)))
         tables = tuple(
             AttentionTables(
-                group.slot_pages[:size],
+                group.write_pages[:size],
                 PageTable(group.table, group.first_pages, (0,) * MOST_RUNS),
                 None,
                 group.tiles[:most],
@@ -149,13 +149,13 @@ class PrefillGraphs:
         packed = torch.empty(self._empty.shape, dtype=torch.int64, pin_memory=on_gpu).copy_(self._empty)
         columns = self._split(packed)
         rows, runs = batch.num_rows, len(batch.prefills)
-        for column, value in zip(columns, (batch.input_ids, batch.positions, batch.slot_offsets), strict=False):
+        for column, value in zip(columns, (batch.input_ids, batch.positions, batch.write_offsets), strict=False):
             column[:rows] = value
         columns[3][: batch.logits_rows.shape[0]] = batch.logits_rows
         for group, (view, tables) in enumerate(zip(self._views, batch.tables, strict=True)):
             assert isinstance(tables, AttentionTables) and tables.prefills is not None
-            slot_pages, first_pages, table, tiles = columns[4 + 4 * group : 8 + 4 * group]
-            slot_pages[:rows] = tables.slot_pages
+            write_pages, first_pages, table, tiles = columns[4 + 4 * group : 8 + 4 * group]
+            write_pages[:rows] = tables.write_pages
             first_pages[:runs] = tables.prefills.first_pages
             table[:runs, : tables.prefills.pages.shape[1]] = tables.prefills.pages
             cut = tiles_of(view, batch.prefills, range(runs))

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from disagg.models.attention.calls import LayerSlot
+from disagg.models.attention.calls import LayerPlace
 from disagg.models.layers import LayerPlaces
 from disagg.models.split import Layers, most_stages, split_layers
 from disagg.types.errors import ConfigError
@@ -162,13 +162,13 @@ def places_of(places: LayerPlaces, first: int, stop: int) -> tuple[LayerPlaces, 
     parts = [group.on_stage(first, stop) for group in places.groups]
     own = [index for index, part in enumerate(parts) if part is not None]
 
-    def moved(slots: Mapping[int, LayerSlot]) -> dict[int, LayerSlot]:
+    def moved(whole: Mapping[int, LayerPlace]) -> dict[int, LayerPlace]:
         here = {}
-        for layer, slot in slots.items():
-            part = parts[slot.group]
+        for layer, place in whole.items():
+            part = parts[place.group]
             if first <= layer < stop and part is not None:
-                source = places.groups[slot.group].layers[slot.slot]
-                here[layer] = replace(slot, group=own.index(slot.group), slot=part.layers.index(source))
+                source = places.groups[place.group].layers[place.index]
+                here[layer] = replace(place, group=own.index(place.group), index=part.layers.index(source))
         return here
 
     cut = LayerPlaces(

@@ -26,7 +26,7 @@ import torch
 import transformers
 
 from disagg.messages.layout import StatePart
-from disagg.models.attention.calls import LayerSlot
+from disagg.models.attention.calls import LayerPlace
 from disagg.models.batch import ForwardBatch, StateTables
 from disagg.models.mamba1 import MAMBA1_MODULES, Mamba1
 from disagg.models.pool import TORCH_DTYPES, Pool, StatePages
@@ -134,10 +134,10 @@ class _Attached:
 class PagedStates:
     """One forward over one pool: each recurrent layer's states from the pages that runs read to those that they write."""
 
-    def __init__(self, batch: ForwardBatch, pool: Pool, layer_slots: Mapping[int, LayerSlot]) -> None:
-        """layer_slots: of every recurrent layer, by its index in the model."""
-        self._layer_slots = layer_slots
-        self._calls = dict.fromkeys(layer_slots, 0)
+    def __init__(self, batch: ForwardBatch, pool: Pool, layer_places: Mapping[int, LayerPlace]) -> None:
+        """layer_places: of every recurrent layer, by its index in the model."""
+        self._layer_places = layer_places
+        self._calls = dict.fromkeys(layer_places, 0)
         self._groups = {
             index: _GroupStates(batch, tables, view)
             for index, (tables, view) in enumerate(zip(batch.tables, pool.views, strict=True))
@@ -146,8 +146,8 @@ class PagedStates:
 
     def recur(self, layer: int, compute: Compute, hidden: torch.Tensor) -> torch.Tensor:
         self._calls[layer] += 1
-        where = self._layer_slots[layer]
-        return self._groups[where.group].recur(where.slot, compute, hidden)
+        where = self._layer_places[layer]
+        return self._groups[where.group].recur(where.index, compute, hidden)
 
     def assert_every_layer_ran_once(self) -> None:
         """A layer that ran twice, or not at all, would leave a wrong state without any error."""
@@ -179,9 +179,9 @@ class _GroupStates:
             reads = tables.reads[len(batch.prefills) :]
             self._calls.append(_Call(slice(batch.decodes.start, batch.num_rows), reads, one_token_each=True))
 
-    def recur(self, layer_slot: int, compute: Compute, hidden: torch.Tensor) -> torch.Tensor:
+    def recur(self, layer_in_group: int, compute: Compute, hidden: torch.Tensor) -> torch.Tensor:
         """All states are read before any is written: one run's page may be another's beginning."""
-        parts = self._view.parts(layer_slot)
+        parts = self._view.parts(layer_in_group)
         outputs = []
         after: list[list[torch.Tensor]] = [[] for _ in parts]
         for call in self._calls:

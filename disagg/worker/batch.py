@@ -76,7 +76,7 @@ class _Builder:
         return ForwardBatch(
             input_ids=_longs(ids),
             positions=position_ids,
-            slot_offsets=position_ids % self._page_tokens,
+            write_offsets=position_ids % self._page_tokens,
             prefills=tuple(prefill_runs),
             decodes=decodes,
             logits_rows=_longs(logits_rows),
@@ -90,13 +90,13 @@ class _Builder:
     def _attention_tables(self, group: int, window: int) -> AttentionTables:
         """window: as LayerGroup's; 0 is none."""
         page_tokens = self._page_tokens
-        slot_pages: list[int] = []
+        write_pages: list[int] = []
         for run in self.prefills:
             table, stop = run.sequence.tables[group], run.start + run.num_tokens
-            slot_pages += [table[position // page_tokens] for position in range(run.start, stop)]
-        slot_pages += [run.sequence.tables[group][run.start // page_tokens] for run in self.decodes]
+            write_pages += [table[position // page_tokens] for position in range(run.start, stop)]
+        write_pages += [run.sequence.tables[group][run.start // page_tokens] for run in self.decodes]
         return AttentionTables(
-            _longs(slot_pages),
+            _longs(write_pages),
             self._page_table(self.prefills, group, window),
             self._page_table(self.decodes, group, window),
         )

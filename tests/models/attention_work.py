@@ -45,7 +45,7 @@ def decode_work(batch: ForwardBatch, tables: AttentionTables, view: AttentionPag
 
 def expected(
     view: AttentionPages,
-    layer_slot: int,
+    layer_in_group: int,
     runs: list[RunView],
     queries: torch.Tensor,
     window: int | None,
@@ -55,12 +55,12 @@ def expected(
     parts = []
     rows = iter(queries.double().cpu().split([run.num_tokens for run in runs], dim=1))
     for run, query in zip(runs, rows, strict=True):
-        parts.append(_attend(view, layer_slot, run, query, window, scoring))
+        parts.append(_attend(view, layer_in_group, run, query, window, scoring))
     return torch.cat(parts)
 
 
 def _attend(
-    view: AttentionPages, layer_slot: int, run: RunView, query: torch.Tensor, window: int | None, scoring: Scoring
+    view: AttentionPages, layer_in_group: int, run: RunView, query: torch.Tensor, window: int | None, scoring: Scoring
 ) -> torch.Tensor:
     """query: [query_heads, n, D]. Of the pages, only what is seen is looked at."""
     stop = run.start + run.num_tokens
@@ -70,7 +70,7 @@ def _attend(
     pages = torch.tensor([table[token // view.page_tokens] for token in tokens.tolist()], device=view.device)
     offsets = (tokens % view.page_tokens).to(view.device)
     # [2, kv_heads, tokens, D]
-    kv = view.kv[:, layer_slot].permute(0, 3, 1, 2, 4)[pages, offsets].permute(1, 2, 0, 3).double().cpu()
+    kv = view.kv[:, layer_in_group].permute(0, 3, 1, 2, 4)[pages, offsets].permute(1, 2, 0, 3).double().cpu()
     keys, values = kv.repeat_interleave(query.shape[0] // kv.shape[1], dim=1)
     scores = query @ keys.transpose(1, 2) * scoring.scaling
     if scoring.softcap is not None:

@@ -24,7 +24,7 @@ from tests.models.pools import make_pool
 
 ON_GPU = os.environ["TRITON_INTERPRET"] == "0"
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-LAYER_SLOT = 1
+LAYER_IN_GROUP = 1
 NEEDS_GPU = {"cudnn", "hopper"}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of ‖out - expected‖ / ‖expected‖
 
@@ -160,9 +160,9 @@ def assert_right(offer: Offer, case: Case, work: list[tuple[int, int]], view: At
     query_heads = case.kv_heads * case.per_kv_head
     for run in ordered:  # what the pages hold: up to each run's end and no further, if no more may be read
         for position, page in enumerate(run.sequence.tables[0]):
-            slots = run.start + run.num_tokens - position * case.page_tokens
+            places = run.start + run.num_tokens - position * case.page_tokens
             if page < view.num_pages:
-                unit = view.kv[page, LAYER_SLOT, :, :, : None if offer.capabilities.whole_pages else slots]
+                unit = view.kv[page, LAYER_IN_GROUP, :, :, : None if offer.capabilities.whole_pages else places]
                 unit.copy_(torch.randn(unit.shape, generator=generator, device=DEVICE))
 
     def rows(heads: int) -> torch.Tensor:
@@ -171,8 +171,8 @@ def assert_right(offer: Offer, case: Case, work: list[tuple[int, int]], view: At
         return torch.randn(shape, generator=generator, device=DEVICE).to(case.dtype).transpose(0, 1)
 
     query, key, value = rows(query_heads), rows(case.kv_heads), rows(case.kv_heads)
-    row_index = view.row_index(tables.slot_pages, batch.slot_offsets)
-    view.write(LAYER_SLOT, row_index, key, value)
+    row_index = view.row_index(tables.write_pages, batch.write_offsets)
+    view.write(LAYER_IN_GROUP, row_index, key, value)
     plan = offer.make().plan(
         prefill_work(batch, tables, view)
         if offer.capabilities.phase is Phase.PREFILL
@@ -181,8 +181,8 @@ def assert_right(offer: Offer, case: Case, work: list[tuple[int, int]], view: At
     scoring = scoring_of(case, query_heads)
     out = torch.full((batch.num_rows, query_heads, case.head_dim), torch.nan, dtype=case.dtype, device=DEVICE)
     for _ in range(2):  # a second layer finds what the first one left in scratch
-        plan.run(LAYER_SLOT, query, key, value, scoring, out)
-    right = expected(view, LAYER_SLOT, ordered, query, case.window, scoring)
+        plan.run(LAYER_IN_GROUP, query, key, value, scoring, out)
+    right = expected(view, LAYER_IN_GROUP, ordered, query, case.window, scoring)
     start = 0
     for run in ordered:
         some = slice(start, start := start + run.num_tokens)
@@ -221,9 +221,9 @@ def test_new_rows_are_written_to_their_slots_and_nowhere_else(name: str) -> None
     key, value = torch.randn(shape, generator=generator, device=DEVICE).to(case.dtype).transpose(1, 2)
     pages = torch.tensor([17, 3], device=DEVICE).repeat_interleave(case.page_tokens)
     offsets = torch.arange(rows, device=DEVICE) % case.page_tokens
-    TorchWriter(plain, pages[1:], offsets[1:]).write(LAYER_SLOT, key[:, 1:], value[:, 1:])
+    TorchWriter(plain, pages[1:], offsets[1:]).write(LAYER_IN_GROUP, key[:, 1:], value[:, 1:])
     pages[0] = -1  # a row of no sequence
-    TritonWriter(written, pages, offsets).write(LAYER_SLOT, key, value)
+    TritonWriter(written, pages, offsets).write(LAYER_IN_GROUP, key, value)
     assert torch.equal(written.elements, plain.elements)
     assert written.elements.count_nonzero() > 0
 
@@ -242,5 +242,5 @@ def test_a_row_of_no_sequence_reads_nothing_and_gives_zeros(offer: Offer) -> Non
     shape = (case.kv_heads * case.per_kv_head, 2, case.head_dim)
     query = torch.randn(shape, device=DEVICE).to(case.dtype)
     out = torch.full((2, shape[0], case.head_dim), torch.nan, dtype=case.dtype, device=DEVICE)
-    offer.make().plan(work).run(LAYER_SLOT, query, query, query, scoring_of(case, shape[0]), out)
+    offer.make().plan(work).run(LAYER_IN_GROUP, query, query, query, scoring_of(case, shape[0]), out)
     assert torch.equal(out, torch.zeros_like(out))

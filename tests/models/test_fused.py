@@ -58,7 +58,7 @@ FAMILIES = {
 def fused_model(model_dir: Path, fusions: tuple[str, ...], dtype: str = "float32") -> tuple[PagedModel, dict[str, int]]:
     """On the CPU, too, where a worker fuses nothing."""
     loaded = load(model_dir, dtype, DEVICE)
-    whole = [layer for layer, slot in loaded.places.attention.items() if slot.writes]
+    whole = [layer for layer, place in loaded.places.attention.items() if place.writes]
     counts = fuse(loaded.module, fusions, whole, loaded.max_model_len)
     model = PagedModel(loaded, Ranks(), Computation(fusions=()))
     model._ends = FusedEnds(loaded.module)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from disagg.messages.layout import GroupKind, LayerGroup
 from disagg.messages.sequence_diff import page_table
-from disagg.models.attention.calls import LayerSlot, paged_attention
+from disagg.models.attention.calls import LayerPlace, paged_attention
 from disagg.models.layers import lay_out
 from disagg.models.model import PagedModel
 from disagg.types.errors import ConfigError
@@ -58,11 +58,11 @@ def test_layers_that_share_kv_have_the_slot_of_the_layer_that_has_it(tmp_path: P
     model = PagedModel.load(make_tiny("gemma3n_text", tmp_path), "float32", "cpu")
     assert model.groups == (group("window-16", (0, 2)), group("full", (1,)))
     assert model._loaded.places.attention == {
-        0: LayerSlot(0, 0),
-        1: LayerSlot(1, 0),
-        2: LayerSlot(0, 1),
-        3: LayerSlot(0, 1, writes=False),
-        4: LayerSlot(1, 0, writes=False),
+        0: LayerPlace(0, 0),
+        1: LayerPlace(1, 0),
+        2: LayerPlace(0, 1),
+        3: LayerPlace(0, 1, writes=False),
+        4: LayerPlace(1, 0, writes=False),
     }
 
 
@@ -81,7 +81,7 @@ def test_groups_of_one_kind_are_named_by_their_shapes(tmp_path: Path) -> None:
     attention.num_key_value_groups = 4
     places = lay_out(tmp_path, model._loaded.module, "float32", 2048)
     assert places.groups == (group("full-2x16", (0, 2)), group("full-1x16", (1,), heads=1))
-    assert places.attention == {0: LayerSlot(0, 0), 1: LayerSlot(1, 0), 2: LayerSlot(0, 1)}
+    assert places.attention == {0: LayerPlace(0, 0), 1: LayerPlace(1, 0), 2: LayerPlace(0, 1)}
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,9 @@ def test_strides_that_do_not_fit_are_bugs() -> None:
 def test_page_bytes_hold_layers_then_kv_then_heads_then_tokens(sizing: PageSizing) -> None:
     view = attention_pages(sizing)
     page = view.bytes[4].view(torch.float32).view(3, 2, 1, T, 12)
-    for slot in range(3):
-        assert torch.equal(view.keys(slot)[4], page[slot, 0])
-        assert torch.equal(view.values(slot)[4], page[slot, 1])
+    for layer in range(3):
+        assert torch.equal(view.keys(layer)[4], page[layer, 0])
+        assert torch.equal(view.values(layer)[4], page[layer, 1])
 
 
 def test_new_pool_is_zeros_and_writable_outside_inference_mode() -> None:
@@ -102,10 +102,10 @@ def test_gathered_units_are_the_pages_in_order(sizing: PageSizing, group: int) -
     view = pool.attention(group)
     heads, dim = view.group.kv_heads, view.group.head_dim
     pages = torch.tensor([3, 0, 3, view.num_pages - 1])
-    for slot in range(len(view.group.layers)):
+    for layer in range(len(view.group.layers)):
         units = torch.empty(2 * heads * 4, T * dim)
-        view.gather(slot, view.head_page_index(pages), units)
-        expected = view.kv[pages, slot].permute(1, 2, 0, 3, 4)  # [K or V, heads, pages, tokens, dims]
+        view.gather(layer, view.head_page_index(pages), units)
+        expected = view.kv[pages, layer].permute(1, 2, 0, 3, 4)  # [K or V, heads, pages, tokens, dims]
         assert torch.equal(units.view(expected.shape), expected)
 
 
@@ -114,12 +114,12 @@ def test_a_state_page_holds_layers_then_parts_at_their_offsets() -> None:
     states = pool.states(1)
     offsets = state_offsets(PARTS)
     assert states.page_bytes == 2 * offsets[-1]
-    for slot in range(2):
-        for index, part in enumerate(states.parts(slot)):
+    for layer in range(2):
+        for index, part in enumerate(states.parts(layer)):
             pool.bytes.zero_()
             assert part.shape == (states.num_pages, *PARTS[index].shape)
             part[1] = 1.5
-            start = slot * offsets[-1] + offsets[index]
+            start = layer * offsets[-1] + offsets[index]
             content = states.bytes[1, start : start + PARTS[index].nbytes].view(part.dtype)
             assert content.eq(1.5).all()
             assert (

@@ -53,7 +53,7 @@ def compute(ranks: Ranks, model_dir: Path, spoil: Callable[[PagedModel], None] |
         logits=torch.stack([row for sequence in sequences for row in sequence.logits]),
         kv_heads=tuple(group.kv_heads for group in model.groups if not group.is_state),
         sums=sum(isinstance(part, RowParallelLinear) for part in model._loaded.module.modules()),
-        joins=sum(slot.cut is not None for slot in places.attention.values()),
+        joins=sum(place.cut is not None for place in places.attention.values()),
     )
 
 

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from disagg.messages.layout import LayerGroup, StatePart
 from disagg.messages.plan import PageCopy
 from disagg.models import layers, mamba1, states
-from disagg.models.attention.calls import LayerSlot
+from disagg.models.attention.calls import LayerPlace
 from disagg.models.batch import DecodeBatch, ForwardBatch, PrefillRun, StateTables
 from disagg.models.families import FAMILIES
 from disagg.models.model import PagedModel
@@ -52,7 +52,7 @@ class OneLayer:
 
     def run(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """hidden: [1, N, 64]."""
-        paged = PagedStates(batch, self.pool, {self.layer: LayerSlot(0, 0)})
+        paged = PagedStates(batch, self.pool, {self.layer: LayerPlace(0, 0)})
         with active_states(paged):
             output: torch.Tensor = self.module(hidden)
         paged.assert_every_layer_ran_once()
@@ -170,8 +170,8 @@ def test_the_groups_of_a_hybrid_say_what_each_layer_keeps(tmp_path: Path) -> Non
     full = LayerGroup("full", (1,), kv_heads=2, head_dim=16, dtype="bfloat16")
     parts = (StatePart("conv", (128, 4), "bfloat16"), StatePart("recurrent", (128, 8), "float32"))
     assert model.groups == (full, LayerGroup.of_states("states", (0, 2), parts))
-    assert model._loaded.places.attention == {1: LayerSlot(0, 0)}
-    assert model._loaded.places.states == {0: LayerSlot(1, 0), 2: LayerSlot(1, 1)}
+    assert model._loaded.places.attention == {1: LayerPlace(0, 0)}
+    assert model._loaded.places.states == {0: LayerPlace(1, 0), 2: LayerPlace(1, 1)}
 
 
 def test_a_layer_that_attends_and_recurs_is_in_two_groups(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.models.attention_work import batch_of, decode_work, expected, prefill
 from tests.models.pools import fill, make_pool
 
 HEADS, GROUP_SIZE, DIM, T = 2, 3, 8, 4
-LAYER_SLOT = 1
+LAYER_IN_GROUP = 1
 # (tokens computed, tokens of this run): chunks, one of a single token, and decodes
 DECODE_LENGTHS = (1, 30, 7, 28, 29, 13, 16)
 WORK = ((0, 9), (7, 6), (20, 1), (0, 4), (0, 1), (25, 9), *((n, 1) for n in DECODE_LENGTHS))
@@ -79,16 +79,16 @@ def test_every_run_attends_to_exactly_what_it_may(
     num_rows = batch.num_rows
     query = torch.randn(num_rows, HEADS * GROUP_SIZE, DIM, generator=generator).transpose(0, 1)
     key, value = torch.randn(2, HEADS, num_rows, DIM, generator=generator)
-    view.write(LAYER_SLOT, view.row_index(tables.slot_pages, batch.slot_offsets), key, value)
+    view.write(LAYER_IN_GROUP, view.row_index(tables.write_pages, batch.write_offsets), key, value)
     plans = (
         TorchPrefill(for_gpu).plan(prefill_work(batch, tables, view)),
         TorchDecode(for_gpu).plan(decode_work(batch, tables, view)),
     )
-    right = expected(view, LAYER_SLOT, ordered, query, window, SCORINGS[scoring])
+    right = expected(view, LAYER_IN_GROUP, ordered, query, window, SCORINGS[scoring])
     for _ in range(2):  # a second layer reuses masks and scratch
         out = torch.full((num_rows, HEADS * GROUP_SIZE, DIM), torch.nan)
         for plan in plans:
-            plan.run(LAYER_SLOT, query, key, value, SCORINGS[scoring], out)
+            plan.run(LAYER_IN_GROUP, query, key, value, SCORINGS[scoring], out)
         torch.testing.assert_close(out.double(), right, atol=1e-5, rtol=1e-4)
 
 
@@ -130,14 +130,14 @@ def test_a_kernel_may_lay_out_its_output_as_it_likes(monkeypatch: pytest.MonkeyP
     key, value = torch.randn(2, HEADS, 2, DIM)
     plan = TorchDecode(as_on_gpu=True).plan(decode_work(batch, tables, view))
     out, other = torch.empty(2, 2, HEADS * GROUP_SIZE, DIM)
-    plan.run(LAYER_SLOT, query, key, value, SCORINGS["plain"], out)
+    plan.run(LAYER_IN_GROUP, query, key, value, SCORINGS["plain"], out)
     kernel = torch_backend.scaled_dot_product_attention
 
     def heads_inside_queries(*tensors: torch.Tensor, **options: object) -> torch.Tensor:
         return kernel(*tensors, **options).transpose(1, 2).contiguous().transpose(1, 2)
 
     monkeypatch.setattr(torch_backend, "scaled_dot_product_attention", heads_inside_queries)
-    plan.run(LAYER_SLOT, query, key, value, SCORINGS["plain"], other)
+    plan.run(LAYER_IN_GROUP, query, key, value, SCORINGS["plain"], other)
     assert torch.equal(other, out)
 
 
@@ -147,7 +147,7 @@ class GivenKeys:
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._gathered = keys, values
 
-    def gather(self, layer_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, layer_in_group: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._gathered
 
 

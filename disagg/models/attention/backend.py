@@ -4,7 +4,7 @@ A backend computes one *phase*: the rows of chunks of prompts (prefill), or one 
 it is called, the new K and V are in their pages.
 
     once per forward and layer group    plan = backend.plan(work)           what all layers of the group share
-    once per layer                      plan.run(layer_slot, query, key, value, scoring, out)
+    once per layer                      plan.run(layer_in_group, query, key, value, scoring, out)
 
 Which backend a layer group gets is decided at start (attention/choice), by what each says it can (`Capabilities`) and what
 the model's layers ask (`Ask`). Knows shapes and tables; nothing of models, requests, or who chooses.
@@ -64,7 +64,7 @@ class Ask:
 class Capabilities:
     """What a backend can do, declared. head_dims: (multiple of, most). least_tokens, step_tokens, prefix_tokens: see
     `share`. captured: `plan` and `run` may be part of a CUDA graph, whose replays find other numbers in the same
-    tables. whole_pages: slots of a run's pages that no row sees are read, too, and given no weight: they must be finite.
+    tables. whole_pages: places of a run's pages that no row sees are read, too, and given no weight: they must be finite.
     hopper: only on chips of that generation."""
 
     phase: Phase
@@ -138,7 +138,7 @@ class AttentionPlan(Protocol):
 
     def run(
         self,
-        layer_slot: int,
+        layer_in_group: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

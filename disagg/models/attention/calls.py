@@ -35,15 +35,15 @@ class HeadCut:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSlot:
-    """Where a layer's K and V are: slot `slot` of the pages of layer group `group`, by its index.
+class LayerPlace:
+    """Where a layer's K and V are: layer `index` of those in the pages of layer group `group`, both counted from 0.
 
-    writes: False of a layer that has no K and V of its own and reads those of an earlier one, which has the same slot.
+    writes: False of a layer that has no K and V of its own and reads those of an earlier one, which has the same place.
     cut: which heads of what the layer passes are this rank's; None if all are.
     """
 
     group: int
-    slot: int
+    index: int
     writes: bool = True
     cut: HeadCut | None = None
 
@@ -113,23 +113,23 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
 class PagedAttention:
-    """One forward over one pool: writes each layer's new K and V to their slots, then attends over the pages."""
+    """One forward over one pool: writes each layer's new K and V to their places, then attends over the pages."""
 
     def __init__(
         self,
         batch: ForwardBatch,
         pool: Pool,
-        layer_slots: Mapping[int, LayerSlot],
+        layer_places: Mapping[int, LayerPlace],
         backends: Mapping[int, MadeBackends],
         ranks: Ranks,
         written: Callable[[int], None] | None = None,
     ) -> None:
-        """layer_slots: of every layer that calls attention, by its index in the model. backends: of every group of such layers,
+        """layer_places: of every layer that calls attention, by its index in the model. backends: of every group of such layers,
         by its index. written: see PagedModel.forward."""
         self._written = written
-        self._layer_slots = layer_slots
+        self._layer_places = layer_places
         self._ranks = ranks
-        self._calls = dict.fromkeys(layer_slots, 0)
+        self._calls = dict.fromkeys(layer_places, 0)
         self._groups = {
             index: _GroupAttention(batch, tables, view, backends[index])
             for index, (tables, view) in enumerate(zip(batch.tables, pool.views, strict=True))
@@ -148,20 +148,20 @@ class PagedAttention:
         layer = cast(int, module.layer_idx)
         self._calls[layer] += 1
         assert attention_mask is None, "transformers built a mask that paged attention would ignore"
-        where = self._layer_slots[layer]
+        where = self._layer_places[layer]
         group = self._groups[where.group]
         sinks: torch.Tensor | None = options.get("s_aux")
         if where.cut is not None:
             query, key, value = query[:, where.cut.query], key[:, where.cut.kv], value[:, where.cut.kv]
             sinks = None if sinks is None else sinks[where.cut.query]
         if where.writes:
-            group.writer.write(where.slot, key[0], value[0])
+            group.writer.write(where.index, key[0], value[0])
             self._say_written(layer)
         scaling = options.get("scaling")
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
         scoring = Scoring(scaling, options.get("softcap"), sinks)
-        attended = group.attend(where.slot, query[0], key[0], value[0], scoring).unsqueeze(0)
+        attended = group.attend(where.index, query[0], key[0], value[0], scoring).unsqueeze(0)
         return attended if where.cut is None else self._ranks.join(attended, dim=2)
 
     def rotate_and_attend(
@@ -169,12 +169,12 @@ class PagedAttention:
     ) -> torch.Tensor:
         """See rotating_attention."""
         self._calls[module.layer_idx] += 1
-        where = self._layer_slots[module.layer_idx]
+        where = self._layer_places[module.layer_idx]
         assert where.writes and where.cut is None, "such a layer's attention is not fused"
         group = self._groups[where.group]
-        query, key, value = group.rotator.rotate_and_write(where.slot, qkv, rotation, module.head_norms)
+        query, key, value = group.rotator.rotate_and_write(where.index, qkv, rotation, module.head_norms)
         self._say_written(module.layer_idx)
-        return group.attend(where.slot, query, key, value, Scoring(module.scaling))
+        return group.attend(where.index, query, key, value, Scoring(module.scaling))
 
     def _say_written(self, layer: int) -> None:
         if self._written is not None:
@@ -192,8 +192,8 @@ class _GroupAttention:
     def __init__(
         self, batch: ForwardBatch, tables: AttentionTables, view: AttentionPages, backends: MadeBackends
     ) -> None:
-        self.writer = writer_of(view, tables.slot_pages, batch.slot_offsets)
-        self.rotator = Rotator(view, tables.slot_pages, batch.slot_offsets)
+        self.writer = writer_of(view, tables.write_pages, batch.write_offsets)
+        self.rotator = Rotator(view, tables.write_pages, batch.write_offsets)
         self._plans: list[AttentionPlan] = []
         if tables.prefills is not None and tables.tiles is not None:
             captured = next(backend for capabilities, backend in backends.prefill if capabilities.captured)
@@ -212,13 +212,13 @@ class _GroupAttention:
             self._plans.append(backends.decode.plan(DecodeWork(view, batch.decodes, tables.decodes)))
 
     def attend(
-        self, layer_slot: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self, layer_in_group: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """query, key, value: [heads, N, head_dim]. Returns [N, query_heads, head_dim]."""
         query_heads, num_rows, head_dim = query.shape
         out = torch.empty((num_rows, query_heads, head_dim), dtype=query.dtype, device=query.device)
         for plan in self._plans:
-            plan.run(layer_slot, query, key, value, scoring, out)
+            plan.run(layer_in_group, query, key, value, scoring, out)
         return out
 
 

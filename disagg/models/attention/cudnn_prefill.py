@@ -50,7 +50,7 @@ class CudnnPrefillPlan:
 
     def run(
         self,
-        layer_slot: int,
+        layer_in_group: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -70,7 +70,7 @@ class CudnnPrefillPlan:
                 attended, _ = _attend(query_rows, *own, scoring, causal=True, sums=False)
                 out[rows] = attended[0].transpose(0, 1)
                 continue
-            before, before_sums = _attend(query_rows, *prefix.gather(layer_slot), scoring, causal=False, sums=True)
+            before, before_sums = _attend(query_rows, *prefix.gather(layer_in_group), scoring, causal=False, sums=True)
             among, among_sums = _attend(query_rows, *own, scoring, causal=True, sums=True)
             merge(before[0], before_sums[0], among[0], among_sums[0], out[rows])
 

@@ -3,12 +3,12 @@
     _cut      decode, once per step. Cuts sequences into parts of like length, as many as fill the GPU (split-KV).
     _split    decode. One program takes one part of a sequence, one KV head, and all query heads that share it.
     _merge    decode. Puts the parts of sequences of several parts together.
-    _write    stores the new K and V of a row in its slot.
+    _write    stores the new K and V of a row in its place.
     _chunk    prefill. One program takes a *tile*: up to BLOCK_M consecutive rows of one run, and one query head.
 
 All read a layer's K and V through the pool's strides: unit (page, K or V, head), [PAGE_TOKENS, HEAD_DIM] and contiguous, is
 at page * page_stride + (which * KV_HEADS + head) * PAGE_TOKENS * HEAD_DIM elements after the layer's first one. Pages may be
-anywhere in the pool, so products with a page's id are 64 bits wide. A slot that a row does not see is never read: it may
+anywhere in the pool, so products with a page's id are 64 bits wide. A place that a row does not see is never read: it may
 hold anything.
 
 Softmax is kept in base 2 and float32, and so are products of float32: token-exactness does not survive tf32.
@@ -341,18 +341,18 @@ def _merge_two(
 
 @triton.jit
 def _write(
-    key, value, kv, slot_pages, slot_offsets, key_row, key_head, value_row, value_head, page_stride, layer_offset,
+    key, value, kv, write_pages, write_offsets, key_row, key_head, value_row, value_head, page_stride, layer_offset,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Stores a row's K and V in its slot; a row whose page is negative has none. Grid: rows."""
+    """Stores a row's K and V in its place; a row whose page is negative has none. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
-    page = tl.load(slot_pages + row)
+    page = tl.load(write_pages + row)
     if page >= 0:
         heads = tl.arange(0, HEADS)[:, None]
         dims = tl.arange(0, DIMS)[None, :]
         real = (heads < KV_HEADS) & (dims < HEAD_DIM)
         unit: tl.constexpr = PAGE_TOKENS * HEAD_DIM
-        slot = kv + page * page_stride + layer_offset + tl.load(slot_offsets + row) * HEAD_DIM + heads * unit + dims
-        tl.store(slot, tl.load(key + row * key_row + heads * key_head + dims, mask=real, other=0.0), mask=real)
-        slot += KV_HEADS * unit
-        tl.store(slot, tl.load(value + row * value_row + heads * value_head + dims, mask=real, other=0.0), mask=real)
+        target = kv + page * page_stride + layer_offset + tl.load(write_offsets + row) * HEAD_DIM + heads * unit + dims
+        tl.store(target, tl.load(key + row * key_row + heads * key_head + dims, mask=real, other=0.0), mask=real)
+        target += KV_HEADS * unit
+        tl.store(target, tl.load(value + row * value_row + heads * value_head + dims, mask=real, other=0.0), mask=real)

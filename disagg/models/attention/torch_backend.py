@@ -66,9 +66,9 @@ class PageSpan:
         kv = kv[:, :, :, self._first : self._last].transpose(1, 2)
         self._keys, self._values = kv[0], kv[1]
 
-    def gather(self, layer_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, layer_in_group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, each [n, kv_heads, last - first, head_dim]."""
-        self._view.gather(layer_slot, self._head_page_index, self._units)
+        self._view.gather(layer_in_group, self._head_page_index, self._units)
         return self._keys, self._values
 
 
@@ -80,12 +80,12 @@ class Bucket:
     span: PageSpan
     mask: torch.Tensor | None
 
-    def attend(self, layer_slot: int, grouped: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    def attend(self, layer_in_group: int, grouped: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """grouped: [N, kv_heads, group, head_dim], all rows of the batch. Returns [n, kv_heads, group, head_dim].
 
         The query heads that share a KV head stand where attention expects tokens: each key is read once, not per head.
         """
-        keys, values = self.span.gather(layer_slot)
+        keys, values = self.span.gather(layer_in_group)
         queries = grouped[self.rows]
         if scoring.needs_scores:
             return _attend_with_scores(queries, keys, values, self.mask, scoring)
@@ -124,14 +124,14 @@ class Chunk:
         return self._mask
 
     def attend(
-        self, layer_slot: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self, layer_in_group: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """query, key, value: [heads, N, head_dim], all rows. Returns [num_tokens, query_heads, head_dim]."""
         query = query[:, self.rows].unsqueeze(0)
         if self.span is None:
             keys, values = key[:, self.rows].unsqueeze(0), value[:, self.rows].unsqueeze(0)
         else:
-            keys, values = self.span.gather(layer_slot)
+            keys, values = self.span.gather(layer_in_group)
         if scoring.needs_scores:
             out = self._attend_with_scores(query, keys, values, scoring)
         elif self.for_gpu:
@@ -273,7 +273,7 @@ class TorchPlan:
 
     def run(
         self,
-        layer_slot: int,
+        layer_in_group: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -282,12 +282,12 @@ class TorchPlan:
     ) -> None:
         """See AttentionPlan."""
         for chunk in self.chunks:
-            out[chunk.rows] = chunk.attend(layer_slot, query, key, value, scoring)
+            out[chunk.rows] = chunk.attend(layer_in_group, query, key, value, scoring)
         if self.buckets:
             by_kv_head = (out.shape[0], self._kv_heads, -1, out.shape[2])
             grouped, grouped_out = query.transpose(0, 1).view(by_kv_head), out.view(by_kv_head)
             for bucket in self.buckets:
-                grouped_out[bucket.rows] = bucket.attend(layer_slot, grouped, scoring)
+                grouped_out[bucket.rows] = bucket.attend(layer_in_group, grouped, scoring)
 
 
 @dataclass(frozen=True, slots=True)

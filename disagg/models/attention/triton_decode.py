@@ -84,7 +84,7 @@ class TritonDecodePlan:
 
     def run(
         self,
-        layer_slot: int,
+        layer_in_group: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -98,7 +98,7 @@ class TritonDecodePlan:
         assert query.stride(2) == 1 and out.is_contiguous(), "dims of a head are contiguous"
         if self._splits_any:
             self._make_parts(out)
-        self._split(layer_slot, query, scoring, out)
+        self._split(layer_in_group, query, scoring, out)
         if self._splits_any:
             self._merge(scoring, out)
 
@@ -110,7 +110,7 @@ class TritonDecodePlan:
             self._part_acc = out.new_empty((*parts, head_dim), dtype=torch.float32)
             self._part_top = out.new_empty((*parts, 2), dtype=torch.float32)
 
-    def _split(self, layer_slot: int, query: torch.Tensor, scoring: Scoring, out: torch.Tensor) -> None:
+    def _split(self, layer_in_group: int, query: torch.Tensor, scoring: Scoring, out: torch.Tensor) -> None:
         """Every item by itself. Of a sequence of one part, that is what comes out."""
         view, table = self._work.view, self._work.table
         group = view.group
@@ -133,7 +133,7 @@ class TritonDecodePlan:
             query.stride(0),
             table.pages.stride(0),
             view.page_stride,
-            view.slot_offset(layer_slot),
+            view.layer_offset(layer_in_group),
             *scales(scoring),
             QUERY_HEADS=query_heads,
             KV_HEADS=group.kv_heads,

@@ -40,7 +40,7 @@ class TritonPrefillPlan:
 
     def run(
         self,
-        layer_slot: int,
+        layer_in_group: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -63,7 +63,7 @@ class TritonPrefillPlan:
             query.stride(0),
             table.pages.stride(0),
             view.page_stride,
-            view.slot_offset(layer_slot),
+            view.layer_offset(layer_in_group),
             self._window,
             *scales(scoring),
             QUERY_HEADS=query_heads,

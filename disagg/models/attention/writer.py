@@ -12,33 +12,33 @@ NUM_WARPS = 4
 
 
 class PageWriter(Protocol):
-    """Rows to slots."""
+    """Rows to their places."""
 
-    def write(self, layer_slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer_in_group: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """keys, values: [kv_heads, N, head_dim], dims contiguous."""
 
 
 class TorchWriter:
     """By torch, on any device."""
 
-    def __init__(self, view: AttentionPages, slot_pages: torch.Tensor, slot_offsets: torch.Tensor) -> None:
-        """slot_pages, slot_offsets: [N] int64."""
+    def __init__(self, view: AttentionPages, write_pages: torch.Tensor, write_offsets: torch.Tensor) -> None:
+        """write_pages, write_offsets: [N] int64."""
         self._view = view
-        self._row_index = view.row_index(slot_pages, slot_offsets)
+        self._row_index = view.row_index(write_pages, write_offsets)
 
-    def write(self, layer_slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._view.write(layer_slot, self._row_index, keys, values)
+    def write(self, layer_in_group: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._view.write(layer_in_group, self._row_index, keys, values)
 
 
 class TritonWriter:
     """One launch a layer. A row whose page is negative is left out."""
 
-    def __init__(self, view: AttentionPages, slot_pages: torch.Tensor, slot_offsets: torch.Tensor) -> None:
-        """slot_pages, slot_offsets: [N] int64."""
+    def __init__(self, view: AttentionPages, write_pages: torch.Tensor, write_offsets: torch.Tensor) -> None:
+        """write_pages, write_offsets: [N] int64."""
         self._view = view
-        self._slots = slot_pages, slot_offsets
+        self._slots = write_pages, write_offsets
 
-    def write(self, layer_slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer_in_group: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         from disagg.models.attention import kernels
 
         view, group = self._view, self._view.group
@@ -53,7 +53,7 @@ class TritonWriter:
             values.stride(1),
             values.stride(0),
             view.page_stride,
-            view.slot_offset(layer_slot),
+            view.layer_offset(layer_in_group),
             KV_HEADS=group.kv_heads,
             HEAD_DIM=group.head_dim,
             PAGE_TOKENS=view.page_tokens,
@@ -64,16 +64,16 @@ class TritonWriter:
 
 
 class Rotator:
-    """Rotates a forward's queries and keys, and writes K and V to their slots, in one launch a layer."""
+    """Rotates a forward's queries and keys, and writes K and V to their places, in one launch a layer."""
 
-    def __init__(self, view: AttentionPages, slot_pages: torch.Tensor, slot_offsets: torch.Tensor) -> None:
+    def __init__(self, view: AttentionPages, write_pages: torch.Tensor, write_offsets: torch.Tensor) -> None:
         """As for TritonWriter."""
         self._view = view
-        self._slots = slot_pages, slot_offsets
+        self._slots = write_pages, write_offsets
 
     def rotate_and_write(
         self,
-        layer_slot: int,
+        layer_in_group: int,
         qkv: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
         norms: tuple[Any, Any] | None,
@@ -101,7 +101,7 @@ class Rotator:
             *self._slots,
             qkv.stride(0),
             view.page_stride,
-            view.slot_offset(layer_slot),
+            view.layer_offset(layer_in_group),
             0.0 if norms is None else norms[0].variance_epsilon,
             QUERY_HEADS=query_heads,
             KV_HEADS=kv_heads,
@@ -118,6 +118,6 @@ class Rotator:
         return heads[:query_heads], heads[query_heads:-kv_heads], heads[-kv_heads:]
 
 
-def writer_of(view: AttentionPages, slot_pages: torch.Tensor, slot_offsets: torch.Tensor) -> PageWriter:
+def writer_of(view: AttentionPages, write_pages: torch.Tensor, write_offsets: torch.Tensor) -> PageWriter:
     """The one that fits the device."""
-    return (TorchWriter if view.device.type == "cpu" else TritonWriter)(view, slot_pages, slot_offsets)
+    return (TorchWriter if view.device.type == "cpu" else TritonWriter)(view, write_pages, write_offsets)

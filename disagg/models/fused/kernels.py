@@ -85,13 +85,13 @@ def _rotated(
 
 @triton.jit
 def _rotate_and_write(
-    qkv, cos, sin, query_weight, key_weight, kv, slot_pages, slot_offsets,
+    qkv, cos, sin, query_weight, key_weight, kv, write_pages, write_offsets,
     qkv_row, page_stride, layer_offset, eps,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     QUERY_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """RoPE of a row's queries and keys, in place, and its K and V to their slot; a row whose page is negative has none.
+    """RoPE of a row's queries and keys, in place, and its K and V to their place; a row whose page is negative has none.
 
     qkv: a row's query heads, key heads, value heads. cos, sin: [rows, HEAD_DIM], whose halves need not be alike.
     *_BLOCK: rounded up to powers of 2. NORM: heads are normed before they are rotated. Grid: rows.
@@ -104,7 +104,7 @@ def _rotate_and_write(
     cos_high = tl.load(cos + row * HEAD_DIM + HALF + low, mask=there, other=0.0).to(tl.float32)
     sin_low = tl.load(sin + row * HEAD_DIM + low, mask=there, other=0.0).to(tl.float32)
     sin_high = tl.load(sin + row * HEAD_DIM + HALF + low, mask=there, other=0.0).to(tl.float32)
-    page = tl.load(slot_pages + row)
+    page = tl.load(write_pages + row)
     follow(OVERLAP)
 
     heads = tl.arange(0, QUERY_BLOCK)[:, None]
@@ -122,13 +122,13 @@ def _rotate_and_write(
     tl.store(at + HALF + low, second, mask=real)
     if page >= 0:
         unit: tl.constexpr = PAGE_TOKENS * HEAD_DIM
-        slot = kv + page * page_stride + layer_offset + tl.load(slot_offsets + row) * HEAD_DIM + heads * unit
-        tl.store(slot + low, first, mask=real)
-        tl.store(slot + HALF + low, second, mask=real)
+        target = kv + page * page_stride + layer_offset + tl.load(write_offsets + row) * HEAD_DIM + heads * unit
+        tl.store(target + low, first, mask=real)
+        tl.store(target + HALF + low, second, mask=real)
         at += KV_HEADS * HEAD_DIM
-        slot += KV_HEADS * unit
-        tl.store(slot + low, tl.load(at + low, mask=real, other=0.0), mask=real)
-        tl.store(slot + HALF + low, tl.load(at + HALF + low, mask=real, other=0.0), mask=real)
+        target += KV_HEADS * unit
+        tl.store(target + low, tl.load(at + low, mask=real, other=0.0), mask=real)
+        tl.store(target + HALF + low, tl.load(at + HALF + low, mask=real, other=0.0), mask=real)
 
 
 @triton.jit

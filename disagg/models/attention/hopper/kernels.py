@@ -16,7 +16,7 @@ together the layout of a whole block:
 
     block [BLOCK_N, HEAD_DIM] in shared memory:  dims 0 to 63 of page a │ of page b │ dims 64 to 127 of page a │ of page b
 
-Blocks that reach behind the run's last page take that page again; slots that no row sees must be finite.
+Blocks that reach behind the run's last page take that page again; places that no row sees must be finite.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class HopperPrefillPlan:
 
     def run(
         self,
-        layer_slot: int,
+        layer_in_group: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -64,7 +64,7 @@ class HopperPrefillPlan:
             query.stride(0),
             table.pages.stride(0),
             view.page_stride // head_dim,
-            view.slot_offset(layer_slot) // head_dim,
+            view.layer_offset(layer_in_group) // head_dim,
             scale,
             QUERY_HEADS=query_heads,
             KV_HEADS=view.group.kv_heads,
