@@ -7,6 +7,9 @@ from disagg.cli.interrupts import end_at_ctrl_c
 
 def main() -> None:
     end_at_ctrl_c()  # before anything else is imported
+    from disagg.telemetry.process import open_standard_descriptors
+
+    open_standard_descriptors()  # before anything opens a file
     from disagg.cli.main import main as run
 
     try:

@@ -53,10 +53,7 @@ def cli() -> None:
 
 def main() -> None:
     """Entry of the `disagg` command."""
-    from disagg.telemetry.process import open_standard_descriptors
-
     end_at_ctrl_c()
-    open_standard_descriptors()
     cli(prog_name="disagg")
 
 

@@ -78,9 +78,10 @@ def leave(status: object) -> NoReturn:
 
 
 def open_standard_descriptors() -> None:
-    """Puts /dev/null where this process was started without stdin, stdout or stderr (`2>&-`).
+    """Puts /dev/null where this process was started without stdin, stdout or stderr (`2>&-`), for Python too.
 
-    The first socket or file opened would get that number otherwise, and with it whatever is written to stderr.
+    The first socket or file opened would get that number otherwise, and with it whatever is written to stderr. Python, which
+    found it closed, has None for such a stream, which not all that write there expect (faulthandler, for one).
     """
     for fd in (0, 1, 2):
         try:
@@ -89,6 +90,12 @@ def open_standard_descriptors() -> None:
             opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             assert opened == fd, "somebody opened a file before this"
             os.set_inheritable(fd, True)
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            mode, errors = ("w", "backslashreplace") if fd else ("r", "strict")
+            stream = open(fd, mode, encoding="utf-8", errors=errors, closefd=False)  # as long as the process lives
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def never_wait_for_readers() -> None:

@@ -58,16 +58,27 @@ def make_model(directory: Path) -> Path:
 class Running:
     """A router process and the reading end of its heartbeats."""
 
-    def __init__(self, config: Config, directory: Path) -> None:
+    def __init__(self, config: Config, directory: Path, closed: str = "") -> None:
+        """closed: which of its descriptors, as a shell has it."""
         file = directory / "router.toml"
         file.write_text(dump_config(config))
         self.beats, child_end = os.pipe()
         self.url = f"http://127.0.0.1:{config.router.http_port}"
         self.log = directory / "router.log"
         argv = [sys.executable, "-m", "disagg.cli", "router", "--config", str(file)]
+        parent = str(os.getpid())
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*argv, "--heartbeat-fd", str(child_end), "--parent-pid", str(os.getpid())],
+                [
+                    "sh",
+                    "-c",
+                    f'exec "$0" "$@" {closed}',
+                    *argv,
+                    "--heartbeat-fd",
+                    str(child_end),
+                    "--parent-pid",
+                    parent,
+                ],
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,
@@ -105,7 +116,7 @@ def chatting_router(tmp_path: Path) -> Iterator[Running]:
     yield from running_router(model, tmp_path)
 
 
-def running_router(model: Path, tmp_path: Path) -> Iterator[Running]:
+def running_router(model: Path, tmp_path: Path, closed: str = "") -> Iterator[Running]:
     ports = pick_ports("127.0.0.1", 4)
     servers = (
         ServerRef(name="prefill-0", role="prefill", address=f"127.0.0.1:{ports[2]}"),
@@ -115,7 +126,7 @@ def running_router(model: Path, tmp_path: Path) -> Iterator[Running]:
         model=ModelConfig(name=str(model)),
         router=RouterConfig(http_port=ports[0], grpc_port=ports[1], servers=servers),
     )
-    running = Running(config, tmp_path)
+    running = Running(config, tmp_path, closed)
     yield running
     running.close()
 
@@ -129,6 +140,18 @@ def has_ended(pid: int) -> bool:
         return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return True
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
+def test_a_router_without_stderr_runs_and_nothing_else_gets_its_number(tmp_path: Path, closed: str) -> None:
+    for router in running_router(make_model(tmp_path / "tiny"), tmp_path, closed):
+        router.wait_until_it_answers()
+        for each in closed.split():
+            assert os.readlink(f"/proc/{router.process.pid}/fd/{each[0]}") == os.devnull
+        router.process.send_signal(signal.SIGUSR1)  # its stacks go there, too
+        assert httpx.get(f"{router.url}/version", trust_env=False).status_code == 200
+        router.process.send_signal(signal.SIGTERM)
+        assert router.process.wait(DEADLINE_S) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

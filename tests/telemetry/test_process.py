@@ -168,3 +168,13 @@ def test_a_process_without_stderr_gives_its_number_to_nothing_else(closed: str) 
     )
     argv = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
     assert subprocess.run(argv, cwd=ROOT, timeout=60, check=False).returncode == 0
+
+
+def test_python_has_streams_that_it_found_closed() -> None:
+    code = (
+        "import faulthandler, sys; from disagg.telemetry.process import open_standard_descriptors; "
+        "open_standard_descriptors(); faulthandler.enable(sys.stderr); print('\\ud800', file=sys.stderr, flush=True); print(1); "
+        "sys.exit(0 if sys.stdin.read() == '' and sys.__stderr__ is sys.stderr else 1)"
+    )
+    argv = ["sh", "-c", 'exec "$0" -c "$1" 0<&- 1>&- 2>&-', sys.executable, code]
+    assert subprocess.run(argv, cwd=ROOT, timeout=60, check=False).returncode == 0
