@@ -93,7 +93,7 @@ def open_standard_descriptors() -> None:
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             mode, errors = ("w", "backslashreplace") if fd else ("r", "strict")
-            stream = open(fd, mode, encoding="utf-8", errors=errors, closefd=False)  # as long as the process lives
+            stream = os.fdopen(fd, mode, encoding="utf-8", errors=errors, closefd=False)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
 

@@ -24,6 +24,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_PRIORITY = 1000  # of a request, either way
 MAX_SESSION_CHARS = 256
 MAX_SLO_MS = 10**9
+MAX_DEADLINE_MS = 10**12  # some thirty years
 MAX_CACHE_SALT_CHARS = 1024  # beside the parameters; it goes to servers with every leg
 MAX_INT = 2**31 - 1  # what the wire carries
 

@@ -16,6 +16,7 @@ from disagg.types.errors import InvalidRequest
 from disagg.types.ids import FinishReason
 from disagg.types.plain import NAME_CHARS
 from disagg.types.sampling import (
+    MAX_DEADLINE_MS,
     MAX_LOGIT_BIAS,
     MAX_SESSION_CHARS,
     MAX_SLO_MS,
@@ -152,8 +153,8 @@ def generate_request_from_proto(message: pb.inference.GenerateRequest, max_ids: 
     if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
         # 0 means "as many as fit" inside, so it must not slip through from outside.
         _invalid("max_tokens", f"is {sampling.max_tokens}; it must be at least 1, or absent for as many as fit")
-    if message.HasField("deadline_ms") and message.deadline_ms < 1:
-        _invalid("deadline_ms", f"is {message.deadline_ms}; it must be at least 1")
+    if message.HasField("deadline_ms") and not 1 <= message.deadline_ms <= MAX_DEADLINE_MS:
+        _invalid("deadline_ms", f"is {message.deadline_ms}; it must be from 1 to {MAX_DEADLINE_MS}")
     if message.HasField("slo_ttft_ms") and not 1 <= message.slo_ttft_ms <= MAX_SLO_MS:
         _invalid("slo_ttft_ms", f"is {message.slo_ttft_ms}; it must be from 1 to {MAX_SLO_MS}")
     if len(message.session_id) > MAX_SESSION_CHARS:

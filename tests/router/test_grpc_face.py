@@ -151,6 +151,20 @@ async def test_the_deadline_of_the_call_is_the_requests(face: Face) -> None:
     await freed(face)
 
 
+@pytest.mark.parametrize(("named_s", "call_s"), [(None, 20.0), (0.2, 20.0), (0.2, None), (None, None)])
+async def test_a_deadline_of_the_call_that_is_later_changes_nothing(
+    face: Face, named_s: float | None, call_s: float | None
+) -> None:
+    router, face.servers["d0"].script = face.running.router, silent
+    router._config = replace(router._config, request_deadline_s=30.0 if named_s else 0.2)
+    params = SamplingParams(max_tokens=4)
+    asked = generate_request_to_proto(model="tiny", prompt="hi", params=params, deadline_s=named_s)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_to_end(face.stub.generate(asked, timeout=call_s))
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "deadline of 0.2 s passed" in (caught.value.details() or "")
+
+
 async def test_a_cancelled_call_frees_the_request(face: Face) -> None:
     face.servers["d0"].script = silent
     call = face.generate()

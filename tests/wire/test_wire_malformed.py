@@ -216,6 +216,7 @@ def generate(**fields):
         (generate(sampling=pb.inference.SamplingParams(max_tokens=-3)), "max_tokens"),
         (generate(deadline_ms=0), "deadline_ms"),
         (generate(deadline_ms=-1), "deadline_ms"),
+        (generate(deadline_ms=2**63 - 1), "deadline_ms"),
         (generate(slo_ttft_ms=0), "slo_ttft_ms"),
         (generate(slo_ttft_ms=10**9 + 1), "slo_ttft_ms"),
         (generate(session_id="s" * 257), "session_id"),
