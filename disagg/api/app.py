@@ -1,7 +1,7 @@
 """The OpenAI-compatible HTTP face: routes, and the server that runs them in the router's event loop.
 
     POST /v1/completions, /v1/chat/completions      GET /v1/models, /v1/models/{name}
-    POST /servers/{name}/drain, /servers/{name}/undrain, /servers/{name}/role?role=ROLE
+    POST /servers/{name}/drain[?force=true], /servers/{name}/undrain, /servers/{name}/role?role=ROLE[&force=true]
     GET /health, /live, /metrics, /status, /version, /debug/requests, /debug/timeline?request_id=, /debug/dump
     GET /                                           a page for operators that asks these
 
@@ -209,24 +209,39 @@ def _add_operation(app: FastAPI, router: RouterPort, debug_remote: bool) -> None
     @app.post("/servers/{name}/drain")
     async def drain(request: Request, name: str) -> Response:
         _check_debug(request, debug_remote)
-        router.drain_server(name, True)
-        return _json({"server": name, "drain": True})
+        return _json(_drain(router, name, True, _flag(request, "force")))
 
     @app.post("/servers/{name}/undrain")
     async def undrain(request: Request, name: str) -> Response:
         _check_debug(request, debug_remote)
-        router.drain_server(name, False)
-        return _json({"server": name, "drain": False})
+        return _json(_drain(router, name, False, False))
 
     @app.post("/servers/{name}/role")
     async def role(request: Request, name: str) -> Response:
         _check_debug(request, debug_remote)
-        asked = request.query_params
-        wanted, force = asked.get("role", ""), asked.get("force", "false")
-        if force not in ("true", "false"):
-            raise BadField(f"force = {quoted(force)}: it must be true or false", "force", "invalid_value")
-        begun = await router.set_role(name, wanted, force == "true")
+        wanted, force = _param(request, "role", ""), _flag(request, "force")
+        begun = await router.set_role(name, wanted, force)
         return _json({"server": name, "role": wanted, "begun": begun})
+
+
+def _drain(router: RouterPort, name: str, on: bool, force: bool) -> dict[str, object]:
+    server = router.drain_server(name, on, force)
+    return {"server": name, "drain": on, **{word: server.get(word) for word in ("state", "becomes", "silent_s")}}
+
+
+def _param(request: Request, name: str, default: str) -> str:
+    """Of the query. Raises BadField where it is there more than once: which one is meant, nobody knows."""
+    given = request.query_params.getlist(name)
+    if len(given) > 1:
+        raise BadField(f"{name} is there {len(given)} times: give it once", name, "invalid_value")
+    return given[0] if given else default
+
+
+def _flag(request: Request, name: str) -> bool:
+    said = _param(request, name, "false")
+    if said not in ("true", "false"):
+        raise BadField(f"{name} = {quoted(said)}: it must be true or false", name, "invalid_value")
+    return said == "true"
 
 
 def _json(content: object, status: int = 200) -> Response:

@@ -74,9 +74,10 @@ class RouterPort(Protocol):
         """The cluster as the router sees it; JSON-encodable. "state", if present, is one word for the whole."""
         ...
 
-    def drain_server(self, server: str, on: bool) -> None:
-        """Has a server take nothing new, and hand over what can go on elsewhere; or undoes it. Raises UnknownServer,
-        InvalidRequest or Unavailable.
+    def drain_server(self, server: str, on: bool, force: bool) -> Mapping[str, object]:
+        """Has a server take nothing new, and hand over what can go on elsewhere; or undoes it. force: also the last one of
+        its role. The answer: the server as `status` has it, before it has heard. Raises UnknownServer, InvalidRequest or
+        Unavailable.
         """
         ...
 

@@ -15,13 +15,29 @@ from disagg.types.status import DONE
 LOOK_S = 0.5
 
 
-def run_drain(base_url: str, name: str, *, undo: bool, wait: bool, timeout_s: float) -> int:
+def run_drain(base_url: str, name: str, *, undo: bool, force: bool, wait: bool, timeout_s: float) -> int:
     """The exit status. Raises DisaggError, also where it was waited for and something is left."""
-    get_http(base_url, f"/servers/{quote(name, safe='')}/{'undrain' if undo else 'drain'}", method="POST")
+    asked = {"force": "true"} if force and not undo else None
+    path = f"/servers/{quote(name, safe='')}/{'undrain' if undo else 'drain'}"
+    answer = get_http(base_url, path, asked, method="POST")
     if undo or not wait:
-        print(for_terminal(f"{name} {'takes requests again' if undo else 'drains'}", sys.stdout))
+        print(for_terminal(f"{name} {told(answer if isinstance(answer, dict) else {}, undo=undo)}", sys.stdout))
         return DONE
     return wait_drained(name, timeout_s, lambda: get_http(base_url, "/status"), time.monotonic, time.sleep)
+
+
+def told(server: Mapping[str, Any], *, undo: bool) -> str:
+    """What a server does that was told to drain, or not to. server: as it was before it heard of that."""
+    state, becomes = server.get("state"), server.get("becomes")
+    if becomes:
+        then = "it takes requests" if undo else "it drains"
+        said = f"is becoming a {becomes} server: {then} as soon as it is one"
+    elif state == "loading":
+        said = f"is loading: it {'takes requests' if undo else 'drains'} as soon as it is up"
+    else:
+        said = "takes requests again" if undo else "drains"
+    silent = _silent(server)
+    return f"{said}, once it has heard of it: {silent}" if silent else said
 
 
 def wait_drained(
@@ -39,10 +55,17 @@ def wait_drained(
         if server is None or state in ("drained", "dead"):
             print(for_terminal(f"{name}: {state}", sys.stdout))
             return DONE
-        now = f"{name}: {state}, {server.get('running')} running, {server.get('waiting')} waiting"
-        if now != said:
-            said = now
-            print(for_terminal(now, sys.stdout), flush=True)
+        left = f"{server.get('running')} running, {server.get('waiting')} waiting"
+        now, silent = f"{name}: {state}, {left}", _silent(server)
+        if (since := f"{now}{', and is not heard' if silent else ''}") != said:
+            said = since
+            print(for_terminal(f"{now}; {silent}" if silent else now, sys.stdout), flush=True)
         if clock() >= deadline_s:
-            raise DisaggError(f"{name} is not empty after {timeout_s:g} s: {server.get('running')} running")
+            raise DisaggError(f"{name} is not empty after {timeout_s:g} s: {left}{f'; {silent}' if silent else ''}")
         sleep(LOOK_S)
+
+
+def _silent(server: Mapping[str, Any]) -> str:
+    """Empty while it is heard."""
+    silent_s = server.get("silent_s")
+    return f"nothing was heard of it for {silent_s:g} s" if isinstance(silent_s, int | float) and silent_s else ""

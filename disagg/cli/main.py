@@ -224,6 +224,9 @@ def status(base_url: str, memory: bool, as_json: bool) -> None:
 @cli.command()
 @click.argument("name", callback=_text)
 @_http_option
+@click.option(
+    "--force", is_flag=True, help="Also the last ready server of its role, without which requests may have to wait."
+)
 @click.option("--undo", is_flag=True, help="Let it take requests again.")
 @click.option("--wait", is_flag=True, help="Return when it has nothing left, and say how far it is.")
 @click.option(
@@ -236,17 +239,17 @@ def status(base_url: str, memory: bool, as_json: bool) -> None:
     metavar="SECONDS",
     help="How long --wait waits.",
 )
-def drain(name: str, base_url: str, undo: bool, wait: bool, timeout_s: float) -> None:
+def drain(name: str, base_url: str, force: bool, undo: bool, wait: bool, timeout_s: float) -> None:
     """Empty the server NAME: it takes nothing new, and what it decodes goes on at other decode servers.
 
     Answers move with their KV, so nothing is computed again and clients see a short pause. What a prefill or a mixed server
     has, or what no other decode server can hold, ends there. The process goes on: end it when `status` says `drained`, or
-    have it take requests again with --undo.
+    have it take requests again with --undo. The last ready server of its role is refused without --force.
     """
     from disagg.cli.drain import run_drain
 
     raise_at_ctrl_c()
-    sys.exit(run_drain(base_url, name, undo=undo, wait=wait, timeout_s=timeout_s))
+    sys.exit(run_drain(base_url, name, undo=undo, force=force, wait=wait, timeout_s=timeout_s))
 
 
 @cli.command()

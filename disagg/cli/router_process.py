@@ -92,8 +92,8 @@ class RouterFace:
     def status(self) -> Mapping[str, object]:
         return self._router.status()
 
-    def drain_server(self, server: str, on: bool) -> None:
-        self._router.drain_server(server, on)
+    def drain_server(self, server: str, on: bool, force: bool) -> Mapping[str, object]:
+        return self._router.drain_server(server, on, force)
 
     async def set_role(self, server: str, role: str, force: bool) -> bool:
         return await self._router.set_role(server, role, force)

@@ -1,4 +1,4 @@
-"""Whether a server may be given another role, and what it says came of that. Pure: decides on the picture of the cluster."""
+"""Whether a server may be emptied or given another role, and what came of that. Pure: decides on the picture of the cluster."""
 
 from __future__ import annotations
 
@@ -26,9 +26,20 @@ def server_named(view: ClusterView, name: str) -> ServerView:
     if found is None:
         names = ", ".join(str(server.name) for server in view.servers) or "none"
         raise UnknownServer(f"there is no server {quoted(name)}; there are: {names}", "name")
-    if found.hello is None or not found.connected:
-        raise Unavailable(f"server {name} is not heard now")
+    if found.hello is None or not found.connected or found.lost:
+        raise Unavailable(f"server {name} is not heard now{f': {found.error}' if found.error else ''}")
     return found
+
+
+def check_drain(view: ClusterView, name: str, *, force: bool) -> ServerView:
+    """The server, which may be told to take nothing new. force: also the last ready one of its role.
+
+    Raises UnknownServer, InvalidRequest, Unavailable.
+    """
+    server = server_named(view, name)
+    if not force and server.usable and not _others(view, server):
+        raise InvalidRequest(_last(view, server), "name")
+    return server
 
 
 def needs_change(view: ClusterView, name: str, role: Role, *, force: bool) -> bool:

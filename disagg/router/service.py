@@ -43,7 +43,15 @@ from disagg.router.outcomes import outcome_of
 from disagg.router.policies import POLICIES, RequestFacts
 from disagg.router.prefixes import PAGE_BYTES, PromptHashing, PromptPages, num_pages
 from disagg.router.requests import Asked, GenerateRequest, Started, Update
-from disagg.router.roles import ANSWER_S, asked_before, change_begun, needs_change, role_named, server_named
+from disagg.router.roles import (
+    ANSWER_S,
+    asked_before,
+    change_begun,
+    check_drain,
+    needs_change,
+    role_named,
+    server_named,
+)
 from disagg.router.status import server_status
 from disagg.router.streams import NO_FILES, Caller
 from disagg.router.tenants import salt_of
@@ -286,18 +294,21 @@ class Router:
         rival, left_s = self._dispatch.fleet.rival, self.tls.ends_in_s(time.time())
         return alarms(view, ended, self.loop_gap_s(), rival, self._version, left_s, self._dispatch.fleet.no_servers)
 
-    def drain_server(self, server: str, on: bool) -> None:
+    def drain_server(self, server: str, on: bool, force: bool = False) -> dict[str, Any]:
         """Has a server take nothing new, for all routers; or undoes it. What it decodes goes on elsewhere, as far as it can.
 
-        Raises UnknownServer for one that is not there, InvalidRequest for one that cannot be told; Unavailable while it is not
-        heard.
+        force: also the last ready server of its role. The answer: the server as `status` has it, before it has heard.
+        Raises UnknownServer for one that is not there, InvalidRequest for one that cannot be told, or is the last;
+        Unavailable while it is not heard.
         """
-        found = server_named(self._dispatch.fleet.view(), server)
+        view = self._dispatch.fleet.view()
+        found = check_drain(view, server, force=force) if on else server_named(view, server)
         assert found.hello is not None
         drain = Drain(on)
         if why := lacks(found.hello, drain):
             raise InvalidRequest(f"server {server} cannot be told to drain; send it SIGTERM: {why}", "name")
         self._dispatch.fleet.send(server, drain)
+        return server_status(found, view)
 
     async def set_role(self, server: str, role: str, force: bool) -> bool:
         """Has a server drain, and become one of another role; False where it is that already. Returns when it has begun.

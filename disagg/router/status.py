@@ -40,6 +40,7 @@ def server_status(server: ServerView, view: ClusterView) -> dict[str, Any]:
         "address": server.address,
         "incarnation": hello.incarnation if hello is not None else "",
         "connected": server.connected,
+        "silent_s": round(server.silent_s, 1),
         "error": server.error,
         "version": hello.version.software if hello is not None else "",
         "protocol": hello.version.protocol if hello is not None else 0,

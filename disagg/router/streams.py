@@ -189,7 +189,8 @@ class ServerStream:
     def view(
         self, outstanding: Outstanding, speed: Speed, usual_speed: Speed, circuits: Mapping[Work, Circuit]
     ) -> ServerView:
-        name = self.name
+        name, quiet_s = self.name, self._clock() - self._stream.state.heard_s
+        fresh = quiet_s < FRESH_HEARTBEATS * self._heartbeat_s
         return ServerView(
             name=self.name,
             role=self.role,
@@ -198,7 +199,8 @@ class ServerStream:
             load=self.load,
             connected=self.connected,
             lost=self.lost,
-            fresh=self._clock() - self._stream.state.heard_s < FRESH_HEARTBEATS * self._heartbeat_s,
+            fresh=fresh,
+            silent_s=0.0 if fresh else quiet_s,
             outstanding_prompt_tokens=outstanding.amount(name, Work.PREFILL),
             outstanding_choices=outstanding.amount(name, Work.DECODE),
             outstanding_prompts=outstanding.choices(name, Work.PREFILL),

@@ -98,7 +98,8 @@ def others_prompts(role: Role, load: LoadReport, ours: int) -> int:
 class ServerView(Struct, frozen=True, kw_only=True):
     """One server that was found. hello, load: its latest, None when it was never heard.
 
-    connected: its stream is up. lost: given up by the router. fresh: heard within the last few heartbeats.
+    connected: its stream is up. lost: given up by the router. fresh: heard within the last few heartbeats; silent_s: for how
+    long it was not heard, 0 while it is fresh.
     outstanding_prompt_tokens, outstanding_choices: what this router sent it and does not know to be done, in tokens that it has
     to compute and in choices that it decodes; outstanding_prompts: choices of these prompts, and coming: names of their pages.
     others_prompts: what prompts others had it compute when its load came (`others_prompts`). speed: at which it computes prompts,
@@ -128,6 +129,7 @@ class ServerView(Struct, frozen=True, kw_only=True):
     refused: str = ""
     differing: tuple[str, ...] = ()
     changed: str = ""
+    silent_s: float = 0.0
     held: str = ""
     circuits: Mapping[Work, Circuit] = NO_CIRCUITS
 

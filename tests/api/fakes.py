@@ -50,7 +50,7 @@ class FakeRouter:
     def __init__(self) -> None:
         self.requests: list[GenerateRequest] = []
         self.noted: list[tuple[DisaggError, str]] = []  # refused by the face
-        self.drained: list[tuple[str, bool]] = []
+        self.drained: list[tuple[str, bool, bool]] = []
         self.roles: list[tuple[str, str, bool]] = []
         self.aborted: list[str] = []  # iterators closed before their end
         self.running: set[str] = set()
@@ -164,8 +164,9 @@ class FakeRouter:
         self.roles.append((server, role, force))
         return True
 
-    def drain_server(self, server: str, on: bool) -> None:
-        self.drained.append((server, on))
+    def drain_server(self, server: str, on: bool, force: bool) -> Mapping[str, object]:
+        self.drained.append((server, on, force))
+        return {"name": server, "state": "loading", "becomes": "", "silent_s": 0.0}
 
     def ask_quota(self, use: Use, count: int = 1) -> None:
         self.quotas.ask(use, count, 0.0)

@@ -505,14 +505,24 @@ async def test_servers_are_drained_from_this_machine_only(router: FakeRouter, ap
                 assert asked.json() == {"server": "d0", "role": "prefill", "begun": True}
                 nonsense = await http.post("/servers/d0/role?role=decode&force=perhaps")
                 assert nonsense.status_code == 400 and "true or false" in nonsense.json()["error"]["message"]
-    assert router.drained == [("d0", True), ("d0", False)]
+                twice = await http.post("/servers/d0/role?role=decode&role=prefill")
+                assert twice.status_code == 400 and "2 times: give it once" in twice.json()["error"]["message"]
+                forced = await http.post("/servers/d0/drain?force=true")
+                assert forced.json() == {
+                    "server": "d0",
+                    "drain": True,
+                    "state": "loading",
+                    "becomes": "",
+                    "silent_s": 0.0,
+                }
+    assert router.drained == [("d0", True, False), ("d0", False, False), ("d0", True, True)]
     assert router.roles == [("d0", "prefill", False), ("d0", "decode", True)]
 
 
 async def test_a_server_that_is_not_there_is_a_404(
     http: httpx.AsyncClient, router: FakeRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(server: str, on: bool) -> None:
+    def refuse(server: str, on: bool, force: bool) -> None:
         raise UnknownServer(f"there is no server {server}", "name")
 
     monkeypatch.setattr(router, "drain_server", refuse)

@@ -42,7 +42,7 @@ def run(*args: str, env: dict[str, str] | None = None) -> Result:
             ["PROMPT", "--grpc", "--max-tokens", "--temperature", "--stop", "--chat", "--raw", "--timeline", "--json"],
         ),
         (["status"], ["--json", "--http", "--memory"]),
-        (["drain"], ["NAME", "--http", "--wait", "--undo", "--timeout"]),
+        (["drain"], ["NAME", "--http", "--wait", "--undo", "--force", "--timeout"]),
         (["debug"], ["dump"]),
         (["debug", "dump"], ["--http"]),
         (["model"], ["path", "convert", "inspect", "list"]),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from disagg.cli.drain import wait_drained
+from disagg.cli.drain import told, wait_drained
 from disagg.types.errors import DisaggError
 from disagg.types.status import DONE
 
@@ -27,8 +27,8 @@ def waited(states: Iterator[dict[str, Any] | None], timeout_s: float = 100.0) ->
     return wait_drained("d0", timeout_s, status, lambda: now_s, sleep)
 
 
-def says(state: str, running: int = 0, waiting: int = 0) -> dict[str, Any]:
-    return {"name": "d0", "state": state, "running": running, "waiting": waiting}
+def says(state: str, running: int = 0, waiting: int = 0, **more: Any) -> dict[str, Any]:
+    return {"name": "d0", "state": state, "running": running, "waiting": waiting, **more}
 
 
 def test_it_waits_until_nothing_is_left_and_says_what_changes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,5 +46,23 @@ def test_a_server_that_is_gone_has_nothing_left() -> None:
 
 
 def test_a_wait_ends_at_its_deadline() -> None:
-    with pytest.raises(DisaggError, match="d0 is not empty after 1 s: 3 running"):
-        waited(iter([says("draining", 3)] * 10), timeout_s=1.0)
+    with pytest.raises(DisaggError, match=r"d0 is not empty after 1 s: 3 running, 2 waiting$"):
+        waited(iter([says("draining", 3, 2)] * 10), timeout_s=1.0)
+
+
+def test_a_server_that_does_not_answer_is_said_to_be_silent_and_once(capsys: pytest.CaptureFixture[str]) -> None:
+    silent = [says("ready", 0, 3, silent_s=4.5 + look / 2) for look in range(4)]
+    with pytest.raises(DisaggError, match=r"1 s: 0 running, 3 waiting; nothing was heard of it for 5\.5 s"):
+        waited(iter(silent), timeout_s=1.0)
+    assert capsys.readouterr().out == "d0: ready, 0 running, 3 waiting; nothing was heard of it for 4.5 s\n"
+
+
+def test_what_was_told_is_said_as_it_is() -> None:
+    assert told(says("ready"), undo=False) == "drains"
+    assert told(says("drained"), undo=True) == "takes requests again"
+    assert told(says("loading"), undo=False) == "is loading: it drains as soon as it is up"
+    becoming = says("draining", becomes="prefill")
+    assert told(becoming, undo=True) == "is becoming a prefill server: it takes requests as soon as it is one"
+    assert told(says("ready", silent_s=4.0), undo=False) == (
+        "drains, once it has heard of it: nothing was heard of it for 4 s"
+    )

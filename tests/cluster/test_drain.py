@@ -136,7 +136,7 @@ def test_the_loss_of_either_end_of_a_move_costs_no_answer(victim: str, tmp_path:
             answers = [pool.submit(ask, request) for request in requests]
             cluster.wait(lambda: cluster.server("decode-0")["running"] >= 1, 120, "work on decode-0")
             pid = cluster.server(victim)["pid"]
-            drain(cluster, "decode-0")
+            drain(cluster, "decode-0", "--force")
             time.sleep(pause_s)  # somewhere in the moves
             cluster.kill(pid)
             assert [answer.result() for answer in answers] == undisturbed
@@ -168,7 +168,7 @@ def test_the_loss_of_either_end_of_a_move_between_tp_sizes_costs_no_answer(
             answers = [pool.submit(ask, request) for request in requests]
             cluster.wait(lambda: cluster.server("decode-0")["running"] >= 2, 120, "work on decode-0")
             ranks = cluster.server(victim)["worker_pids"]
-            drain(cluster, "decode-0")
+            drain(cluster, "decode-0", "--force")
             time.sleep(pause_s)  # somewhere in the moves
             cluster.kill(ranks[-1])
             assert [answer.result() for answer in answers] == undisturbed

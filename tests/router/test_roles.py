@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from disagg.messages.legs import RoleChange, ServerState
-from disagg.router.roles import change_begun, needs_change, role_named
+from disagg.router.roles import change_begun, check_drain, needs_change, role_named
 from disagg.router.status import server_status
 from disagg.router.view import ClusterView, ServerView
 from disagg.types.errors import InvalidRequest, Unavailable, UnknownServer
@@ -38,6 +38,24 @@ def test_one_of_several_may_change_and_the_last_of_its_role_only_by_force() -> N
     draining = with_change(d("d1", ServerState.DRAINING))
     with pytest.raises(InvalidRequest, match=r"d0 is the last decode server that is ready.*allowed are none now"):
         asked("d0", Role.PREFILL, POOLS[0], POOLS[1], draining)
+
+
+def test_the_last_ready_server_of_its_role_drains_only_by_force() -> None:
+    view = ClusterView(POOLS)
+    assert check_drain(view, "d0", force=False).name == "d0"
+    with pytest.raises(
+        InvalidRequest, match=r"p0 is the last prefill server that is ready.*allowed are d0, d1.*--force"
+    ):
+        check_drain(view, "p0", force=False)
+    assert check_drain(view, "p0", force=True).name == "p0"
+    others = (d("d1", ServerState.LOADING), d("d2", ServerState.DRAINING), d("d3", connected=False))
+    for not_ready in others:
+        with pytest.raises(InvalidRequest, match="d0 is the last decode server that is ready"):
+            check_drain(ClusterView((*POOLS[:2], not_ready)), "d0", force=False)
+    assert check_drain(ClusterView((*POOLS[:2], others[0])), "d1", force=False).name == "d1"
+    for unheard in (d("d1", connected=False, error="refused"), d("d1", lost=True, error="refused")):
+        with pytest.raises(Unavailable, match="d1 is not heard now: refused"):
+            check_drain(ClusterView((*POOLS[:2], unheard)), "d1", force=True)
 
 
 def test_what_it_is_or_becomes_already_needs_nothing() -> None:

@@ -132,13 +132,15 @@ async def test_a_server_that_cannot_be_told_to_drain_is_not_told(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     await cluster.up(NORMAL, hello={"p0": {"version": own_version()}})
-    cluster.router.drain_server("p0", True)
+    with pytest.raises(InvalidRequest, match=r"p0 is the last prefill server that is ready.*with --force"):
+        cluster.router.drain_server("p0", True)
+    assert cluster.router.drain_server("p0", True, force=True)["state"] == "ready"
     with pytest.raises(UnknownServer, match=r"there is no server .d7.; there are: \w\w, \w\w"):
         cluster.router.drain_server("d7", True)
     with pytest.raises(
         InvalidRequest, match=r"server d0 cannot be told to drain; send it SIGTERM: Drain needs protocol 1"
     ):
-        cluster.router.drain_server("d0", True)
+        cluster.router.drain_server("d0", True, force=True)
     cluster.router._dispatch.fleet.send("d0", Drain(True))  # whoever should have asked before: its stream does not end
     assert "not sent to server d0: Drain needs protocol 1" in caplog.text
     assert len((await cluster.ask()).token_ids[0]) == 8
