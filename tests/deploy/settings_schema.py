@@ -23,6 +23,9 @@ KNOWN = SCHEMA.with_name("settings.json")
 VALUES = SCHEMA.with_name("values.yaml")
 SIZE = r"^[0-9]+(\.[0-9]+)? *([KMGTkmgt]i?)?[Bb]?$"
 DURATION = r"^[0-9]+(\.[0-9]+)? *(us|ms|s|m|h)?$"
+# As telemetry.traces reads it: without a scheme it needs a port.
+_HOST, _PORT = r"(\[[0-9a-fA-F:.]+\]|[^\s/?#@:\[\]]+)", r":[0-9]{1,5}"
+PATTERNS = {"otlp_endpoint": rf"^$|^(grpcs?|https?)://{_HOST}({_PORT})?(/[^?#]*)?$|^{_HOST}{_PORT}$"}
 # Settings that the chart decides, or that have values of their own. What is left of a section without any is left out.
 OF_THE_CHART = {
     "auth": {field.name for field in msgspec.structs.fields(AuthConfig)},
@@ -99,7 +102,7 @@ def _setting(name: str, kind: dict[str, Any]) -> dict[str, Any]:
         return {**said, "type": ["integer", "string"], "pattern": SIZE}
     if name.endswith("_s"):
         return {**said, "type": ["number", "string"], "pattern": DURATION}
-    return said
+    return {**said, "pattern": PATTERNS[name]} if name in PATTERNS else said
 
 
 def require(schema: dict[str, Any], defaults: dict[str, Any]) -> None:

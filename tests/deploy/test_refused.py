@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.chart import HELMS, HERE, template
+from tests.deploy.chart import CHART, HELMS, HERE, NAMESPACE, helm, of_kind, template
 
 REFUSED = yaml.safe_load((HERE / "refused.yaml").read_text())
 
@@ -31,3 +31,40 @@ def test_it_is_refused_with_the_path(case: dict[str, Any], tmp_path: Path) -> No
         assert str(case["says"]) in said
         assert "executing" not in said, "a trace of templates"
         assert str(case.get("hides", "\0")) not in said
+
+
+@pytest.mark.parametrize("release", ["my.rel", "1abc", "disagg.rel"])
+def test_a_release_whose_services_kubernetes_would_refuse_is_refused_and_has_a_way_out(release: str) -> None:
+    for version in HELMS:
+        done = helm(version, "template", release, str(CHART), "--namespace", NAMESPACE)
+        assert done.returncode != 0
+        assert f"fullnameOverride: Services of the release {release} would be named {release}" in done.stderr
+        named = helm(
+            version, "template", release, str(CHART), "--namespace", NAMESPACE, "--set", "fullnameOverride=llm"
+        )
+        assert named.returncode == 0, named.stderr
+        manifests = tuple(each for each in yaml.safe_load_all(named.stdout) if each)
+        assert {each["metadata"]["name"] for each in of_kind(manifests, "Service")} >= {"llm-router"}
+
+
+NETWORKS = ["10.0.0.0/8", "::/0", "fd00::/8", "2001:db8:1:2:3:4:5:6/128", "2001:db8::1:2/64", "::ffff:10.0.0.0/104"]
+
+
+def test_what_kubernetes_takes_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    values = {
+        "ingress": {"enabled": True, "hosts": ["llm.example.com", "*.example.com", "3com.4a", "localhost"]},
+        "networkPolicy": {"clientsFrom": [{"ipBlock": {"cidr": each}} for each in NETWORKS]},
+        "router": {
+            "podAnnotations": {"Example.com/Some_Thing.x": "anything at all"},
+            "podLabels": {"example.com/team": "", "Team_1": "A.b_c-d"},
+            "tolerations": [{"operator": "Exists"}, {"key": "nvidia.com/gpu", "value": "present"}],
+            "config": {"tracing": {"otlp_endpoint": "http://collector.svc:4318/v1/traces"}},
+        },
+        "offload": {"enabled": True},
+        "storage": {"url": "s3://bucket/folder"},
+    }
+    file.write_text(yaml.safe_dump(values))
+    for version in HELMS:
+        done = template(version, file)
+        assert done.returncode == 0, done.stderr

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 
+import pytest
 import yaml
 
 from disagg.config.load import dump_config
 from disagg.config.tree import Config
-from tests.deploy.settings_schema import KNOWN, OF_THE_CHART, SCHEMA, VALUES, definitions, known, require
+from disagg.telemetry.traces import read_endpoint
+from disagg.types.errors import ConfigError
+from tests.deploy.settings_schema import KNOWN, OF_THE_CHART, PATTERNS, SCHEMA, VALUES, definitions, known, require
 
 
 def test_the_schema_has_the_settings_of_the_configuration_tree() -> None:
@@ -30,6 +34,25 @@ def test_no_value_that_templates_rely_on_can_be_taken_away() -> None:
     require(schema, yaml.safe_load(VALUES.read_text()))
     assert json.dumps(schema) == before, "values have changed: run `python -m tests.deploy.settings_schema`"
     assert "resources" in schema["properties"]["router"]["required"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fine"),
+    [
+        *(
+            (each, True)
+            for each in ("c.svc:4317", "grpc://c", "grpcs://[::1]:1", "http://c:4318/v1/traces", "https://c")
+        ),
+        *((each, False) for each in ("nonsense", "ftp://c:1", "http://", "http://u@c:4317", "http://c?x=1", ":4317")),
+    ],
+)
+def test_the_schema_takes_the_endpoints_that_processes_take(endpoint: str, fine: bool) -> None:
+    assert bool(re.search(PATTERNS["otlp_endpoint"], endpoint)) is fine
+    if fine:
+        read_endpoint(endpoint)
+    else:
+        with pytest.raises(ConfigError):
+            read_endpoint(endpoint)
 
 
 def test_what_the_chart_keeps_for_itself_are_settings() -> None:

@@ -2,6 +2,10 @@
 
 {{- define "disagg.check" -}}
 {{- $values := .Values -}}
+{{- $fullname := include "disagg.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $fullname) -}}
+{{- fail (printf "fullnameOverride: Services of the release %s would be named %s-..., and a Service's name has lower case letters, digits and '-' only and begins with a letter; give fullnameOverride such a name, or the release" .Release.Name $fullname) -}}
+{{- end -}}
 {{- $named := 0 -}}
 {{- range list .Values.model.name .Values.model.pvc.claimName .Values.model.image.reference .Values.model.hostPath.path -}}
 {{- if . -}}{{- $named = add1 $named -}}{{- end -}}

@@ -41,6 +41,9 @@
 
 {{- define "disagg.checkTolerations" -}}
 {{- range $i, $each := .own.tolerations -}}
+{{- if and (not $each.key) (ne (toString $each.operator) "Exists") -}}
+{{- fail (printf "%s.tolerations[%d]: no key: it needs one, or operator Exists, which without a key takes every taint" $.role $i) -}}
+{{- end -}}
 {{- if and (eq (toString $each.operator) "Exists") $each.value -}}
 {{- fail (printf "%s.tolerations[%d]: operator Exists with the value %s: it takes every value; leave it out, or say Equal" $.role $i $each.value) -}}
 {{- end -}}
