@@ -14,7 +14,7 @@ from disagg.config.load import load_config
 from disagg.config.tree import Config, ProcessRole
 from disagg.router.names import drawn_name
 from disagg.telemetry.logs import configure_logging, log_uncaught_exceptions
-from disagg.telemetry.memory import few_arenas
+from disagg.telemetry.memory import few_arenas, give_back_always
 from disagg.telemetry.process import (
     die_with_parent,
     heartbeat_to,
@@ -63,6 +63,7 @@ def run_role(
     if role == "router":
         most = connections_allowed(config, role, limit)
         config = replace(config, router=replace(config.router, max_connections=most))
+    give_back_always()
     return _run(role, config, heartbeat)
 
 
