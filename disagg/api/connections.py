@@ -29,7 +29,7 @@ from uvicorn.server import ServerState
 
 from disagg.api.crowd import ROOM, Crowd, Phase
 from disagg.api.errors import Fault
-from disagg.api.heads import fault_of_head, fault_of_protocol, unreadable
+from disagg.api.heads import fault_of_head, fault_of_protocol, fault_of_target_host, host_of_target, unreadable
 from disagg.types.errors import InvalidRequest, Unavailable
 
 HEAD_BYTES = 32 << 10  # request line and headers; trailers, too
@@ -180,8 +180,6 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(data)
             if self._unclaimed_bytes > HEAD_BYTES:
                 self._stop(HEAD_TOO_LARGE, "head_too_large")
-        except httptools.HttpParserUpgrade:
-            self._deafen()  # no other protocol is spoken here, and what follows is not HTTP/1.1
         except (httptools.HttpParserError, _RefusedError) as error:
             ours = isinstance(error, httptools.HttpParserCallbackError)  # uvicorn's callbacks stop at the target only
             self._refuse(*(self._refusal or unreadable(TARGET if ours else str(error))))
@@ -210,15 +208,15 @@ class Connection(HttpToolsProtocol):
         self._unclaimed_bytes = 0
         version = self.parser.get_http_version()
         refusal = fault_of_head(version, self.headers)
+        if refusal is None and (host := host_of_target(self.url)) is not None:
+            refusal = fault_of_target_host(host)
+            self.headers[:] = [each for each in self.headers if each[0] != b"host"] + [(b"host", host)]
         if refusal is not None:
             self._stop(*refusal)
         if version == "1.0":
             self.expect_100_continue = False  # it cannot be told to go on, and does not wait for it
-        if self.parser.should_upgrade():
-            # The parser leaves out the body of such a request, so it is served only if it has none.
-            has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
-            if has_body or self._get_upgrade() == b"websocket":
-                self._stop(UPGRADE, "upgrade")
+        if self.parser.should_upgrade():  # the parser leaves out the body of such a request, and what comes behind it
+            self._stop(UPGRADE, "upgrade")
         if self._surplus and self.url.startswith(API):  # probes and operators are still answered
             self._stop(CROWDED, "crowded")
         if len(self._cycles) > PIPELINED:

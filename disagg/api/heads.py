@@ -15,6 +15,7 @@ from disagg.types.plain import quoted
 Refusal = tuple[Fault, str]  # what the client is told, and the reason under which it is counted
 
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")  # of a name, an address in brackets, and a port
+_WHOLE_URL = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")  # as a target, and the host that it names
 _VERSION_REASONS = frozenset({"Invalid HTTP version", "Expected dot", "Pause on PRI/Upgrade"})  # in the parser's words
 
 
@@ -28,6 +29,22 @@ def fault_of_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> Refus
     if version not in ("1.0", "1.1"):
         return _bad_version(f"HTTP/{version}")
     return _fault_of_host(version, headers) or _fault_of_length(version, headers) or _fault_of_expect(headers)
+
+
+def host_of_target(target: bytes) -> bytes | None:
+    """The host and port that a request for a whole URL names, as proxies are sent them, or None. It counts, and the Host header
+    does not (RFC 9112, 3.2.2): a check of that alone would be of another host than the one that was asked.
+    """
+    whole = _WHOLE_URL.match(target)
+    return None if whole is None else whole[1]
+
+
+def fault_of_target_host(host: bytes) -> Refusal | None:
+    """host: of `host_of_target`. None: it is one, without a user's name."""
+    if host and _HOST.fullmatch(host):
+        return None
+    why = f"the request's target names {_shown(host)}, which is no host"
+    return fault_of_protocol(400, why, "malformed_request"), "host"
 
 
 def unreadable(why: str) -> Refusal:

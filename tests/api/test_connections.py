@@ -487,11 +487,33 @@ async def test_a_host_header_of_nonsense_is_no_failure_of_ours(port: Port, host:
     assert 400 <= status < 500
 
 
-async def test_an_upgrade_to_what_is_not_spoken_is_ignored_or_refused(port: Port) -> None:
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://evil.com/debug/requests", 403),
+        (b"http://evil.com:80/debug/requests?x=http://localhost/", 403),
+        (b"HTTPS://EVIL.com/debug/requests", 403),
+        (b"http://localhost/debug/requests", 200),
+        (b"http://[::1]:8000/debug/requests", 200),
+        (b"/debug/requests", 200),
+        (b"http://127.0.0.1@evil.com/debug/requests", 400),
+        (b"http://evil.com@127.0.0.1/debug/requests", 400),
+        (b"http:///debug/requests", 400),
+    ],
+)
+async def test_the_host_that_the_target_names_counts_and_not_the_header(port: Port, target: bytes, status: int) -> None:
+    """RFC 9112, 3.2.2. A guard that looks at the header alone would let in who asked for another host."""
+    came, raw = await port.answer(b"GET " + target + b" HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+    assert came == status, raw
+
+
+async def test_an_upgrade_to_what_is_not_spoken_is_refused(port: Port) -> None:
     upgrade = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk"
-    status, raw = await port.answer(b"GET /version HTTP/1.1\r\nhost: a\r\n" + upgrade + b"\r\n\r\n")
-    assert status == 200
-    assert b"connection: close" in raw
+    plain = b"GET /version HTTP/1.1\r\nhost: a\r\n"
+    status, raw = await port.answer(plain + b"\r\n" + plain + upgrade + b"\r\n\r\n" + plain + b"\r\n")
+    answer, _, refusal = raw.partition(b"HTTP/1.1 400 ")
+    assert status == 200 and answer.endswith(b'{"version":"1.2.3"}')
+    assert error_of(refusal)["code"] == "unsupported_upgrade"
     body = json.dumps({"model": MODEL, "prompt": "a"}).encode()
     status, raw = await port.answer(post(body, b"content-length: %d" % len(body), upgrade))
     assert status == 400
