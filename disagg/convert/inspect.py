@@ -187,6 +187,11 @@ def _number(path: Path, config: Mapping[str, Any], fact: str, default: int | Non
         if config.get(name) is not None and (value := _optional(path, config, name)):
             return value
     if default is None:
+        for name in names:
+            if config.get(name) is not None:  # 0, or another would have been taken
+                raise ConfigError(
+                    f"{path}: {name} is {_clip(config[name])}; it must be a number from 1 to {MAX_NUMBER}"
+                )
         others = f" (or {', '.join(names[1:])})" if len(names) > 1 else ""
         raise ConfigError(f"{path} lacks {names[0]}{others}")
     return default

@@ -152,6 +152,10 @@ def read_header(path: Path) -> WeightFile:
     needed = 8 + header_bytes + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if needed > file_bytes:
         raise ConfigError(f"{path} is cut short: its header promises {needed} bytes, it holds {file_bytes}")
+    if needed < file_bytes:
+        raise ConfigError(
+            f"{path} goes on behind its tensors: its header promises {needed} bytes, it holds {file_bytes}"
+        )
     return WeightFile(path, file_bytes, tensors)
 
 
@@ -160,6 +164,8 @@ def _check_tensors(tensors: Mapping[str, TensorHeader]) -> None:
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda row: row[1].data_offsets):
         first, last = tensor.data_offsets
+        if first < 0:
+            raise ValueError(f"tensor {name[:80]!r} begins at byte {first}, before all of them")
         if first < end:
             raise ValueError(f"tensors {before[:80]!r} and {name[:80]!r} share bytes")
         if len(tensor.shape) > _MAX_DIMS or any(length < 0 for length in tensor.shape):

@@ -264,7 +264,7 @@ def test_a_spoilt_index_is_one_error(folder: Path, examples: int) -> None:
         ({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 80]}}, "80 bytes for a shape"),
         ({"a": {"dtype": "F32", "shape": [-4, -5], "data_offsets": [0, 80]}}, "no shape"),
         ({"a": {"dtype": "F32", "shape": [20], "data_offsets": [80, 0]}}, "0 bytes|-80 bytes"),
-        ({"a": {"dtype": "F32", "shape": [0], "data_offsets": [-8, -8]}}, "share bytes"),
+        ({"a": {"dtype": "F32", "shape": [0], "data_offsets": [-8, -8]}}, "'a' begins at byte -8"),
         ({"a": {"dtype": "X9", "shape": [20], "data_offsets": [0, 80]}}, "dtype 'X9'"),
         ({"a": {"dtype": "F32", "shape": [1] * 100, "data_offsets": [0, 4]}}, "no shape"),
         (

@@ -67,6 +67,12 @@ def test_what_cannot_be_left_out_is_named(tmp_path: Path, missing: str) -> None:
         inspect_model(model(tmp_path, **{missing: None}))
 
 
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "vocab_size"])
+def test_a_number_that_is_zero_is_not_said_to_be_missing(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.json: {name} is 0; it must be a number from 1"):
+        inspect_model(model(tmp_path, **{name: 0}))
+
+
 def test_a_nested_text_config_counts(tmp_path: Path) -> None:
     text = {**BASE, "model_type": "gemma3_text", "head_dim": 32, "sliding_window": 128, "vocab_size": 77}
     folder = model(tmp_path, model_type="gemma3", text_config=text, num_hidden_layers=None, vocab_size=None)
@@ -124,8 +130,12 @@ def test_shards_add_up(tmp_path: Path) -> None:
 def test_a_truncated_weight_file_is_refused(tmp_path: Path) -> None:
     folder = model(tmp_path)
     weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
     with pytest.raises(ConfigError, match="cut short"):
+        inspect_model(folder)
+    weights.write_bytes(whole + b"x" * 100)
+    with pytest.raises(ConfigError, match="goes on behind its tensors"):
         inspect_model(folder)
     weights.write_bytes(b"\xff" * 20)
     with pytest.raises(ConfigError, match="not a safetensors file"):
