@@ -10,7 +10,7 @@ from typing import IO, Any
 import click
 
 from disagg.types.errors import ConfigError, DisaggError, Interrupted
-from disagg.types.plain import printable_text
+from disagg.types.plain import printable
 from disagg.types.status import FAILED, INTERRUPTED, REFUSED
 
 
@@ -22,7 +22,7 @@ class _Failed(click.ClickException):
     def show(self, file: IO[Any] | None = None) -> None:
         stream = file or sys.stderr
         with contextlib.suppress(OSError):  # nobody reads, which the exit code does not change
-            print(f"error: {printable_text(self.message)}", file=stream, flush=True)
+            print(f"error: {printable(self.message)}", file=stream, flush=True)
 
 
 class _Misconfigured(_Failed):
@@ -37,12 +37,30 @@ class _Interrupted(_Failed):
     exit_code = INTERRUPTED
 
 
+def _plain(error: click.UsageError) -> click.UsageError:
+    """The same on one line, but for the help that a group shows where it is given nothing."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        return error
+    return click.UsageError(printable(error.format_message()), error.ctx)
+
+
 class CommandGroup(click.Group):
-    """A group whose commands raise DisaggError for what the person at the terminal can mend."""
+    """A group whose commands raise DisaggError for what the person at the terminal can mend.
+
+    What the person wrote is repeated in errors, and a line feed in it would forge a line of its own: all are one line.
+    """
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **extra)
+        except click.UsageError as error:
+            raise _plain(error) from error
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            raise _plain(error) from error
         except KeyboardInterrupt as error:
             raise _Interrupted("interrupted") from error
         except Interrupted as error:

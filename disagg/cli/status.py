@@ -14,6 +14,7 @@ from rich.text import Text
 
 from disagg.cli.memory import legend, memory_lines
 from disagg.cli.terminal import for_terminal, get_http
+from disagg.types.errors import DisaggError
 from disagg.types.plain import NAME_CHARS, one_line
 
 _STATE_STYLES = {
@@ -32,6 +33,8 @@ _DEGRADED = "storage fails; until it works again KV goes no further than to the 
 def show_status(base_url: str, as_json: bool, memory: bool = False) -> None:
     """Prints both pools and the router, or every server's KV memory. Raises DisaggError if no router answers."""
     status = get_http(base_url, "/status")
+    if not isinstance(status, dict):
+        raise DisaggError(f"{base_url}: its /status is not that of a router")
     if as_json:
         print(for_terminal(json.dumps(status, ensure_ascii=False), sys.stdout))
         return

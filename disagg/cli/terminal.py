@@ -158,5 +158,8 @@ def get_http(base_url: str, path: str, params: dict[str, str] | None = None, *, 
     if answer.status_code != 200:
         raise DisaggError(f"{url} answered {answer.status_code}: {one_line(answer.text.strip(), 300)}")
     if answer.headers.get("content-type", "").startswith("application/json"):
-        return answer.json()
+        try:
+            return answer.json()
+        except (ValueError, RecursionError) as error:
+            raise DisaggError(f"{url} answered what cannot be read as JSON: {one_line(str(error))}") from error
     return answer.text

@@ -34,6 +34,8 @@ from disagg.config.sizes import (
 )
 from disagg.config.tree import Config
 from disagg.types.errors import ConfigError
+from disagg.types.plain import NAME_CHARS, one_line
+from disagg.types.small_files import CONFIG_BYTES, MAX_DEPTH, nested_too_deep
 
 ENV_PREFIX = "DISAGG__"
 MOST_ENTRIES = 64  # of a table
@@ -115,16 +117,17 @@ def _settings(
         for section, table in _read_toml(file).items():
             if not isinstance(table, dict):
                 raise ConfigError(
-                    f"{section} = {_show(table)} in {file}: settings live in sections; {_known_sections()}"
+                    f"{one_line(section, NAME_CHARS)} = {_show(table)} in {_name(file)}: settings live in sections; "
+                    f"{_known_sections()}"
                 )
             for name, value in table.items():
-                yield f"{section}.{name}", value, str(file)
+                yield f"{section}.{name}", value, _name(file)
             if not table:
-                _section(section, str(file))
+                _section(section, _name(file))
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX):
             path = variable[len(ENV_PREFIX) :].replace("__", ".").lower()
-            yield path, environ[variable], f"environment variable {variable}"
+            yield path, environ[variable], f"environment variable {_name(variable)}"
     for path, value in overrides.items():
         if value is not None:
             yield path, value, "flag"
@@ -133,11 +136,26 @@ def _settings(
 def _read_toml(file: Path) -> dict[str, object]:
     try:
         with file.open("rb") as opened:
-            return tomllib.load(opened)
+            content = opened.read(CONFIG_BYTES + 1)
+        if len(content) > CONFIG_BYTES:
+            raise ConfigError(
+                f"configuration file {_name(file)} has more than {CONFIG_BYTES} bytes, which are the most"
+            )
+        found = tomllib.loads(content.decode())
     except OSError as error:
-        raise ConfigError(f"configuration file {file} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"configuration file {_name(file)} cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {file} is not TOML: {error}") from error
+        raise ConfigError(f"configuration file {_name(file)} is not TOML: {error}") from error
+    except RecursionError:  # of the reader; its thousands of frames say no more
+        found = None
+    if found is None or nested_too_deep(found):
+        raise ConfigError(f"configuration file {_name(file)} is nested more than {MAX_DEPTH} deep")
+    return found
+
+
+def _name(given: object) -> str:
+    """A file's, a section's or a setting's name in a message: whoever gave it may have given control characters."""
+    return one_line(str(given))
 
 
 def _locate(path: str, source: str) -> tuple[str, str, str]:
@@ -160,12 +178,12 @@ def _locate(path: str, source: str) -> tuple[str, str, str]:
         hint = f"{section} has {', '.join(_SECTIONS[section])}"
     else:
         hint = _known_sections()
-    raise ConfigError(f"{path} ({source}) is not a setting; {hint}")
+    raise ConfigError(f"{one_line(path, NAME_CHARS)} ({source}) is not a setting; {hint}")
 
 
 def _section(section: str, source: str) -> None:
     if section not in _SECTIONS:
-        raise ConfigError(f"[{section}] ({source}) is not a section; {_known_sections()}")
+        raise ConfigError(f"[{one_line(section, NAME_CHARS)}] ({source}) is not a section; {_known_sections()}")
 
 
 def _known_sections() -> str:
@@ -176,9 +194,11 @@ def _parse(path: str, kind: inspect.Type, value: object, source: str) -> object:
     try:
         parsed = _READERS[type(kind)](path, kind, value)
         return msgspec.convert(parsed, _python_type(path))
-    except (ValueError, msgspec.ValidationError) as error:
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
         detail = f" ({error})" if isinstance(kind, inspect.VarTupleType) else ""
-        raise ConfigError(f"{path} = {_show(value)} ({source}): it must be {_allowed(path, kind)}{detail}") from error
+        raise ConfigError(
+            f"{_name(path)} = {_show(value)} ({source}): it must be {_allowed(path, kind)}{detail}"
+        ) from error
 
 
 def _python_type(path: str) -> Any:
@@ -264,7 +284,7 @@ def _range(path: str, kind: inspect.IntType | inspect.FloatType) -> str:
 def _show(value: object) -> str:
     """The value as the operator wrote it, not longer than a line."""
     text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 120 else text[:117] + "..."
+    return one_line(text if len(text) <= 120 else text[:117] + "...")
 
 
 def _toml(name: str, value: object) -> str:

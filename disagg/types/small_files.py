@@ -60,18 +60,26 @@ def json_object(content: bytes, path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object")
+    if nested_too_deep(value):
+        raise ConfigError(f"{path} is nested more than {MAX_DEPTH} deep")
+    _check_text(content, value, path)
+    return value
+
+
+def nested_too_deep(value: object) -> bool:
+    """Whether lists and tables stand in each other more than MAX_DEPTH deep; what recurses over them needs a bound."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         level = [
             inner
             for outer in level
+            if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(inner, dict | list)
         ]
         if not level:
-            _check_text(content, value, path)
-            return value
-    raise ConfigError(f"{path} is nested more than {MAX_DEPTH} deep")
+            return False
+    return True
 
 
 def _check_text(content: bytes, value: dict[str, Any], path: Path) -> None:

@@ -117,6 +117,45 @@ def test_an_error_is_one_line_and_an_exit_code(args: list[str], code: int, says:
         assert len(result.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["config", "show", "--set", "model\nERROR forged"], 2),
+        (["config", "show", "--set", "model\nERROR forged.x=1"], 2),
+        (["config", "show", "--config", "/no\nERROR forged"], 2),
+        (["status", "--http", "http://127.0.0.1:1\n"], 1),
+        (["status", "--http", "\nERROR forged"], 1),
+        (["model", "path", "a\nERROR forged"], 2),
+        (["model", "inspect", "a\nERROR forged"], 2),
+        (["report", "/no\nERROR forged"], 2),
+        (["status", "one\nERROR forged"], 2),
+        (["status", "--one\nERROR forged"], 2),
+        (["one\nERROR forged"], 2),
+        (["--one\nERROR forged"], 2),
+        (["generate", "hi", "--grpc", "a\nERROR forged"], 2),
+        (["generate", "hi", "--api-key-file", "/no\nERROR forged"], 2),
+        (["role", "a", "b\nERROR forged"], 2),
+        (["up", "--run-dir", "~no\nERROR forged/"], 2),
+        (["bench", "serve", "--token-ids", "a\nERROR forged"], 2),
+        (["plan", "--http", "\nERROR forged"], 2),
+        (["plan", "--trace", "/no\nERROR forged"], 2),
+    ],
+)
+def test_what_is_repeated_in_an_error_forges_no_line(args: list[str], code: int) -> None:
+    result = run(*args)
+    assert result.exit_code == code, result.output
+    assert not [line for line in result.output.splitlines() if line.startswith("ERROR")], result.output
+    assert sum(line.lower().startswith("error:") for line in result.output.splitlines()) == 1
+    assert not result.output.startswith("error:") or len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize("args", [[], ["model"], ["config"]])
+def test_a_group_without_a_command_shows_its_help(args: list[str]) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert len(result.output.splitlines()) > 5 and "Commands:" in result.output.split("\n")
+
+
 def test_flags_of_up_are_settings_of_every_process_and_win_over_others(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
 

@@ -146,6 +146,47 @@ def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, says: 
         load_config(written(tmp_path, text), {}, {})
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a = " + "[" * 5000 + "]" * 5000,
+        "a = " + "[" * 65 + "]" * 65,
+        "a = " + "{a = " * 5000 + "1" + "}" * 5000,
+        "[model]\n" + ".".join("a" * 5000) + " = 1",
+        f"[{'.'.join('a' * 5000)}]",
+    ],
+)
+def test_a_file_that_is_nested_without_end_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="is nested more than 64 deep") as raised:
+        load_config(written(tmp_path, text), {}, {})
+    assert raised.value.__cause__ is None  # a log would have its frames
+
+
+@pytest.mark.parametrize("setting", ["router.servers", "worker.command", "storage.options"])
+def test_a_flag_that_is_nested_without_end_is_refused(setting: str) -> None:
+    for value in ("[" * 5000, "[" * 5000 + "]" * 5000):
+        with pytest.raises(ConfigError, match=re.escape(f"{setting} = ")):
+            load_config(None, {setting: value}, {})
+
+
+def test_a_file_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has more than 4194304 bytes"):
+        load_config(written(tmp_path, "#" * (4 << 20) + "\n"), {}, {})
+
+
+@pytest.mark.parametrize("text", ['["model\\nERROR forged"]\nx=1', '["model\\nERROR forged"]', '"a\\n\\u001bb" = 1'])
+def test_names_of_a_file_do_not_forge_lines(tmp_path: Path, text: str) -> None:
+    (tmp_path / "of\nline").mkdir()
+    file = written(tmp_path / "of\nline", text)
+    with pytest.raises(ConfigError) as raised:
+        load_config(file, {}, {})
+    assert str(raised.value).isprintable() and "\\n" in str(raised.value) and "of\\nline" in str(raised.value)
+    for name in ("model\nx.y", "\x1b[2J"):
+        with pytest.raises(ConfigError) as raised:
+            load_config(None, {name: 1}, {f"DISAGG__{name}": "1"})
+        assert str(raised.value).isprintable()
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "none.toml", {}, {})
