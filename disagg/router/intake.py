@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from disagg.router.beside import Beside
 from disagg.router.requests import GenerateRequest
-from disagg.text.limits import INLINE_CHARS, TextLimits
+from disagg.text.limits import INLINE_BYTES, INLINE_CHARS, TextLimits
 from disagg.text.stops import StopTable
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import InvalidRequest, UnknownModel
@@ -30,6 +30,8 @@ from disagg.types.sampling import (
     check_ids,
 )
 
+_USUAL_GROWTH = 16  # of a text's bytes in a tokenizer, at most: what takes more counts as longer
+
 
 class Intake:
     """Of one router. longest: prompt and output together, as far as is known now."""
@@ -37,6 +39,7 @@ class Intake:
     def __init__(self, tokenizer: Tokenizer, model_name: str, max_model_len: int, longest: Callable[[], int]) -> None:
         self.tokenizer = tokenizer
         self.limits = TextLimits(max_model_len, tokenizer.most_chars(max_model_len))
+        self._most_bytes = tokenizer.most_bytes(max_model_len)
         self.beside = Beside()
         self.stop_tables: weakref.WeakValueDictionary[tuple[str, ...], StopTable] = weakref.WeakValueDictionary()
         self._model_name = model_name
@@ -141,12 +144,23 @@ class Intake:
     ) -> tuple[int, ...]:
         """Its ids, of which `fits` takes the number before they become Python's. Long texts are read beside the loop."""
         self.limits.check_chars(len(text), what, param)
+        size = _well_formed_bytes(text, what, param)
+        if size > self._most_bytes:
+            raise InvalidRequest(
+                f"{what} {size} bytes; at most {self._most_bytes} are read, since the model's tokenizer may make up to "
+                f"{self.tokenizer.growth:.3g} bytes of each",
+                param,
+            )
+        seen = int(size * self.tokenizer.growth)
         encoding = self.tokenizer.encoding
-        text = _well_formed(text, what, param)
-        if len(text) <= INLINE_CHARS:
-            found = encoding(text, add_special_tokens=add_special_tokens)
-        else:
-            found = await self.beside.run(len(text), encoding, text, add_special_tokens=add_special_tokens)
+        try:
+            if len(text) <= INLINE_CHARS and seen <= INLINE_BYTES:
+                found = encoding(text, add_special_tokens=add_special_tokens)
+            else:
+                work = max(len(text), seen // _USUAL_GROWTH)
+                found = await self.beside.run(work, encoding, text, add_special_tokens=add_special_tokens)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{what} {error}", param) from error
         fits(len(found))
         return tuple(found.ids)
 
@@ -161,9 +175,9 @@ def checked_deadline_s(deadline_s: float) -> float:
     return deadline_s
 
 
-def _well_formed(text: str, what: str, param: str) -> str:
+def _well_formed_bytes(text: str, what: str, param: str) -> int:
+    """Of the text in UTF-8."""
     try:
-        text.encode("utf-8")
+        return len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{what} half of a surrogate pair, which is no character", param) from error
-    return text

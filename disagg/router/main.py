@@ -21,7 +21,7 @@ from disagg.router.metrics import GrpcMetrics
 from disagg.router.service import Router
 from disagg.telemetry.listening import why_not_listen
 from disagg.telemetry.traces import open_traces
-from disagg.text.model_files import ModelFiles
+from disagg.text.model_files import TOKENIZER, ModelFiles
 from disagg.text.tokenizer import Tokenizer
 from disagg.text.tokenizer_trial import try_out
 from disagg.types.addresses import join
@@ -99,6 +99,12 @@ async def run_router(
     tokenizer = await asyncio.to_thread(Tokenizer.of, files, facts.vocab_size)
     if tokenizer.beyond_vocab:
         logger.warning("%s", beyond_vocab(tokenizer))
+    if tokenizer.without_chance:
+        logger.warning(
+            "%s: %s is turned off: it makes other tokens of the same text each time, which is of use in training only",
+            files.model_dir / TOKENIZER,
+            tokenizer.without_chance,
+        )
     tracing = config.tracing
     traces = open_traces(tracing.otlp_endpoint, tracing.sample_ratio, registry, config.router.name or "router")
     router = Router(

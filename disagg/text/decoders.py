@@ -14,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from disagg.types.errors import ConfigError
+from disagg.types.plain import clip
 
 REPLACEMENT: Final = "�"
+_SHOWN_CHARS: Final = 200  # of a decoder that is refused
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -71,8 +73,8 @@ def staged_decoder(spec: Mapping[str, Any]) -> StagedDecoder:
             stages.append(_Metaspace(part["replacement"], part.get("prepend_scheme", "always") != "never"))
         else:
             raise ConfigError(
-                f"tokenizer.json has a decoder that is not served: {part}; served are ByteLevel, ByteFallback, Fuse, "
-                "Strip, and before Fuse also Metaspace and Replace of a fixed string"
+                f"tokenizer.json has a decoder that is not served: {clip(str(part), _SHOWN_CHARS)}; served are "
+                "ByteLevel, ByteFallback, Fuse, Strip, and before Fuse also Metaspace and Replace of a fixed string"
             )
     return StagedDecoder(stages)
 

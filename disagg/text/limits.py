@@ -1,6 +1,7 @@
 """How much text a request may bring, by what the model's context can hold. Pure; each limit is checked before the work.
 
     characters   max_model_len x the longest token of the vocabulary (see `Tokenizer.most_chars`)
+    bytes        what the tokenizer may make of them: 16 MiB, or 64 for each token of max_model_len (see `Tokenizer.most_bytes`)
     ids          max_model_len
     messages     MAX_MESSAGES
 
@@ -17,6 +18,7 @@ from disagg.types.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGIT_BIAS, MAX_STOP
 
 MAX_MESSAGES = 4096  # of one chat: a template takes some 20 us for each
 INLINE_CHARS = 512  # texts up to this length are tokenized on the event loop: 0.3 ms
+INLINE_BYTES = 32 << 10  # that the model sees of them; most tokenizers make 2 to 12 of one (see text/tokenizer_bounds)
 _UTF8_BYTES = 4  # of a character, at most
 _VARINT_BYTES = 5  # of a 32-bit number in protobuf, at most
 

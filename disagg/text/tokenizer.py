@@ -14,9 +14,13 @@ import tokenizers
 
 from disagg.text.decoders import StagedDecoder, byte_level_bytes, byte_of, staged_decoder
 from disagg.text.model_files import CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, ModelFiles, token_content
-from disagg.types.errors import ConfigError
+from disagg.text.tokenizer_bounds import check_model, check_post_processor, decoder_growth, growth, without_chance
+from disagg.types.errors import ConfigError, InvalidRequest
+from disagg.types.plain import quoted
 
 MAX_VOCAB_SIZE = 1 << 24  # the largest known has a million ids
+READ_BYTES = 16 << 20  # that the model sees of one text: half a GiB of the library's memory
+READ_BYTES_PER_TOKEN = 64  # where a context is so long that more may be of use
 
 
 class Tokenizer:
@@ -45,8 +49,20 @@ class Tokenizer:
         vocabulary = inner.get_vocab(with_added_tokens=True)
         self._longest = max(map(len, vocabulary), default=1)  # a byte-level token has a character per byte
         self._slack = _SHRINKS if _may_shrink(inner) else 1
+        self.growth = self._bounded(inner)
+        self._decoder_growth = decoder_growth(self._decoder_spec)
+        self.without_chance = without_chance(inner)
         beyond = sorted((token_id, token) for token, token_id in vocabulary.items() if token_id >= vocab_size)
         self.beyond_vocab = tuple((token_id, self._added.get(token_id, token)) for token_id, token in beyond)
+
+    def _bounded(self, inner: tokenizers.Tokenizer) -> float:
+        """The most bytes for one of a text. Raises ConfigError for a part that may take any amount of memory or time."""
+        check_post_processor(_spec(inner.post_processor))
+        normalizer, pre_tokenizer = _spec(inner.normalizer), _spec(inner.pre_tokenizer)
+        parts = [*_specs(inner.normalizer), *_specs(inner.pre_tokenizer)]
+        check_model(inner, self._longest, _bytes_known(inner, parts))
+        shortest = min((len(text.encode()) for text in self._added.values()), default=1)
+        return growth(normalizer, pre_tokenizer, shortest)
 
     @classmethod
     def load(cls, model_dir: Path, rows: int | None = None) -> Self:
@@ -89,9 +105,16 @@ class Tokenizer:
         """The same, not yet as Python integers: `len()` of it costs nothing, `.ids` 25 ns per token.
 
         Lets other threads run meanwhile, which the library's own `encode` does not: it would keep the interpreter for
-        0.5 s per million characters.
+        0.5 s per million characters. Raises InvalidRequest for a text that the tokenizer cannot take.
         """
-        return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        try:
+            return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # plain Exception for what is not in the vocabulary; a panic is not even that
+            raise InvalidRequest(
+                f"text that the model's tokenizer cannot make tokens of: {quoted(str(error))}"
+            ) from error
 
     def most_chars(self, num_tokens: int) -> int:
         """No text of more characters becomes so few tokens.
@@ -102,12 +125,25 @@ class Tokenizer:
         """
         return num_tokens * self._longest * self._slack
 
+    def most_bytes(self, num_tokens: int) -> int:
+        """Of a text that is read, in UTF-8, where the context holds so many tokens: by what the tokenizer may make of it."""
+        return int(max(READ_BYTES, num_tokens * READ_BYTES_PER_TOKEN) / self.growth)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids that the tokenizer does not know (a model may have more logits than tokens) stand for no text.
 
-        Lets other threads run meanwhile, as `encoding` does.
+        Lets other threads run meanwhile, as `encoding` does. Raises InvalidRequest for a text that is too long.
         """
+        self._check_text_of(ids)
         return self._inner.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+
+    def _check_text_of(self, ids: Sequence[int]) -> None:
+        """By the longest token first: each by itself takes 0.3 us."""
+        most = max(READ_BYTES, len(ids) * READ_BYTES_PER_TOKEN)
+        if len(ids) * self._longest * self._decoder_growth <= most:
+            return
+        if sum(len(self.token(token_id) or "") for token_id in ids) * self._decoder_growth > most:
+            raise InvalidRequest(f"the text of {len(ids)} token ids may have more than {most} characters", "token_ids")
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling, e.g. "Ġthe" or "▁the" or "<0x0A>"; None for an id without a token."""
@@ -159,8 +195,11 @@ def _may_shrink(inner: tokenizers.Tokenizer) -> bool:
     kept = [*_specs(inner.normalizer), *_specs(inner.pre_tokenizer)]
     if not all(_keeps_all(part) for part in kept):
         return True
-    bytes_known = any(part.get("type") == "ByteLevel" for part in kept)
-    return not (bytes_known or getattr(inner.model, "byte_fallback", False))  # what is unknown may become one token
+    return not _bytes_known(inner, kept)  # what is unknown may become one token
+
+
+def _bytes_known(inner: tokenizers.Tokenizer, parts: Sequence[Mapping[str, Any]]) -> bool:
+    return any(part.get("type") == "ByteLevel" for part in parts) or bool(getattr(inner.model, "byte_fallback", False))
 
 
 def _keeps_all(part: Mapping[str, Any]) -> bool:
@@ -175,10 +214,12 @@ def _keeps_all(part: Mapping[str, Any]) -> bool:
 
 def _specs(part: Any) -> list[Mapping[str, Any]]:
     """A normalizer or pre-tokenizer as tokenizer.json writes it, and what it is made of."""
-    if part is None:
-        return []
-    whole: Mapping[str, Any] = json.loads(part.__getstate__())
-    return [whole, *_inner_parts(whole)]
+    whole = _spec(part)
+    return [] if whole is None else [whole, *_inner_parts(whole)]
+
+
+def _spec(part: Any) -> Mapping[str, Any] | None:
+    return None if part is None else json.loads(part.__getstate__())
 
 
 def _inner_parts(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -22,7 +22,8 @@ from msgspec import Struct
 from disagg.telemetry.process import die_with_parent, ended_from_outside, limit_resources
 from disagg.text.model_files import CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, ModelFiles
 from disagg.text.tokenizer import Tokenizer
-from disagg.types.errors import ConfigError, DisaggError
+from disagg.types.errors import ConfigError, DisaggError, InvalidRequest
+from disagg.types.plain import quoted
 
 SPARE_BYTES = 4 << 30  # the largest file that is read has 128 MiB, and takes ten times as much
 THREAD_BYTES = 128 << 20  # of addresses: the library has a thread per core, each with a stack and an arena
@@ -31,6 +32,7 @@ REFUSED = 3
 PROGRAM = "disagg.text.tokenizer_trial"
 _FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG)
 _WORDS_BYTES = 8 << 10
+_CAUSE_CHARS = 400
 _SAMPLE = "A few words,\tdon't they? 12,345.67\n\n    naïve — 日本語 👩‍👩‍👧 <s> [INST] ▁Ġ é́ \u200b\x00"
 
 
@@ -81,13 +83,22 @@ def _ended(status: int) -> str:
     return f"with {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
 
 
-def use(tokenizer: Tokenizer) -> None:
-    """Text to ids and back, each id alone too. What the library then raises is a request's to hear."""
-    with contextlib.suppress(Exception):
+def use(tokenizer: Tokenizer, path: Path) -> None:
+    """Text to ids and back, each id alone too. What the library then raises is a request's to hear, but for a panic:
+    that is a file which it took for a sound one. Raises ConfigError."""
+    try:
         ids = tokenizer.encode(_SAMPLE)
         tokenizer.decode(ids)
         for token_id in ids:
             tokenizer.decode([token_id])
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        cause = error.__cause__ if isinstance(error, InvalidRequest) and error.__cause__ else error
+        if not isinstance(cause, Exception):
+            raise ConfigError(
+                f"{path} cannot be used: the library that reads it panics at a text: {quoted(str(cause), _CAUSE_CHARS)}"
+            ) from error
 
 
 def main(parent_pid: int) -> int:
@@ -96,7 +107,8 @@ def main(parent_pid: int) -> int:
     task = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Task)
     limit_resources(SPARE_BYTES + THREAD_BYTES * (os.cpu_count() or 1))
     try:
-        use(Tokenizer.of(ModelFiles(Path(task.model_dir), task.contents), task.rows))
+        files = ModelFiles(Path(task.model_dir), task.contents)
+        use(Tokenizer.of(files, task.rows), files.model_dir / TOKENIZER)
     except ConfigError as error:
         sys.stdout.buffer.write(str(error).encode("utf-8", "replace"))
         return REFUSED
