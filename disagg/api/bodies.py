@@ -241,7 +241,7 @@ def _call(
             session=body.prompt_cache_key,
             priority=body.priority,
             tenant=tenant,
-            prompt_name="prompt" if len(prompts) == 1 else f"prompt[{at}]",
+            prompt_name="messages" if kind == "chat" else "prompt" if len(prompts) == 1 else f"prompt[{at}]",
             client_request_id=client_request_id,
             add_special_tokens=kind == "completion",
         )

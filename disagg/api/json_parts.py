@@ -56,13 +56,22 @@ def decoded(raw: bytes, to: Any = Any) -> Any:
     except msgspec.ValidationError as error:
         if to is not Any:
             raise
-        raise _no_json(error) from error  # a number that no 64 bits hold
+        raise _no_json(error, raw) from error  # a number that no 64 bits hold
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _no_json(error) from error
+        raise _no_json(error, raw) from error
 
 
-def _no_json(error: Exception) -> BadField:
-    return BadField(f"the body cannot be read as JSON: {error}", None, "invalid_json")
+_HALF = re.compile(  # the first half of a pair in an escape, without the other
+    rb"(?<!\\)(?:\\\\)*\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
+_MISLED = ("truncated", "unexpected end", "surrogate")  # what msgspec then says
+
+
+def _no_json(error: Exception, raw: bytes) -> BadField:
+    problem = str(error)
+    if any(said in problem for said in _MISLED) and _HALF.search(raw):
+        problem = "a text has half of a surrogate pair, which is no character"
+    return BadField(f"the body cannot be read as JSON: {problem}", None, "invalid_json")
 
 
 def elements(raw: bytes, most: int) -> list[bytes] | None:

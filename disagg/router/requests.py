@@ -24,7 +24,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     among the tenant's own.
     owner: the tenant whose key was shown, where keys are asked for: what is cached for it is found by nobody else.
     client_request_id: what the client calls it (logs only); the router's own id is `Started.request_id`.
-    prompt_name: what the client calls the prompt, for errors: `prompt[3]` of a call with several.
+    prompt_name: what the client calls the prompt, for errors: `prompt[3]` of a call with several,
+    `messages` of a chat.
     call: which call it is part of, of those with several prompts; empty: it is a call by itself.
     too_large: why the face could not hold the answer, if it could not: said once everything else is in order.
     traceparent: which trace it is part of, as its client says (W3C); nonsense is as good as nothing. operation: what it is, as
@@ -61,7 +62,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
 
 def subject_of(prompt_name: str) -> str:
     """The prompt as the subject of a sentence."""
-    return "the prompt" if prompt_name == "prompt" else prompt_name
+    return {"prompt": "the prompt", "messages": "the chat's prompt"}.get(prompt_name, prompt_name)
 
 
 class Asked(Struct, frozen=True, kw_only=True):

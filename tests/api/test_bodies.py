@@ -253,6 +253,9 @@ def test_which_of_several_prompts_is_wrong_is_said(prompt: list[object], says: s
 def test_every_prompt_has_the_name_that_the_client_knows_it_by() -> None:
     assert [request.prompt_name for request in completion(prompt=["a", "b"]).requests] == ["prompt[0]", "prompt[1]"]
     assert [request.the_prompt for request in completion(prompt=["a"]).requests] == ["the prompt"]
+    assert [(request.prompt_name, request.the_prompt) for request in chat().requests] == [
+        ("messages", "the chat's prompt")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -352,6 +355,17 @@ def test_a_missing_field_is_named(missing: str) -> None:
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parse_completion(body, LIMITS, max_prompts=1)
+
+
+@pytest.mark.parametrize(
+    "escape", ["\\ud800", "\\uD9ff", "\\\\\\udbff", "\\ud800abcdefgh", "\\ud800\\u0041", "\\ud800\\ud800"]
+)
+def test_half_of_a_surrogate_pair_is_named_wherever_it_ends(escape: str) -> None:
+    body = f'{{"model": "m", "prompt": "{escape}"}}'.encode()
+    with pytest.raises(InvalidRequest, match="half of a surrogate pair"):
+        parse_completion(body, LIMITS, max_prompts=1)
+    with pytest.raises(InvalidRequest, match="truncated"):
+        parse_completion(b'{"model": "m", "prompt": "\\ud83d\\ude00\\\\ud800', LIMITS, max_prompts=1)
 
 
 # ---- chats
