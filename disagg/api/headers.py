@@ -32,6 +32,15 @@ def tenant(request: Request) -> str:
     return tenant_of(address, credentials, name=request.headers.get(TENANT_HEADER, ""))
 
 
+def _one(request: Request, name: str) -> str | None:
+    """Without the blanks around it, which are no part of a header's value; None where it is not there. Raises InvalidRequest
+    where it is there more than once: which one is meant, nobody knows."""
+    given = request.headers.getlist(name)
+    if len(given) > 1:
+        raise InvalidRequest(f"{name} is there {len(given)} times: give it once", name)
+    return given[0].strip(" \t") if given else None
+
+
 def said(request: Request) -> dict[str, object]:
     """What GenerateRequest calls so, of what is said: a session's name in a header counts before one in the body. Raises
     InvalidRequest."""
@@ -39,13 +48,13 @@ def said(request: Request) -> dict[str, object]:
         "owner": owner_of(request),
         "traceparent": request.headers.get("traceparent", "")[:MAX_CHARS],
     }
-    if session := request.headers.get(SESSION, ""):
+    if session := _one(request, SESSION):
         if len(session) > MAX_SESSION_CHARS:
             raise InvalidRequest(
                 f"{SESSION} has {len(session)} characters; at most {MAX_SESSION_CHARS} are allowed", SESSION
             )
         fields["session"] = session
-    slo = request.headers.get(SLO)
+    slo = _one(request, SLO)
     if slo is not None:
         digits = slo.isascii() and slo.isdecimal() and len(slo) <= 10
         if not digits or not 1 <= int(slo) <= MAX_SLO_MS:

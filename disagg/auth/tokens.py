@@ -18,7 +18,7 @@ from jwt.exceptions import InvalidKeyError, InvalidTokenError, PyJWKError
 
 from disagg.types.errors import ConfigError, Unauthenticated
 from disagg.types.small_files import json_object, read_small
-from disagg.types.tenants import MAX_TENANT_CHARS, TENANT
+from disagg.types.tenants import MAX_TENANT_CHARS, TENANT, TENANT_SIGNS
 
 JWKS_BYTES = 1 << 20
 MAX_KEYS = 256
@@ -30,6 +30,7 @@ TRIED = 4  # keys, for a token that names none
 # Of a key's type (and curve): RS256 RSA, ES256 on P-256, EdDSA.
 _ALGORITHMS = {("RSA", ""): "RS256", ("EC", "P-256"): "ES256", ("OKP", "Ed25519"): "EdDSA", ("OKP", "Ed448"): "EdDSA"}
 # Times are looked at by `_window`, on our clock; whom a token is meant for and whose it is by `_check_meant`.
+_NO_OBJECT = "Invalid payload string"  # as PyJWT has it, of a token whose signature counts
 _SIGNATURE_ONLY: Any = {
     "verify_signature": True,
     **dict.fromkeys(("verify_exp", "verify_nbf", "verify_iat", "verify_aud", "verify_iss", "verify_sub"), False),
@@ -109,7 +110,9 @@ class Tokens:
             try:
                 claims: dict[str, Any] = jwt.decode(token, key.key, algorithms=[key.algorithm], options=_SIGNATURE_ONLY)
                 return claims
-            except (InvalidTokenError, InvalidKeyError, ValueError):
+            except (InvalidTokenError, InvalidKeyError, ValueError) as error:
+                if str(error).startswith(_NO_OBJECT):
+                    raise Unauthenticated("the token's payload is no JSON object", "bad_token") from None
                 continue
         raise Unauthenticated("the token is not signed by a key that counts here", "bad_token")
 
@@ -185,7 +188,8 @@ def _tenant(claims: Mapping[str, Any]) -> str:
     value = claims.get(name)
     if not isinstance(value, str) or not TENANT.fullmatch(value):
         raise Unauthenticated(
-            f"the token's claim {name} names no tenant: it must be a text of at most {MAX_TENANT_CHARS} characters",
+            f"the token's claim {name} names no tenant: it must be a text of 1 to {MAX_TENANT_CHARS} characters, "
+            f"which are letters (A-Z, a-z), digits or {TENANT_SIGNS}",
             "bad_token",
         )
     return value

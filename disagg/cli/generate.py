@@ -210,11 +210,19 @@ def _render(prompt: str, model: str, chat: bool | None) -> tuple[str, bool]:
 
 
 def _explained(error: grpc.aio.AioRpcError, address: str) -> DisaggError:
-    if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in (error.details() or "").lower():
-        return DisaggError(f"no router answers at {address}; is `disagg up` running?")
-    if error.code() is grpc.StatusCode.UNAVAILABLE and "resolv" in (error.details() or "").lower():
+    said = (error.details() or "").lower()
+    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+        return error_of(error)
+    if "resolv" in said and "connect" not in said:
         return DisaggError(f"no router answers at {address}: its name is not known here")
-    return error_of(error)
+    if not any(word in said for word in ("connect", "socket closed", "handshake", "ssl")):
+        return error_of(error)
+    hint = ""
+    if "refused" not in said and given_ca() is None:
+        hint = " If it speaks TLS, say --ca FILE."
+    elif "refused" not in said:
+        hint = " If it speaks no TLS, leave out --ca; if it does, --ca must name who signed its certificate."
+    return DisaggError(f"no router answers at {address}; is `disagg up` running?{hint}")
 
 
 async def _cancelled_by_ctrl_c(asking: object) -> Answer:

@@ -55,7 +55,7 @@ def print_pools(console: Console, status: Mapping[str, Any]) -> None:
         if servers or (role != "mixed" and not pools["mixed"]):
             console.print(pool_table(role, servers, versions=_several_versions(status)))
     for server in status.get("servers", []):
-        if reason := server.get("reason"):
+        if reason := server.get("reason") or server.get("error"):
             console.print(f"{server.get('name')}: {reason}", markup=False, soft_wrap=True)
         for each in server.get("carried") or ():
             console.print(_carried(server, each), style="red" if each.get("slow") else None, soft_wrap=True)

@@ -138,6 +138,19 @@ class StageProgress:
         self._stage = ""
 
 
+def _nobody(error: Exception) -> bool:
+    return "refused" in str(error).lower()
+
+
+def _tls_hint(base_url: str) -> str:
+    """Something is there, and speaks otherwise than it was spoken to."""
+    if base_url.lower().startswith("https:"):
+        return (
+            " If it speaks no TLS, say --http http://...; if it does, --ca FILE must name who signed its certificate."
+        )
+    return " If it speaks TLS, say --http https://... and --ca FILE."
+
+
 def get_http(base_url: str, path: str, params: dict[str, str] | None = None, *, method: str = "GET") -> Any:
     """The router's answer: decoded if it is JSON, else text. Raises DisaggError saying what to check."""
     import httpx
@@ -154,7 +167,8 @@ def get_http(base_url: str, path: str, params: dict[str, str] | None = None, *, 
     except httpx.InvalidURL as error:
         raise DisaggError(f"{url} is not a URL: {error}") from error
     except httpx.HTTPError as error:
-        raise Unavailable(f"no router answers at {base_url} ({error}); is `disagg up` running?") from error
+        hint = "" if isinstance(error, httpx.TimeoutException) or _nobody(error) else _tls_hint(base_url)
+        raise Unavailable(f"no router answers at {base_url} ({error}); is `disagg up` running?{hint}") from error
     if answer.status_code != 200:
         raise DisaggError(f"{url} answered {answer.status_code}: {one_line(answer.text.strip(), 300)}")
     if answer.headers.get("content-type", "").startswith("application/json"):

@@ -42,6 +42,7 @@ from disagg.types.addresses import bare, join
 from disagg.types.errors import ConfigError
 from disagg.types.plain import one_line
 from disagg.types.small_files import home_expanded, read_small
+from disagg.types.status import REFUSED
 
 DRAIN_MARGIN_S = 5.0  # a child bounds its own drain; this is for what comes after
 ALL_READY_S = 15.0  # once requests succeed, how long the last servers are waited for before `ready` is said
@@ -255,9 +256,16 @@ class _Terminal:
 
     def died(self, spec: ChildSpec, status: int, restart_in_s: float) -> None:
         problem(f"{spec.name} {describe_status(status)}; starting it again in {restart_in_s:g} s; log: {spec.log}")
+        self._why(spec, status)
 
     def died_draining(self, spec: ChildSpec, status: int) -> None:
         problem(f"{spec.name} {describe_status(status)} while draining; log: {spec.log}")
+        self._why(spec, status)
+
+    def _why(self, spec: ChildSpec, status: int) -> None:
+        """The last word of one that refuses what it was given."""
+        for line in self._pump.last_lines(spec.name, LAST_LINES_S)[-1:] if status == REFUSED else ():
+            note(f"  {one_line(line)}")
 
     def killed(self, spec: ChildSpec, why: str) -> None:
         problem(f"killing {spec.name} and its workers: {why}")

@@ -265,10 +265,11 @@ def _allowed(path: str, kind: inspect.Type) -> str:
         return "one of " + ", ".join(str(each) or '""' for each in kind.values)
     if isinstance(kind, inspect.VarTupleType):
         if isinstance(kind.item_type, inspect.StructType):
-            return "a list of tables with " + ", ".join(each.name for each in kind.item_type.fields)
+            names = [each.name for each in kind.item_type.fields]
+            return f'a list of tables with {", ".join(names)}; in a variable or flag JSON: [{{"{names[0]}": ..., ...}}]'
         return "a list of strings"
     if isinstance(kind, inspect.DictType):
-        return f"a table of at most {MOST_ENTRIES} texts, numbers and switches"
+        return f"a table of at most {MOST_ENTRIES} texts, numbers and switches; in a variable or flag JSON"
     return "a string"
 
 

@@ -123,9 +123,10 @@ def _of_server(server: ServerView, view: ClusterView) -> list[Alarm]:
     found = []
     if state in _STATES:
         level, words = _STATES[state]
-        more = server.error if state is ServerState.DEAD else server.reason
+        loading = state is ServerState.LOADING  # for as long as what it says of itself is refused, too
+        more = server.error if state is ServerState.DEAD or (loading and not server.reason) else server.reason
         found.append(Alarm(level, server.name, f"{words}: {more}" if more else words))
-    elif server.reason:
+    elif server.reason and server.reason != server.started_as:  # which was asked for, and is as it should be
         found.append(Alarm(Level.WARN, server.name, server.reason))
     for work in server.circuits if state is not ServerState.DEAD else ():
         words = f"fails too much of what it is sent to {work.value}: nothing is while there is another server"

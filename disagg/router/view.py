@@ -202,8 +202,15 @@ class ServerView(Struct, frozen=True, kw_only=True):
             return ""
         if self.becomes:
             return f"it becomes a {self.becomes} server"
-        was = f"it was started as a {change.started.value} server" if change.started is not self.role else ""
-        return change.failed or was
+        return change.failed or self.started_as
+
+    @property
+    def started_as(self) -> str:
+        """That it was given another role, for information; empty if it was not."""
+        change = self.hello.role_change if self.hello is not None else None
+        if change is None or change.started is self.role:
+            return ""
+        return f"it was started as a {change.started.value} server"
 
     @property
     def usable(self) -> bool:

@@ -459,6 +459,18 @@ async def test_a_header_beyond_its_bounds_is_refused_by_name(
     assert says in reply.json()["error"]["message"] and not router.requests
 
 
+async def test_blanks_around_a_header_are_no_part_of_it_and_two_of_it_are_refused(
+    http: httpx.AsyncClient, router: FakeRouter
+) -> None:
+    await http.post("/v1/completions", json=BODY, headers={"x-slo-ttft-ms": "5 \t", "x-session-id": " s "})
+    assert [(each.session, each.slo_ttft_s) for each in router.requests] == [("s", 0.005)]
+    for name in ("x-slo-ttft-ms", "x-session-id"):
+        reply = await http.post("/v1/completions", json=BODY, headers=[(name, "5"), (name, "6")])
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
+        assert "2 times: give it once" in reply.json()["error"]["message"]
+    assert len(router.requests) == 1
+
+
 @pytest.mark.parametrize("said", ["x" * 50_000, "a\nb\x1b[2J\x85\u2028\u202e" * 1000, "\ud800" * 10])
 async def test_errors_repeat_what_clients_say_clipped_and_escaped(
     http: httpx.AsyncClient, router: FakeRouter, said: str

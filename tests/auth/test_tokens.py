@@ -6,6 +6,7 @@ import base64
 import hashlib
 import hmac
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,18 @@ def refused(tokens: Tokens, token: bytes) -> str:
         tokens.tenant_of(token)
     assert token.decode("latin-1")[:20] not in str(refusal.value)
     return refusal.value.reason
+
+
+def test_what_a_token_may_hold_is_said(tokens: Tokens) -> None:
+    listed = jwt.PyJWS().encode(b"[1]", RSA, "RS256", headers={"kid": "RS256"}).encode()
+    forged = listed[:-8] + b"AAAAAAAA"
+    for token, says in (
+        (listed, "the token's payload is no JSON object"),
+        (forged, "not signed by a key that counts"),
+        (signed(tenant="a b"), "a text of 1 to 128 characters, which are letters (A-Z, a-z), digits or ._@:/+=-"),
+    ):
+        with pytest.raises(Unauthenticated, match=re.escape(says)):
+            tokens.tenant_of(token)
 
 
 def test_a_token_without_a_signature_or_with_a_mac_by_a_public_key_is_none(tokens: Tokens) -> None:

@@ -103,7 +103,11 @@ def test_lists_in_the_environment_are_json_or_words() -> None:
         ("router.http_port", 70000, ["router.http_port = 70000", "at most 65535"]),
         ("router.lease_s", -1, ["router.lease_s = -1", "a number of seconds", "above 0"]),
         ("router.servers", [{"name": "p"}], ["router.servers", "name, role, address", "address"]),
-        ("router.servers", "nonsense", ["router.servers", "a list of tables"]),
+        (
+            "router.servers",
+            "nonsense",
+            ["router.servers", "a list of tables", 'in a variable or flag JSON: [{"name": ...'],
+        ),
         ("worker.command", [1], ["worker.command", "a list of strings"]),
         ("engine.page_token", 1, ["engine.page_token", "nearest: engine.page_tokens"]),
         ("page_tokens", 1, ["page_tokens", "nearest: engine.page_tokens"]),

@@ -50,7 +50,7 @@ def test_a_cluster_that_is_well_is_not_spoken_of() -> None:
     ("one", "level", "words"),
     [
         (server("x", lost=True), Level.BAD, "is lost"),
-        (server("x", ServerState.LOADING), Level.WARN, "loading"),
+        (server("x", ServerState.LOADING), Level.WARN, "is loading: why"),
         (server("x", ServerState.DRAINING, running=1), Level.WARN, "draining"),
         (server("x", ServerState.DRAINING), Level.WARN, "drained"),
         (server("x", store=StorageState.DEGRADED), Level.WARN, "storage for KV fails"),

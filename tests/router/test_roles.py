@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from disagg.messages.legs import RoleChange, ServerState
+from disagg.router.alarms import alarms
 from disagg.router.roles import change_begun, check_drain, needs_change, role_named
 from disagg.router.status import server_status
 from disagg.router.view import ClusterView, ServerView
@@ -102,6 +103,12 @@ def test_status_and_reason_say_what_it_becomes_and_why_it_did_not() -> None:
         server = with_change(d("d0"), **said)
         shown = server_status(server, ClusterView((server,)))
         assert (shown["becomes"], shown["reason"]) == (becomes, reason)
+
+
+def test_a_role_that_was_asked_for_is_no_alarm_and_one_that_failed_is() -> None:
+    for said, alarmed in (({"started": Role.PREFILL}, []), ({"failed": "no room"}, ["no room"])):
+        view = ClusterView((p("p0"), with_change(d("d0"), **said)))
+        assert [alarm.text for alarm in alarms(view, {}, 0.0)] == alarmed
 
 
 HELLO = {"p0": {"role_change": RoleChange(Role.PREFILL)}, "d1": {"role_change": RoleChange(Role.DECODE)}}
