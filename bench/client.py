@@ -262,7 +262,7 @@ def measure(bench: Bench, arguments: argparse.Namespace, note: Callable[[str], N
         note(bench.first_tokens(tokens, arguments.repeats))
     if arguments.lengths:
         note(bench.new_lengths(arguments.lengths))
-    for _ in range(2):
+    for _ in range(arguments.bursts):
         note(bench.burst(arguments.burst, 1000))
     for count in arguments.sequences:
         note(bench.decode(count))
@@ -283,6 +283,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="prompts of each length")
     parser.add_argument("--lengths", type=int, default=6, help="prompts of lengths that have not come before; 0: none")
     parser.add_argument("--burst", type=int, default=32, help="prompts of 1000 tokens at once")
+    parser.add_argument("--bursts", type=int, default=2, help="one after the other")
     parser.add_argument("--sequences", type=int, nargs="*", default=[1, 32, 128, 256])
     parser.add_argument(
         "--newcomer", type=int, default=8192, help="tokens of a prompt that comes to 32 sequences; 0: none"

@@ -28,6 +28,8 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from bench.shards import PYTEST_FLAGS, plugins
+
 ROOT = Path(__file__).parents[1]
 MODEL_DIR = "{scratch}/llama-8b"  # made by the first part that wants it, for all of them; 16 GiB
 SECONDS_PER_MINUTE = 60.0
@@ -37,9 +39,6 @@ END_S = 10.0  # from SIGTERM to SIGKILL
 OUTPUT_BYTES = 1 << 20  # of a part, at most, of which the end is kept
 DIGEST_CHARS = 9000  # of the ends of all parts together, at last
 Status = Literal["passed", "failed", "ended: too late", "not run"]
-
-# A machine whose own pytest plugins do not suit turns them off, and has ours by name.
-_PLUGINS = ("-p", "pytest_asyncio.plugin", "-p", "pytest_timeout")
 
 
 class Part(Struct, frozen=True):
@@ -61,8 +60,12 @@ def module(name: str, *flags: str) -> tuple[str, ...]:
 
 
 def tests(*selection: str) -> tuple[str, ...]:
-    plugins = _PLUGINS if os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD") else ()
-    return ("-m", "pytest", "-q", "-s", "-m", "not slow", "-p", "no:cacheprovider", *plugins, *selection)
+    return ("-m", "pytest", "-s", *PYTEST_FLAGS, *plugins(), *selection)
+
+
+def beside_each_other(processes: int, *files: str) -> tuple[str, ...]:
+    """Tests whose time is that of a compiler."""
+    return module("bench.shards", "--processes", str(processes), *files)
 
 
 EIGHT_B = ("--model-dir", MODEL_DIR)
@@ -72,7 +75,9 @@ PARTS = (
         "parity",
         2.5,
         "whether fused modules and captured steps compute what plain ones do (Show 5)",
-        tests("tests/models/test_captured.py", "tests/models/test_fused.py", "tests/models/test_graphs.py"),
+        beside_each_other(
+            4, "tests/models/test_captured.py", "tests/models/test_fused.py", "tests/models/test_graphs.py"
+        ),
         drops=("rotation", "ends"),  # the youngest
     ),
     Part(
@@ -103,15 +108,20 @@ PARTS = (
     Part(
         "experts",
         1.0,
-        "whether experts are spread with this machine's transformers (18 cases found none with 5.17)",
+        "whether experts are spread with this machine's transformers",
         tests("tests/models/test_experts.py"),
     ),
     Part(
+        "attention",
+        2.5,
+        "attention of every backend on this chip against float64",
+        beside_each_other(5, "tests/models/test_attention_backends.py"),
+    ),
+    Part(
         "kernels",
-        2.0,
-        "attention, products, first argmax, copies of pages and staging on this chip, against float64 and plain copies",
+        1.5,
+        "products, first argmax, copies of pages and staging on this chip, against float64 and plain copies",
         tests(
-            "tests/models/test_attention_backends.py",
             "tests/models/test_products.py",
             "tests/models/test_argmax.py",
             "tests/worker/test_page_copies.py",
@@ -144,9 +154,9 @@ PARTS = (
     ),
     Part(
         "families",
-        5.0,
+        3.0,
         "every family against transformers on a GPU in float32 (204 cases) (Show 5)",
-        tests("tests/models/test_parity.py"),
+        beside_each_other(5, "tests/models/test_parity.py"),
     ),
     Part(
         "resumable",
