@@ -141,7 +141,7 @@ async def test_whoever_is_no_operator_gets_what_is_of_tenants_and_nothing_else(t
         assert {path for path in served if not path.startswith("/v1/")} == {"/", "/version", *ANONYMOUS}
         assert {"/status", "/metrics", "/debug/requests", "/servers/x/drain", "/openapi.json"} <= refused
         assert (await client.post("/v1/completions", json=COMPLETION, headers=A)).status_code == 200
-    assert router.drained == [("x", True), ("x", False)]  # by the operator alone
+    assert router.drained == [("x", True, False), ("x", False, False)]  # by the operator alone
 
 
 def test_without_operators_every_key_is_one_and_the_log_says_so(
