@@ -15,7 +15,7 @@ from tests.cluster.cluster import CLI, Cluster
 from tests.cluster.test_drain import POOLS, asked, moved, recomputed
 from tests.models.tiny import make_tiny
 
-OUTPUTS = 150
+OUTPUTS = 400  # of a model that answers within seconds: they still go on when the command has begun
 
 
 def role(cluster: Cluster, name: str, wanted: str, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tests.cluster import reference
 from tests.cluster.campaign import total
 from tests.cluster.cluster import Cluster
 from tests.cluster.failing_store import FAULTS, failing_store
-from tests.cluster.wire_faults.plan import COMMAND, FaultPlan, Rates
+from tests.cluster.wire_faults.plan import COMMAND, FaultPlan, FrozenWrite, Rates
 from tests.cluster.wire_faults.questions import Questions, ask, two_layers
 
 CONCURRENCY = 48
@@ -239,6 +239,18 @@ class Trio:
         serials = range(first, first + len(self.questions.prompts))
         ask(self.cluster, self.questions, serials, len(serials)).check()
 
+    def ask_until(self, frozen: FrozenWrite, pool: ThreadPoolExecutor, first: int) -> list[Future[None]]:
+        """Again, where all of it was written by the other prefill server: this one failed just before, and routers know."""
+        asked: list[Future[None]] = []
+
+        def in_a_write() -> bool:
+            if all(each.done() for each in asked):
+                asked.append(pool.submit(self.ask, first + 100 * len(asked)))
+            return frozen.frozen
+
+        self.cluster.wait(in_a_write, 120, "a worker in the middle of a write")
+        return asked
+
 
 @pytest.fixture(scope="module", params=["posix,cma,tcp", pytest.param("tcp", marks=pytest.mark.slow)])
 def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, long: Questions) -> Iterator[Trio]:
@@ -262,8 +274,7 @@ def test_what_a_write_may_still_reach_comes_back_when_the_writer_has_answered(tr
     given_up = trio.lost("peer_lost")
     frozen = trio.plan.freeze_next_write("prefill-0")
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(trio.ask, 1000)]
-        cluster.wait(lambda: frozen.frozen, 120, "a worker in the middle of a write")
+        asked = trio.ask_until(frozen, pool, 1000)
         pid = trio.frozen_pid
         cluster.wait(lambda: trio.lost("peer_lost") > given_up, 120, "a receiver that has given up")
         asked.append(pool.submit(trio.ask, 2000))
@@ -285,8 +296,7 @@ def test_only_segments_of_a_writer_of_unknown_fate_are_quarantined_until_it_is_q
     cluster.wait_healthy()
     frozen = trio.plan.freeze_next_write("prefill-0")
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(trio.ask, 3000)]
-        cluster.wait(lambda: frozen.frozen, 120, "a worker in the middle of a write")
+        asked = trio.ask_until(frozen, pool, 3000)
         worker, server = trio.frozen_pid, cluster.server("prefill-0")["pid"]
         cluster.kill(server, signal.SIGSTOP)
         cluster.wait(lambda: trio.arena("quarantined"), 120, "a lost link")
