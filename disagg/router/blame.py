@@ -48,13 +48,13 @@ class Blame:
 
     def __init__(self, ends: Callable[[PeerRef], bool]) -> None:
         self._ends = ends
-        self._ended: dict[Attempt, str] = {}  # the server that has ended by itself
+        self._ended: dict[Attempt, None] = {}  # one server of which has ended by itself, oldest first
         self._suspects: dict[Attempt, Suspect] = {}  # oldest first
 
     def leg_ended(self, attempt: Attempt, pair: Pair, server: str, outcome: Outcome, now_s: float) -> Iterator[Charge]:
         if outcome in _OWN_ENDS and server in pair.servers:
             self._suspects.pop(attempt, None)
-            self._ended[attempt] = server
+            self._ended[attempt] = None
             forget_oldest(self._ended, MAX_ATTEMPTS)
         by_itself = outcome in (Outcome.DONE, Outcome.WORKER_LOST)
         if not by_itself and self._explained(attempt, pair):

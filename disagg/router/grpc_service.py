@@ -72,8 +72,7 @@ class InferenceService(InferenceServicer):
         left_s = context.time_remaining()  # until the call's own deadline
         if left_s is None or not math.isfinite(left_s):
             return asked
-        limit_s = self._router.default_deadline_s if asked.deadline_s is None else asked.deadline_s
-        return replace(asked, deadline_s=min(limit_s, max(0.001, left_s)))
+        return replace(asked, deadline_s=min(self._router.deadline_s(asked), max(0.001, left_s)))
 
     async def tokenize(self, request: pb.inference.TokenizeRequest, context: Context) -> pb.inference.TokenizeResponse:
         try:

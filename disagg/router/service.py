@@ -236,10 +236,9 @@ class Router:
         """What faces check before they turn a message into values."""
         return self._intake.limits
 
-    @property
-    def default_deadline_s(self) -> float:
-        """Of requests that name none."""
-        return self._config.request_deadline_s
+    def deadline_s(self, request: GenerateRequest) -> float:
+        """What it names, or what the cluster has for those that name none."""
+        return self._config.request_deadline_s if request.deadline_s is None else request.deadline_s
 
     def hold(self) -> Held:
         """An account of `router.memory_bytes`, for a face that keeps something of a request."""
@@ -374,7 +373,7 @@ class Router:
         prompt = await self._read(request)
         params = self._intake.params(request, prompt)
         salt, ways = salt_of(request.owner, request.cache_salt), self._dispatch.pairing.ways
-        limit_s = self.default_deadline_s if request.deadline_s is None else request.deadline_s
+        limit_s = self.deadline_s(request)
         checked_deadline_s(limit_s)
         held = self._budget.hold()
         stop_bytes = STOP_CHAR_BYTES * sum(map(len, params.stop))
