@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from types import ModuleType
-
 import pytest
 
 from disagg.scheduler import prefill_delayer
 from tests.scheduler import test_prefill_delayer
+from tests.scheduler.mutated import mutated
 
 # what is wrong: what stands there, and what then would
 MUTATIONS = {
@@ -65,12 +63,7 @@ MUTATIONS = {
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch, old: str = "", new: str = "") -> None:
-    source = inspect.getsource(prefill_delayer)
-    if old:
-        assert source.count(old) == 1, f"{old!r} is there {source.count(old)} times: what was it changed to?"
-        source = source.replace(old, new)
-    copy = ModuleType("prefill_delayer_mutated")
-    exec(compile(source, copy.__name__, "exec"), copy.__dict__)
+    copy = mutated(prefill_delayer, old, new)
     monkeypatch.setattr(test_prefill_delayer, "delayer", copy)
 
 

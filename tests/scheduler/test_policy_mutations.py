@@ -5,10 +5,8 @@ A mutated copy of the policies stands in for them wherever they are used: in the
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 
 import pytest
 
@@ -16,6 +14,7 @@ from disagg.engine import batch
 from disagg.scheduler import policies
 from tests.engine import test_mixed
 from tests.scheduler import test_budget, test_policies
+from tests.scheduler.mutated import mutated
 
 USERS = (batch, test_mixed, test_budget, test_policies)
 
@@ -141,12 +140,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[], None]]] = {
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch, old: str = "", new: str = "") -> None:
-    source = inspect.getsource(policies)
-    if old:
-        assert source.count(old) == 1, f"{old!r} is there {source.count(old)} times: what was it changed to?"
-        source = source.replace(old, new)
-    copy = ModuleType("policies_mutated")
-    exec(compile(source, copy.__name__, "exec"), copy.__dict__)
+    copy = mutated(policies, old, new)
     copy.__dict__["Phase"] = policies.Phase  # which everybody compares with
     for user in USERS:
         for name, value in policies.__dict__.items():
