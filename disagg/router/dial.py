@@ -20,7 +20,7 @@ from disagg.wire.server import (
     router_hello_to_proto,
     server_says_from_proto,
 )
-from disagg.wire.services import ServerStub, open_channel
+from disagg.wire.services import ServerStub, open_channel, read_message
 
 
 class GrpcConnection:
@@ -48,7 +48,7 @@ class GrpcConnection:
     async def next(self) -> ServerSays | None:
         """None: the server has ended the stream."""
         try:
-            message = await self._call.read()
+            message = await read_message(self._call)
         except grpc.aio.AioRpcError as error:
             raise _broken(error) from error
         return None if message is grpc.aio.EOF else server_says_from_proto(message)

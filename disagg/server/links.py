@@ -31,7 +31,7 @@ from disagg.types.errors import ProtocolError
 from disagg.types.protocol import refusal
 from disagg.wire import pb
 from disagg.wire.peer import LinkGreeting, link_frame_from_proto, link_frame_to_proto, link_greeting_to_proto
-from disagg.wire.services import PeerServicer, PeerStub, open_channel
+from disagg.wire.services import PeerServicer, PeerStub, open_channel, read_message
 from disagg.wire.status import details_of
 
 logger = logging.getLogger(__name__)
@@ -387,7 +387,7 @@ class Links(PeerServicer):
             received = link.stream.state.received if link is not None else 0
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 await call.write(link_greeting_to_proto(LinkGreeting(ours, received, peer.incarnation)))
-                first = await call.read()
+                first = await read_message(call)
             if first is grpc.aio.EOF:
                 return _Failure(*await _status_of(call))
             greeting = link_frame_from_proto(first)
@@ -475,7 +475,7 @@ async def _status_of(call: Any) -> tuple[str, bool]:
 async def _reads(call: Any) -> AsyncIterator[pb.peer.LinkFrame]:
     """What a call receives, until its end."""
     while True:
-        message = await call.read()
+        message = await read_message(call)
         if message is grpc.aio.EOF:
             return
         yield message

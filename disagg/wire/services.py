@@ -358,3 +358,23 @@ async def is_serving(channel: grpc.aio.Channel, service: str = "", timeout_s: fl
     stub = health_pb2_grpc.HealthStub(channel)
     reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def read_message(call: Any) -> Any:
+    """What a call receives next, or grpc.aio.EOF. Raises as `call.read`, and CancelledError whenever this task is cancelled:
+    a read that still waits for the call to begin when the call ends swallows that (seen with gRPC 1.85), and a loop of
+    calls would go on for ever.
+    """
+    try:
+        message = await call.read()
+    except grpc.aio.AioRpcError:
+        _stop_if_cancelled()
+        raise
+    _stop_if_cancelled()
+    return message
+
+
+def _stop_if_cancelled() -> None:
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

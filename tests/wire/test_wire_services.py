@@ -470,3 +470,47 @@ async def test_cancelling_a_call_ends_the_servicers_generator():
         await call.read()
         call.cancel()
         await asyncio.wait_for(ended.wait(), 30)
+
+
+class SwallowingCall:
+    """What gRPC's call does when it ends just as a read that waits for it to begin is cancelled."""
+
+    def __init__(self, ending: grpc.aio.AioRpcError | None) -> None:
+        self.reads = 0
+        self._ending = ending
+
+    async def read(self):
+        self.reads += 1
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(30)
+        if self._ending is not None:
+            raise self._ending
+        return grpc.aio.EOF
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [None, grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())],
+    ids=["ended", "broken"],
+)
+async def test_who_is_cancelled_while_reading_ends_even_if_the_call_swallows_it(ending):
+    call = SwallowingCall(ending)
+
+    async def again_and_again():
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await services.read_message(call)
+
+    task = asyncio.create_task(again_and_again())
+    await asyncio.sleep(0)
+    task.cancel()
+    async with asyncio.timeout(10):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert call.reads == 1
+
+
+async def test_a_time_limit_that_a_call_swallows_is_a_time_limit_still():
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await services.read_message(SwallowingCall(None))
