@@ -44,9 +44,7 @@ MAX_PROBE_S = 1.0
 _TCP_CLOSED = 7  # tcpi_state, the first byte of struct tcp_info
 _ACKED_OFFSET = 120  # of tcpi_bytes_acked in struct tcp_info
 
-UPGRADE = fault_of_protocol(
-    400, "only HTTP/1.1 is spoken here, and no WebSockets; ask for no upgrade", "unsupported_upgrade"
-)
+TUNNEL = fault_of_protocol(400, "this is no proxy: it makes no tunnels (CONNECT)", "unsupported_method")
 PIPELINE = fault_of_protocol(
     400, f"more than {PIPELINED} requests were sent ahead of their answers, which is the most", "too_many_pipelined"
 )
@@ -103,6 +101,7 @@ class Connection(HttpToolsProtocol):
         self._body_bytes = 0  # of this request's body, as long as it is under way
         self._ahead_bytes = 0  # that came while something was being answered, or on its way out
         self._hurried = False
+        self._asks_upgrade = False  # and is to be read anew, without that
         self._acked_bytes = -1  # by the client's side, when it was last looked at; -1: nothing was pending
         self._acked_s = 0.0
 
@@ -177,7 +176,7 @@ class Connection(HttpToolsProtocol):
         self._unclaimed_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
-            self.parser.feed_data(data)
+            self._parse(data)
             if self._unclaimed_bytes > HEAD_BYTES:
                 self._stop(HEAD_TOO_LARGE, "head_too_large")
         except (httptools.HttpParserError, _RefusedError) as error:
@@ -188,6 +187,25 @@ class Connection(HttpToolsProtocol):
     def shutdown(self) -> None:
         super().shutdown()
         self._settle()
+
+    def _parse(self, data: bytes) -> None:
+        """Requests that ask for another protocol, as some clients do unasked (`Upgrade: h2c`), are answered in this one (RFC
+        9110, 7.8). The parser would leave out their bodies, so it gets their heads again without that field.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as asked:
+                kept = [b"%s: %s\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+                method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+                head = b"%s %s HTTP/%s\r\n%s\r\n" % (method, self.url, version, b"".join(kept))
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+                self._asks_upgrade = False
+                self.parser.feed_data(head)
+                data = data[asked.args[0] :]
+            else:
+                return
 
     # ---- what the parser found
 
@@ -206,6 +224,11 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._unclaimed_bytes = 0
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                self._stop(TUNNEL, "tunnel")
+            self._asks_upgrade = True
+            return
         version = self.parser.get_http_version()
         refusal = fault_of_head(version, self.headers)
         if refusal is None and (host := host_of_target(self.url)) is not None:
@@ -215,8 +238,6 @@ class Connection(HttpToolsProtocol):
             self._stop(*refusal)
         if version == "1.0":
             self.expect_100_continue = False  # it cannot be told to go on, and does not wait for it
-        if self.parser.should_upgrade():  # the parser leaves out the body of such a request, and what comes behind it
-            self._stop(UPGRADE, "upgrade")
         if self._surplus and self.url.startswith(API):  # probes and operators are still answered
             self._stop(CROWDED, "crowded")
         if len(self._cycles) > PIPELINED:
@@ -237,6 +258,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._unclaimed_bytes = 0
+        if self._asks_upgrade:
+            return
         super().on_message_complete()
         self._reading = None
         self._forget_body()
@@ -263,9 +286,6 @@ class Connection(HttpToolsProtocol):
     def _stop(self, fault: Fault, reason: str) -> None:
         self._refusal = (fault, reason)
         raise _RefusedError
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """uvicorn tells the log, at every such request, which packages are missing."""
 
     # ---- phases
 

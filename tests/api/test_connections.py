@@ -349,7 +349,7 @@ async def test_a_client_that_pipelines_and_goes_away_aborts_its_request(port: Po
         post(b"0\r\n\r\n", b"transfer-encoding: chunked", version=b"1.0"),
         post(b"", b"content-length: -1"),
         post(b"zz\r\n", b"transfer-encoding: chunked"),
-        b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+        b"CONNECT a:443 HTTP/1.1\r\nhost: a\r\n\r\n",
     ],
 )
 async def test_what_cannot_be_read_is_a_400_in_our_words(port: Port, sent: bytes) -> None:
@@ -507,17 +507,51 @@ async def test_the_host_that_the_target_names_counts_and_not_the_header(port: Po
     assert came == status, raw
 
 
-async def test_an_upgrade_to_what_is_not_spoken_is_refused(port: Port) -> None:
-    upgrade = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk"
+UPGRADES = (
+    b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk",
+    b"Upgrade: websocket\r\nConnection: Upgrade",
+)
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES)
+@pytest.mark.parametrize("part_bytes", [1, 7, 10_000])
+async def test_who_asks_for_another_protocol_is_answered_in_this_one(
+    port: Port, upgrade: bytes, part_bytes: int
+) -> None:
+    """Between requests that do not, with a body of known and of unknown length, however it comes in parts."""
     plain = b"GET /version HTTP/1.1\r\nhost: a\r\n"
-    status, raw = await port.answer(plain + b"\r\n" + plain + upgrade + b"\r\n\r\n" + plain + b"\r\n")
-    answer, _, refusal = raw.partition(b"HTTP/1.1 400 ")
-    assert status == 200 and answer.endswith(b'{"version":"1.2.3"}')
-    assert error_of(refusal)["code"] == "unsupported_upgrade"
     body = json.dumps({"model": MODEL, "prompt": "a"}).encode()
-    status, raw = await port.answer(post(body, b"content-length: %d" % len(body), upgrade))
-    assert status == 400
-    assert error_of(raw)["code"] == "unsupported_upgrade"
+    asked = post(body, b"content-length: %d" % len(body), upgrade)
+    chunked = post(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body), b"transfer-encoding: chunked", upgrade)
+    sent = plain + upgrade + b"\r\n\r\n" + plain + b"\r\n" + asked + plain + upgrade + b"\r\n\r\n" + chunked
+    reader, writer = await port.open()
+    for at in range(0, len(sent), part_bytes):
+        writer.write(sent[at : at + part_bytes])
+        await asyncio.sleep(0)
+    writer.write(b"GET /version HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+    async with asyncio.timeout(20):
+        raw = await reader.read()
+    writer.close()
+    assert raw.count(b"HTTP/1.1 200 ") == raw.count(b"HTTP/1.1 ") == 6
+    assert raw.count(b'{"version":"1.2.3"}') == 4
+    assert raw.count(b'"object":"text_completion"') == 2
+
+
+async def test_bounds_and_refusals_hold_for_who_asks_for_another_protocol(port: Port) -> None:
+    upgrade = UPGRADES[0]
+    status, raw = await port.answer(post(b"", b"content-length: 5", b"content-length: 6", upgrade))
+    assert status == 400, raw
+    status, raw = await port.answer(b"GET /version HTTP/1.1\r\n" + upgrade + b"\r\n\r\n")
+    assert status == 400, "no host"
+    status, raw = await port.answer(
+        b"GET /version HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 40_000 + b"\r\n" + upgrade + b"\r\n\r\n"
+    )
+    assert status == 431, raw
+    status, raw = await port.answer(post(b"", b"transfer-encoding: gzip, chunked", upgrade))
+    assert status == 501, raw
+    old = b"GET /version HTTP/1.0\r\nhost: a\r\n" + upgrade + b"\r\n\r\n"
+    status, raw = await port.answer(old)
+    assert status == 200 and b"connection: close" in raw
 
 
 async def test_http_1_0_is_served(port: Port) -> None:
