@@ -160,7 +160,7 @@ def read_header(path: Path) -> WeightFile:
 
 
 def _check_tensors(tensors: Mapping[str, TensorHeader]) -> None:
-    """Each has the bytes that its shape needs, and none shares them with another. Raises ValueError."""
+    """Each has the bytes that its shape needs, one follows the other, and none shares them. Raises ValueError."""
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda row: row[1].data_offsets):
         first, last = tensor.data_offsets
@@ -168,6 +168,8 @@ def _check_tensors(tensors: Mapping[str, TensorHeader]) -> None:
             raise ValueError(f"tensor {name[:80]!r} begins at byte {first}, before all of them")
         if first < end:
             raise ValueError(f"tensors {before[:80]!r} and {name[:80]!r} share bytes")
+        if first > end:
+            raise ValueError(f"{first - end} bytes before tensor {name[:80]!r} are no tensor's")
         if len(tensor.shape) > _MAX_DIMS or any(length < 0 for length in tensor.shape):
             raise ValueError(f"tensor {name[:80]!r} has no shape that a tensor can have")
         bits = DTYPE_BITS.get(tensor.dtype)

@@ -26,6 +26,7 @@ from tests.router.fake_server import MODEL, write_model
 
 MAX_GROWTH = 64 << 20
 MAX_LATE_S = 0.25
+ROUNDS = 3
 DEADLINE_S = 60.0
 
 
@@ -125,8 +126,20 @@ def make_watched(target: Target) -> Target:
 
 
 def undisturbed(target: Target, warm_up: Callable[[], None], fuzz: Callable[[], None]) -> None:
-    """Runs `fuzz`; fails if a stream, or the process itself, shows that it has."""
+    """Runs `fuzz`; fails if a stream, or the process itself, shows that it has.
+
+    A machine that others use makes a router late, too, but not each time: `fuzz` runs again where only lateness speaks.
+    """
     warm_up()
+    for round_no in range(ROUNDS):
+        if _in_time(target, fuzz):
+            return
+        print(f"the stream was late in round {round_no + 1} of {ROUNDS}")
+    pytest.fail(f"in each of {ROUNDS} rounds a token was more than {MAX_LATE_S} s late")
+
+
+def _in_time(target: Target, fuzz: Callable[[], None]) -> bool:
+    """Whether a stream's tokens were in time while `fuzz` ran. Fails where it did anything else to streams or process."""
     target.steady.tell(report=True)
     time.sleep(3.0)
     before = target.steady.tell(report=True)
@@ -136,9 +149,6 @@ def undisturbed(target: Target, warm_up: Callable[[], None], fuzz: Callable[[], 
     during = target.steady.tell(report=True)
     print(f"\nundisturbed {before}\ndisturbed   {during}")
     assert not during["failed"], during
-    # On a machine that others use, too, that process is late itself; the router, which has more to do, by more.
-    allowed_s = before["worst_late_s"] + MAX_LATE_S + 3 * during["worst_lag_s"]
-    assert during["worst_late_s"] <= allowed_s, (before, during)
     target.until(lambda: target.requests() <= 1)  # the steady one
     target.until(lambda: target.tasks() <= tasks + 4)  # that one comes and goes
     target.until(lambda: target.files() <= files + 2)
@@ -146,3 +156,5 @@ def undisturbed(target: Target, warm_up: Callable[[], None], fuzz: Callable[[], 
     print(f"{growth / 2**20:.1f} MiB more than before")
     assert growth <= MAX_GROWTH
     assert target.running.process.poll() is None
+    # On a machine that others use, too, that process is late itself; the router, which has more to do, by more.
+    return bool(during["worst_late_s"] <= before["worst_late_s"] + MAX_LATE_S + 3 * during["worst_lag_s"])

@@ -274,6 +274,14 @@ def test_a_spoilt_index_is_one_error(folder: Path, examples: int) -> None:
             },
             "'a' and 'b' share bytes",
         ),
+        (
+            {
+                "a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+                "b": {"dtype": "F32", "shape": [4], "data_offsets": [20, 36]},
+            },
+            "4 bytes before tensor 'b' are no tensor's",
+        ),
+        ({"a": {"dtype": "F32", "shape": [4], "data_offsets": [64, 80]}}, "64 bytes before tensor 'a'"),
     ],
 )
 def test_a_tensor_that_cannot_be_is_named(tmp_path: Path, rows: dict[str, Any], said: str) -> None:
