@@ -191,6 +191,13 @@ PARTS = (
         module("bench.prefill_delay_cpu", "--rounds", "1"),
         gpus=2,
     ),
+    Part(
+        "goodput",
+        8.5,
+        "goodput of sarathi against vllm (1.3) and orca (2), and of 1P1D against mixed servers (1.3 where the ITL is tight)",
+        module("bench.goodput", *EIGHT_B, "--minutes", "8.3"),
+        gpus=2,
+    ),
 )
 
 
