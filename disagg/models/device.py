@@ -21,6 +21,34 @@ def upload_together(values: Sequence[Tensor], device: torch.device) -> list[Tens
     """Host tensors of one dtype on the device, by one copy. Each begins at a multiple of 16 bytes there."""
     if device.type == "cpu" or not values:
         return list(values)
+    packed, starts = _packed(values)
+    there = packed.to(device, non_blocking=True)
+    return _apart(there, starts, values)
+
+
+class Uploads:
+    """The same beside what the device computes: what comes next on its current stream waits for it, and nothing before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type != "cpu":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def together(self, values: Sequence[Tensor]) -> list[Tensor]:
+        if self._stream is None or not values:
+            return list(values)
+        packed, starts = _packed(values)
+        computing = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            there = packed.to(self._device, non_blocking=True)
+        computing.wait_stream(self._stream)
+        there.record_stream(computing)
+        return _apart(there, starts, values)
+
+
+def _packed(values: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """One page-locked tensor with all of them, and where each begins."""
     step = 16 // values[0].element_size()
     starts, end = [], 0
     for value in values:
@@ -29,5 +57,8 @@ def upload_together(values: Sequence[Tensor], device: torch.device) -> list[Tens
     packed = torch.empty(end, dtype=values[0].dtype, pin_memory=True)
     for start, value in zip(starts, values, strict=True):
         packed[start : start + value.numel()] = value.reshape(-1)
-    there = packed.to(device, non_blocking=True)
+    return packed, starts
+
+
+def _apart(there: Tensor, starts: Sequence[int], values: Sequence[Tensor]) -> list[Tensor]:
     return [there[s : s + v.numel()].view(v.shape) for s, v in zip(starts, values, strict=True)]

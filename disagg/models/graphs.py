@@ -2,10 +2,11 @@
 
     batch of n rows ──> the smallest captured size that holds it: rows n, n + 1, ... are of no sequence
         host: one copy of all its integers ──> the tensors that every graph reads ──> replay ──> logits [n, vocab], and
-                                                                                                 each row's first argmax
+        (while the step before it runs)                    (one launch)                          each row's first argmax
 
 A row of no sequence has length 0 and no place (page -1): it writes nothing, and what it computes is dropped. What depends on
-lengths is decided on the device (attention/triton_decode), so a graph serves any lengths.
+lengths is decided on the device (attention/triton_decode), so a graph serves any lengths. The first argmax is written where the
+next step looks for tokens that it carries over: of greedy rows nothing more is to be done between two graphs.
 
 Knows a model and a pool; nothing of plans or samplers.
 """
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from disagg.models.argmax.first import first_argmax_into
 from disagg.models.batch import AttentionTables, DecodeBatch, ForwardBatch, PageTable
-from disagg.models.device import upload, upload_together
+from disagg.models.device import Uploads, upload
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
+from disagg.models.spread.launch import spread
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +47,14 @@ class DecodeGraphs:
     """`capture` once, then `forward` for any batch that is `captured`."""
 
     def __init__(self, model: PagedModel, pool: Pool, max_rows: int, tokens_before: Tensor) -> None:
-        """tokens_before: what any batch carries tokens over from (models/batch)."""
+        """tokens_before: what any batch carries tokens over from (models/batch), at least max_rows of them. Each forward writes
+        its rows' first argmax there."""
         self._model = model
         self._pool = pool
         self._sizes = sizes_up_to(max_rows)
         self._inputs = _Inputs(model, pool, self._sizes[-1], tokens_before)
         self._logits = torch.empty(0)  # [largest size, vocab], in the dtype that the model turns out to give
-        self._first = torch.empty(self._sizes[-1], dtype=torch.int64, device=model.device)
+        self._first = tokens_before[: self._sizes[-1]]
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     @staticmethod
@@ -112,6 +115,7 @@ class _Inputs:
 
     def __init__(self, model: PagedModel, pool: Pool, max_rows: int, tokens_before: Tensor) -> None:
         device = model.device
+        self._uploads = Uploads(device)
         self._tokens_before = tokens_before
         self._longest = model.max_model_len
         self._max_rows = max_rows
@@ -153,10 +157,8 @@ class _Inputs:
             values += [of_group.write_pages, decode.first_pages]
         for column, value in zip(columns, values, strict=True):
             column[:rows] = value
-        arrived = upload_together([columns, *pages], self._columns.device)
-        self._columns.copy_(arrived[0])
-        for table, part in zip(self._tables, arrived[1:], strict=True):
-            table[:rows, : part.shape[1]].copy_(part)
+        arrived = self._uploads.together([columns, *pages])
+        spread(arrived[0], self._columns, arrived[1:], self._tables)
 
 
 def try_capture(model: PagedModel, pool: Pool, max_rows: int, tokens_before: Tensor) -> DecodeGraphs | None:

@@ -339,20 +339,28 @@ class Executor:
                 rows.append(row)
         if not owners or sampler is None:
             return tuple(owners), None
-        sampled = sampler.sample(logits, self._at(rows), [owner.sampling.slot for owner in owners], first)
+        at = self._at(rows)
+        if first is not None:
+            first = first[: len(rows)] if self._in_order(rows) else first.index_select(0, at)
+        sampled = sampler.sample(logits, at, [owner.sampling.slot for owner in owners], first)
         if self.overlaps:
             self._carry(owners, sampled)
         return tuple(owners), sampled.on_host()
 
+    @staticmethod
+    def _in_order(rows: list[int]) -> bool:
+        return rows == list(range(len(rows)))
+
     def _at(self, rows: list[int]) -> torch.Tensor:
         """On the device. Mostly they are all rows in order, which are there."""
-        if rows == list(range(len(rows))):
+        if self._in_order(rows):
             return self._all_rows[: len(rows)]
         return upload(torch.tensor(rows), self.pool.device)
 
     def _carry(self, owners: Sequence[Owner], sampled: Sampled) -> None:
         """Let the next step find these tokens on the device, before they are on the host."""
-        self._tokens_before[: len(owners)].copy_(sampled.token_ids)
+        if sampled.token_ids.data_ptr() != self._tokens_before.data_ptr():  # where a graph has put them already
+            self._tokens_before[: len(owners)].copy_(sampled.token_ids)
         for place, owner in enumerate(owners):
             if owner.position is not None:
                 owner.sequence.tokens.append(UNKNOWN)

@@ -162,8 +162,8 @@ class Sampler:
         """Chooses one token per slot and counts it as that slot's next output.
 
         logits: [L, V] of any floating dtype, left as they are; rows: [R] int64 on the logits' device, the logits row of each
-        sample; slots: [R], each at most once, on the host; first: [L] int64, where each row's first maximum is, if that is
-        known. Does not wait for a GPU.
+        sample; slots: [R], each at most once, on the host; first: [R] int64, where the first maximum of each sample's row is,
+        if that is known; what is returned may be that tensor. Does not wait for a GPU.
         """
         if isinstance(slots, Tensor):
             assert slots.device.type == "cpu", "slots must be on the host: reading them from a device would wait for it"
@@ -177,7 +177,7 @@ class Sampler:
         greedy = self._temperature[slot_ids] == 0.0
         edited = (self._seen_row[slot_ids] >= 0) | (self._bias_row[slot_ids] >= 0) | self._masked(slot_ids)
         if greedy.all() and not edited.any():
-            token_ids = (first_argmax(logits) if first is None else first).index_select(0, rows)
+            token_ids = first_argmax(logits).index_select(0, rows) if first is None else first
         else:
             if edited.any():
                 x = logits.index_select(0, rows).float()

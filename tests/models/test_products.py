@@ -142,3 +142,5 @@ def test_shapes_of_an_8b_model_have_the_kernels_that_were_measured() -> None:
     assert few_rows(64, 14336, 4096, gated=True, in_parts=False) == FewRows(64, 64, 64, 1, 4, 4)
     assert few_rows(64, 6144, 4096, gated=False, in_parts=False) is None
     assert few_rows(128, 4096, 4096, gated=False, in_parts=True) is None
+    assert few_rows(128, 14336, 4096, gated=True, in_parts=False) == FewRows(128, 64, 64, 1, 4, 5)
+    assert few_rows(127, 14336, 4096, gated=True, in_parts=False) is None

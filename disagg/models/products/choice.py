@@ -2,14 +2,15 @@
 
 Measured on H200s (bench.products, docs/benchmarks.md), with weights of 33 to 235 MB: at one row a kernel without tensor cores
 is the fastest for all; up to 64 rows one that leaves partial sums to the norm behind it, or computes the gate, too, saves a
-pass; above, the library's are.
+pass. Above, the library's are, but for the gate's of 128 rows, which fill a tile.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_ROWS = 64
+MOST_ROWS = 128
+MANY_ROWS = 64  # above: only with the gate, where rows fill a tile
 LEAST_ROWS = 16  # of a matrix product of tensor cores
 FEW = 32  # rows up to which a program keeps the more tiles of weights under way
 PROGRAMS = 256  # two on each multiprocessor: one, with half as many parts, is faster alone and slower among others
@@ -54,12 +55,13 @@ def few_rows(rows: int, columns: int, depth: int, *, gated: bool, in_parts: bool
     if not 1 < rows <= MOST_ROWS:
         return None
     few = rows <= FEW
-    if not few and not gated and not in_parts:
-        return None
     padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
+    many = rows > MANY_ROWS
+    if not (few or gated or (in_parts and not many)) or (many and rows < padded):
+        return None
     parts = 1
     block_n, warps = 64, 4
-    block_k, stages = (128, 4) if few else (64, 4) if gated else (128, 3)
+    block_k, stages = (128, 4) if few else (64, 5) if many else (64, 4) if gated else (128, 3)
     while in_parts and parts < MOST_PARTS and columns // block_n * parts < PROGRAMS:
         parts *= 2
     if columns % block_n or depth % (block_k * parts):
