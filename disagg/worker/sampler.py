@@ -31,6 +31,7 @@ from torch import Tensor
 from disagg.models.device import upload
 from disagg.types.sampling import SamplingParams
 from disagg.worker.noise import approximate_exponentials, exponentials, row_keys
+from disagg.worker.nucleus import nucleus
 from disagg.worker.sampler_order import first_argmax, largest
 from disagg.worker.sampler_tables import SeenTokens, TokenLists
 
@@ -249,24 +250,52 @@ class Sampler:
     def _choose_sought(self, x: Tensor, slot_ids: NDArray[np.int64]) -> Tensor:
         """Rows whose number of survivors is not known beforehand."""
         limits = self._limits(slot_ids)
-        mass = torch.ones_like(limits.top_p)  # what top_p is a share of
+        mass, weights = torch.ones_like(limits.top_p), None  # what top_p is a share of
         if np.isfinite(self._top_p[slot_ids]).any():
             scaled = x.double().sub_(x.amax(-1, keepdim=True)).div_(limits.temperature)
             if np.isfinite(self._log_min_p[slot_ids]).any():
                 scaled.masked_fill_(scaled < limits.log_min_p, -math.inf)
-            mass = scaled.exp_().sum(-1, keepdim=True)
-        # Rows with a (huge) top_k can only be told by sorting.
-        if x.device.type != "cpu" or (self._top_k[slot_ids] < self._vocab_size).any():
+            weights = scaled.exp_()
+            mass = weights.sum(-1, keepdim=True)
+        if x.device.type != "cpu":
             return _filtered_race(x, self._vocab_size, limits, mass)[0]
         token_ids = torch.empty(x.shape[0], dtype=torch.int64)
-        left = torch.arange(x.shape[0])
-        for candidates in (_FEW_CANDIDATES, _MANY_CANDIDATES, self._vocab_size):
+        # A (huge) top_k and its share of the mass are not seen among few candidates.
+        huge = torch.from_numpy(self._top_k[slot_ids] < self._vocab_size)
+        left = (~huge).nonzero().squeeze(1)
+        for candidates in (_FEW_CANDIDATES, _MANY_CANDIDATES):
+            if not left.numel():
+                break
             count = min(candidates, self._vocab_size)
             chosen, complete = _filtered_race(x[left], count, limits.of(left), mass[left])
             token_ids[left[complete]] = chosen[complete]
             left = left[~complete]
-            if not left.numel():
-                break
+        many = torch.cat([left, huge.nonzero().squeeze(1)])
+        if many.numel():
+            of_many = None if weights is None else weights[many]
+            token_ids[many] = self._choose_among_many(x[many], slot_ids[many.numpy()], of_many)
+        return token_ids
+
+    def _choose_among_many(self, x: Tensor, slot_ids: NDArray[np.int64], weights: Tensor | None) -> Tensor:
+        """Of rows that keep more than a few candidates. x: [R, V], which is written to; weights: [R, V], if there is a top_p."""
+        limits = self._limits(slot_ids)
+        scaled = x.double().sub_(x.amax(-1, keepdim=True)).div_(limits.temperature)
+        allowed = scaled >= limits.log_min_p
+        weights = scaled.exp_() if weights is None else weights
+        sorts = np.zeros(len(slot_ids), dtype=bool)
+        for row, (top_k, top_p) in enumerate(zip(self._top_k[slot_ids], self._top_p[slot_ids], strict=True)):
+            kept = nucleus(x[row].numpy(), weights[row].numpy(), allowed[row].numpy(), int(top_k), float(top_p))
+            sorts[row] = kept is None
+            if kept is not None:
+                x[row].masked_fill_(~torch.from_numpy(kept), -math.inf)
+        if not sorts.any():
+            return self._choose_free(x, slot_ids)
+        token_ids = torch.empty(len(slot_ids), dtype=torch.int64)
+        at, others = torch.from_numpy(np.flatnonzero(sorts)), torch.from_numpy(np.flatnonzero(~sorts))
+        mass = weights[at].sum(-1, keepdim=True)
+        token_ids[at] = _filtered_race(x[at], self._vocab_size, limits.of(at), mass)[0]
+        if others.numel():
+            token_ids[others] = self._choose_free(x[others], slot_ids[~sorts])
         return token_ids
 
     def _choose_free(self, x: Tensor, slot_ids: NDArray[np.int64]) -> Tensor:
