@@ -112,6 +112,7 @@ def _load(
         places = _on_rank(model_dir, module, places, ranks)
     if cut:  # what layers ask was found out on the CPU: no device needs to hold more than its rank's part
         _move(module, device)
+    _refuse_no_numbers(model_dir, module)
     return LoadedModel(
         module=module,
         places=places,
@@ -156,6 +157,20 @@ def _move(module: PreTrainedModel, device: str) -> None:
         if needed <= total:
             raise  # others have some of it
         raise ConfigError(f"the weights of a rank take {needed} bytes, and {device} has {total} in all") from error
+
+
+@torch.no_grad()
+def _refuse_no_numbers(model_dir: Path, module: PreTrainedModel) -> None:
+    """Weights that are infinite or no numbers make logits of which nothing can be chosen: answers would be token 0 alone."""
+    named = [(name, each) for name, each in module.named_parameters() if each.is_floating_point() and each.numel()]
+    # A sum tells of every element, at the rate of memory; only a few could be infinite by themselves.
+    sums = torch.stack([each.sum(dtype=torch.float32) for _, each in named]).isfinite().tolist() if named else []
+    doubtful = [pair for pair, finite in zip(named, sums, strict=True) if not finite]
+    wrong = sorted(name for name, each in doubtful if not each.isfinite().all())
+    if wrong:
+        raise ConfigError(
+            f"{model_dir}: {len(wrong)} weights have values that are not finite numbers, such as {wrong[0]}"
+        )
 
 
 def _on_rank(model_dir: Path, module: PreTrainedModel, places: LayerPlaces, ranks: Ranks) -> LayerPlaces:

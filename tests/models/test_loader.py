@@ -84,6 +84,25 @@ def test_groups_of_one_kind_are_named_by_their_shapes(tmp_path: Path) -> None:
     assert places.attention == {0: LayerPlace(0, 0), 1: LayerPlace(1, 0), 2: LayerPlace(0, 1)}
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_no_finite_numbers_are_refused(llama_dir: Path, dtype: str, value: float) -> None:
+    path = llama_dir / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"1 weights .* not finite numbers, such as model\.layers\.1\.mlp\.down_proj"):
+        PagedModel.load(llama_dir, dtype, "cpu")
+
+
+def test_finite_weights_whose_sum_is_infinite_are_numbers(llama_dir: Path) -> None:
+    path = llama_dir / "model.safetensors"
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"][:8] = 3e38
+    save_file(weights, path, metadata={"format": "pt"})
+    PagedModel.load(llama_dir, "float32", "cpu")
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
