@@ -78,6 +78,10 @@ class DataParallel:
     def abort_leg(self, abort: AbortLeg) -> list[Instruction]:
         return self._of({at: rank.abort_leg(abort) for at, rank in enumerate(self.ranks)})
 
+    def hand_over(self, key: LegKey) -> list[Instruction]:
+        """What is on data-parallel ranks goes on there."""
+        return []
+
     def end_router(self, router: int, reason: str) -> list[Instruction]:
         return self._of({at: rank.end_router(router, reason) for at, rank in enumerate(self.ranks)})
 
@@ -130,6 +134,11 @@ class DataParallel:
         return self._of({at: self.ranks[at].step_done(replace(result, rank=worker), now)})
 
     # ---- what workers and time do
+
+    @property
+    def linked(self) -> Engine | None:
+        """Nothing hears of links: such a server has none."""
+        return None
 
     def transfer_event(self, rank: int, message: TransferEvent, now: Now) -> list[Instruction]:
         at, worker = divmod(rank, self._tp)

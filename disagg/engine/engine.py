@@ -213,6 +213,11 @@ class Engine:
 
     # ---- links
 
+    @property
+    def linked(self) -> Engine | None:
+        """What hears of links: itself."""
+        return self
+
     def link_up(self, number: int, hello: LinkHello, now: Now, *, dialled: bool) -> list[Instruction]:
         """A link is there. Raises SliceError if the two TP sizes cannot exchange heads."""
         handoff = self._handoffs[dialled]

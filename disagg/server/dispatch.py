@@ -131,7 +131,7 @@ class Dispatch:
         self._store: StorePort | None = None
 
     def attach(self, engine: AnyEngine, workers: Workers, store: StorePort | None = None) -> None:
-        """A group is up. store: of an engine that has storage."""
+        """An incarnation's workers are up. store: of an engine that has storage."""
         self.engine, self._workers, self._store = engine, workers, store
         self.recorder.up(engine, self._clock())
 
@@ -150,8 +150,8 @@ class Dispatch:
 
     @property
     def _linked(self) -> Engine | None:
-        """Of roles that have links, which have one rank in this sense."""
-        return self.engine if isinstance(self.engine, Engine) else None
+        """What hears of links, if anything does."""
+        return None if self.engine is None else self.engine.linked
 
     # ---- what happens
 
@@ -172,7 +172,7 @@ class Dispatch:
                 if self.engine is not None:
                     self._do(self.engine.abort_leg(message))
             case HandOver():
-                if isinstance(self.engine, Engine):
+                if self.engine is not None:
                     self._do(self.engine.hand_over(message.key))
             case Drain():
                 self._asked_to_drain(message.on)
