@@ -131,7 +131,7 @@ class Children:
 
     def __init__(
         self,
-        groups: tuple[tuple[ChildSpec, ...], ...],
+        waves: tuple[tuple[ChildSpec, ...], ...],
         limits: Limits,
         reports: Reports,
         environ: Mapping[str, str],
@@ -139,8 +139,8 @@ class Children:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """open_output: a descriptor for what the child of this name writes; closed here once the child has it."""
-        self._specs = {spec.name: spec for group in groups for spec in group}
-        self._supervisor = Supervisor(tuple(tuple(spec.name for spec in group) for group in groups), limits)
+        self._specs = {spec.name: spec for wave in waves for spec in wave}
+        self._supervisor = Supervisor(tuple(tuple(spec.name for spec in wave) for wave in waves), limits)
         self._reports = reports
         self._environ = environ
         self._open_output = open_output

@@ -6,7 +6,7 @@ Events go in with the time, instructions come out. What a child is, is nobody's 
                         │ silent                ▲
                         └──────> KILLED ────────┘ exited
 
-Draining goes group by group: the first group (the router) is asked to end; when all of it has, or its time is up, the next.
+Draining goes wave by wave: the first (the router) is asked to end; when all of it has, or its time is up, the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from disagg.types.status import DONE, INTERRUPTED, REFUSED
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """Times in seconds. drain_s: one per group, in the order of draining."""
+    """Times in seconds. drain_s: one per wave, in the order of draining."""
 
     drain_s: tuple[float, ...]
     silent_s: float = 10.0  # without a heartbeat for this long a child is hung
@@ -125,8 +125,8 @@ class Phase(enum.Enum):
 
 
 class _Child:
-    def __init__(self, group: int) -> None:
-        self.group = group
+    def __init__(self, wave: int) -> None:
+        self.wave = wave
         self.phase = Phase.WAITING
         self.due_s = 0.0
         self.started_s = 0.0
@@ -136,15 +136,15 @@ class _Child:
 
 
 class Supervisor:
-    """The state of all children. groups: names, in the order of draining."""
+    """The state of all children. waves: names, in the order of draining."""
 
-    def __init__(self, groups: tuple[tuple[str, ...], ...], limits: Limits) -> None:
-        assert len(groups) == len(limits.drain_s), "one drain time per group"
+    def __init__(self, waves: tuple[tuple[str, ...], ...], limits: Limits) -> None:
+        assert len(waves) == len(limits.drain_s), "one drain time per wave"
         self._limits = limits
-        self._children = {name: _Child(index) for index, group in enumerate(groups) for name in group}
-        self._num_groups = len(groups)
+        self._children = {name: _Child(index) for index, wave in enumerate(waves) for name in wave}
+        self._num_waves = len(waves)
         self._last_tick_s: float | None = None
-        self._draining: int | None = None  # index of the group that drains
+        self._draining: int | None = None  # index of the wave that drains
         self._drain_until_s = 0.0
         self._stops = 0
         self._exit_code = DONE
@@ -183,8 +183,8 @@ class Supervisor:
                 assert child.phase is not Phase.ENDED, f"{name} ended while nobody asked for an end"
             else:
                 assert child.phase is not Phase.WAITING, f"{name} waits for a start that will not come"
-                if child.group < self._draining:
-                    assert child.phase is Phase.ENDED, f"{name} outlived its group"
+                if child.wave < self._draining:
+                    assert child.phase is Phase.ENDED, f"{name} outlived its wave"
             assert child.failures >= 0
         assert self._ended == (self._draining is not None and not self._alive()), "the end is when nothing lives"
 
@@ -243,7 +243,7 @@ class Supervisor:
         if self._stops == 1:
             return []  # draining already, because a child gave up: the first request changes nothing
         self._exit_code = INTERRUPTED
-        return self._kill_all("asked to end now", range(self._num_groups))
+        return self._kill_all("asked to end now", range(self._num_waves))
 
     def _drain(self, now_s: float) -> list[Instruction]:
         self._draining = -1
@@ -253,19 +253,19 @@ class Supervisor:
         return self._advance(now_s)
 
     def _advance(self, now_s: float) -> list[Instruction]:
-        """Goes on to the next group once the present one has ended."""
+        """Goes on to the next wave once the present one has ended."""
         assert self._draining is not None
         if not self._alive():
             self._ended = True
             return [Ended(self._exit_code)]
-        if any(child.group <= self._draining for child in self._alive()):
+        if any(child.wave <= self._draining for child in self._alive()):
             return []
-        self._draining = min(child.group for child in self._alive())
+        self._draining = min(child.wave for child in self._alive())
         self._drain_until_s = now_s + self._limits.drain_s[self._draining]
         return [
             Terminate(name)
             for name, child in self._children.items()
-            if child.group == self._draining and child.phase is Phase.RUNNING
+            if child.wave == self._draining and child.phase is Phase.RUNNING
         ]
 
     def _drain_tick(self, now_s: float) -> list[Instruction]:
@@ -274,10 +274,10 @@ class Supervisor:
             return []
         return self._kill_all("still running when its time to drain was up", range(self._draining, self._draining + 1))
 
-    def _kill_all(self, why: str, groups: range) -> list[Instruction]:
+    def _kill_all(self, why: str, waves: range) -> list[Instruction]:
         out: list[Instruction] = []
         for name, child in self._children.items():
-            if child.group in groups and child.phase is Phase.RUNNING:
+            if child.wave in waves and child.phase is Phase.RUNNING:
                 child.phase = Phase.KILLED
                 out.append(Kill(name, why))
         return out

@@ -118,7 +118,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     name: str = ""
     tp: PositiveInt = 1  # ranks, each with some of the heads, and a GPU of its own
-    dp: PositiveInt = 1  # of a mixed server, groups of so many ranks, each with a KV pool and sequences of its own
+    dp: PositiveInt = 1  # data-parallel ranks of a mixed server, of tp ranks and a KV pool each
     pp: Annotated[int, Meta(ge=1, le=64)] = (
         1  # pipeline stages of a mixed server, of tp ranks each, with some of the layers
     )

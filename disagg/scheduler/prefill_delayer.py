@@ -24,7 +24,7 @@ from msgspec import Struct
 
 
 class RankState(Struct, frozen=True):
-    """What one rank says in a pass; of a TP group, its first rank."""
+    """What one rank says in a pass."""
 
     prefillable: bool  # a prompt waits whose turn could come; those that have begun go on
     force: bool  # it is, and the rank's pool is used less than the low watermark

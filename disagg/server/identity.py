@@ -52,8 +52,8 @@ class Identity:
         self.link_address = ""
         self.max_model_len = 0
         self.worker_pids: tuple[int, ...] = ()
-        self.model: ModelIdentity | None = None  # of the last group that came up
-        self.incarnation: Incarnation | None = None  # while a group is up
+        self.model: ModelIdentity | None = None  # of the last workers that came up
+        self.incarnation: Incarnation | None = None  # while workers are up
         self.role = role  # and hands_over: they change with the role
         self._ranks = ranks
         self._served_model = model

@@ -1,6 +1,6 @@
 """Which model the workers have, by what they say that they loaded. Pure.
 
-Ranks that have loaded different models never start together, and a group that comes up with another model than the one
+Ranks that have loaded different models never start together, and an incarnation that comes up with another model than the one
 before says so: its server's KV, prefix cache and fingerprint are then of that other model.
 """
 
@@ -25,7 +25,7 @@ class ModelIdentity(Struct, frozen=True):
 
 
 def disagreement(loaded: Sequence[Loaded]) -> str:
-    """Why these ranks cannot be one group; empty if they can."""
+    """Why these ranks cannot be the workers of one server; empty if they can."""
     first = loaded[0]
     for other in loaded[1:]:
         if other.weights_hash != first.weights_hash or other.files != first.files:

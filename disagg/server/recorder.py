@@ -183,7 +183,7 @@ class Recorder(Unrecorded):
             self._steps[rank, plan.plan_no] = _Step(runs, engine.budget_tokens)
 
     def computed(self, result: StepResult) -> None:
-        """The rank that samples speaks for all of its group: they compute the same steps."""
+        """The rank that samples speaks for all of its data-parallel rank: they compute the same steps."""
         if self._engine is None:
             return
         facts = self._engine.ranks[0].core.facts

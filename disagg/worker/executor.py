@@ -1,6 +1,6 @@
 """Computes plans: turns them into tensors, runs the model, samples, and says which tokens came out.
 
-Of several ranks of a group all compute every plan, and one samples for all. Groups that are data parallel have plans of their
+Of several ranks all compute every plan, and one samples for all. Data-parallel ranks have plans of their
 own; where they share experts they step together, and one without rows takes part for these. Of several pipeline stages each
 computes its layers of every plan, and the last one samples; the others learn tokens by the plans that come after. Knows what
 plans have said of sequences, the pool and the sampler; nothing of requests, peers or sockets.

@@ -28,13 +28,13 @@ from disagg.cli.supervise import (
     Tick,
 )
 
-GROUPS = (("router",), ("prefill-0", "decode-0"))
+WAVES = (("router",), ("prefill-0", "decode-0"))
 NAMES = ("router", "prefill-0", "decode-0")
 LIMITS = Limits(drain_s=(30.0, 20.0))
 
 
 def started() -> Supervisor:
-    supervisor = Supervisor(GROUPS, LIMITS)
+    supervisor = Supervisor(WAVES, LIMITS)
     assert supervisor.handle(Begin(), 0.0) == [Start(name) for name in NAMES]
     return supervisor
 
@@ -124,7 +124,7 @@ def test_stop_drains_the_router_first_and_then_the_servers() -> None:
     assert supervisor.handle(Exited("prefill-0", 0), 4.0) == [Ended(0)]
 
 
-def test_draining_is_bounded_in_time_for_each_group() -> None:
+def test_draining_is_bounded_in_time_for_each_wave() -> None:
     supervisor = started()
     supervisor.handle(Stop(), 0.0)
     assert tick_until(supervisor, 0.0, 29.9) == []
@@ -168,7 +168,7 @@ def test_an_exit_of_what_does_not_run_is_a_bug() -> None:
 def test_whatever_children_do_the_instructions_fit_and_the_end_comes(seed: int, stop_at: int) -> None:
     """A world of children that beat, hang, crash and ignore SIGTERM at random, driven by the instructions alone."""
     world = random.Random(seed)
-    supervisor = Supervisor(GROUPS, LIMITS)
+    supervisor = Supervisor(WAVES, LIMITS)
     running: dict[str, str] = {}  # name -> "well", "hung", "ending", "killed"
     ended: int | None = None
     gave_up = False
