@@ -5,7 +5,7 @@
                                          └─ neither has ended by then ──> either may be ill: both
     decode gave no verdict ──> decode, unless an end of prefill's own explains it
 
-Whose workers died is charged by what it says of itself, or by its loss (`Circuits.lost`); a planned end is charged to nobody.
+Whose workers died is charged by what it says of itself, or by its loss (`Circuits.lost`); an intended end is charged to nobody.
 """
 
 from __future__ import annotations

@@ -289,11 +289,11 @@ class Server:
         pause_s = RESTART_FIRST_S
         silent_exits = 0
         while True:
-            up_s, planned = time.monotonic(), False
+            up_s, intended = time.monotonic(), False
             try:
                 await self._bring_up()
                 await health.set_serving(True)
-                reason, planned = await self._lost_or_empty(health)
+                reason, intended = await self._lost_or_empty(health)
             except WorkersLost as error:
                 reason = str(error)
                 self._identity.note = f"its workers could not start: {reason}"
@@ -305,7 +305,7 @@ class Server:
                 note = f"the model in {self._model_dir} could be served before, and cannot now: {reason}"
                 self._identity.note = note
             changed = self._roles.fail(reason) or self._roles.take()
-            if not planned:
+            if not intended:
                 logger.error("the workers of %s are lost: %s", self._identity.name, reason)
             if changed:
                 logger.info("%s begins anew as a %s server", self._identity.name, self._roles.now.value)
@@ -318,14 +318,14 @@ class Server:
                     "it printed says why"
                 )
             await health.set_serving(False)
-            await self._take_down(reason, another_role=changed, planned=planned)
+            await self._take_down(reason, another_role=changed, intended=intended)
             if changed or time.monotonic() - up_s > STEADY_S:
                 pause_s = RESTART_FIRST_S
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, RESTART_MOST_S)
 
     async def _lost_or_empty(self, health: Health) -> tuple[str, bool]:
-        """Why the workers end, and whether that is planned: they are lost, or have nothing left and are to be of another role."""
+        """Why the workers end, and whether that is intended: they are lost, or have nothing left and change role."""
         assert self._workers is not None
         lost, asked = create_task(self._workers.wait_lost()), create_task(self._another_role.wait())
         emptied: asyncio.Task[None] | None = None
@@ -412,16 +412,16 @@ class Server:
         identity.note = change
         identity.model = model
 
-    async def _take_down(self, reason: str, *, another_role: bool, planned: bool) -> None:
-        """The workers are lost, or end as planned, for those of another role: tell the routers, end the workers, and then let
+    async def _take_down(self, reason: str, *, another_role: bool, intended: bool) -> None:
+        """The workers are lost, or end as intended, for those of another role: tell the routers, end the workers, and then let
         peers know that nothing can come.
         """
         identity, workers = self._identity, self._workers
         if not (self._drains or self._stop.is_set()):
             identity.state = ServerState.LOADING
         identity.incarnation = None
-        what = f"{identity.name} {'ended' if planned else 'lost'} its workers: {reason}"
-        engine = self._dispatch.detach(what, Outcome.DRAINED if planned else Outcome.WORKER_LOST)
+        what = f"{identity.name} {'ended' if intended else 'lost'} its workers: {reason}"
+        engine = self._dispatch.detach(what, Outcome.DRAINED if intended else Outcome.WORKER_LOST)
         if engine is not None:
             self._exporter.retire(*(rank.counters for rank in engine.ranks))
         if another_role:
@@ -434,7 +434,7 @@ class Server:
             await workers.kill()
         self._take_workers(None)
         identity.worker_pids = ()
-        self._links.drop_all(what, planned=planned)
+        self._links.drop_all(what, intended=intended)
 
     async def _tick(self) -> None:
         """Everything that happens because time passes."""

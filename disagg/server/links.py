@@ -153,10 +153,10 @@ class Links(PeerServicer):
         if known is not None:
             self._lose(known[0], known[1], reason)
 
-    def drop_all(self, reason: str, *, planned: bool = False) -> None:
-        """planned: nothing to warn of."""
+    def drop_all(self, reason: str, *, intended: bool = False) -> None:
+        """intended: nothing to warn of."""
         for generation, link in list(self._links.items()):
-            self._lose(generation, link, reason, planned=planned)
+            self._lose(generation, link, reason, intended=intended)
 
     def tick(self) -> None:
         """Lose links that are silent for too long or leave too much unacknowledged; learn which lost peers have exited."""
@@ -239,7 +239,7 @@ class Links(PeerServicer):
         self._on_up(link.number, peer, dialled=bool(address))
         return link
 
-    def _lose(self, generation: str, link: Link, reason: str, *, planned: bool = False) -> None:
+    def _lose(self, generation: str, link: Link, reason: str, *, intended: bool = False) -> None:
         if self._links.pop(generation, None) is None:
             return
         del self._by_number[link.number]
@@ -249,7 +249,7 @@ class Links(PeerServicer):
             self._dials.pop((link.peer.name, link.peer.incarnation), None)  # a leg may need another link at once
         link.stream.end()
         gone = link.gone
-        level = logging.INFO if self.stopping or planned else logging.WARNING
+        level = logging.INFO if self.stopping or intended else logging.WARNING
         logger.log(level, "link %d to %s is lost: %s", link.number, link.peer.name, reason)
         if gone:
             link.close()

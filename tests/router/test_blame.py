@@ -13,7 +13,7 @@ from disagg.router.view import Pair, Work
 P, D = PeerRef("p", "", "p-1"), PeerRef("d", "", "d-1")
 PAIR = Pair(P, D, 10)
 ATTEMPT: Attempt = ("r", 1)
-PLANNED = (Outcome.DRAINED, Outcome.GIVEN_BACK)
+INTENDED = (Outcome.DRAINED, Outcome.GIVEN_BACK)
 BOTH = [Charge("p", Work.PREFILL, False), Charge("d", Work.DECODE, False)]
 PREFILL_DIED = [Charge("p", Work.PREFILL, False, "p-1")]
 
@@ -47,11 +47,11 @@ def test_a_decode_server_that_gives_no_verdict_on_a_link_that_broke_is_to_blame(
 
 @given(
     decode=st.lists(st.sampled_from([Outcome.PEER_LOST, Outcome.BAD_TRANSFER]), min_size=1, max_size=4),
-    prefill=st.lists(st.sampled_from([Outcome.WORKER_LOST, *PLANNED]), min_size=1, max_size=1),
+    prefill=st.lists(st.sampled_from([Outcome.WORKER_LOST, *INTENDED]), min_size=1, max_size=1),
     first=st.booleans(),
     cause=st.sampled_from(["", NO_VERDICT]),
 )
-def test_of_two_servers_only_the_one_whose_fault_is_known_is_charged_and_nobody_for_what_was_planned(
+def test_of_two_servers_only_the_one_whose_fault_is_known_is_charged_and_nobody_for_what_was_intended(
     decode: list[Outcome], prefill: list[Outcome], first: bool, cause: str
 ) -> None:
     """In either order, for a link; damaged KV that is heard of before anybody ended stays with both."""
@@ -62,9 +62,9 @@ def test_of_two_servers_only_the_one_whose_fault_is_known_is_charged_and_nobody_
     assert found == (PREFILL_DIED if Outcome.WORKER_LOST in prefill else [])
 
 
-@given(planned=st.sampled_from(PLANNED), server=st.sampled_from(["p", "d"]), first=st.booleans())
-def test_a_planned_end_of_either_charges_nobody(planned: Outcome, server: str, first: bool) -> None:
-    ends = [(server, planned), ("d", Outcome.PEER_LOST), ("p", Outcome.PEER_LOST)]
+@given(intended=st.sampled_from(INTENDED), server=st.sampled_from(["p", "d"]), first=st.booleans())
+def test_an_intended_end_of_either_charges_nobody(intended: Outcome, server: str, first: bool) -> None:
+    ends = [(server, intended), ("d", Outcome.PEER_LOST), ("p", Outcome.PEER_LOST)]
     assert charged(*(ends if first else reversed(ends))) == []
 
 

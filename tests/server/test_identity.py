@@ -142,7 +142,7 @@ async def test_a_model_that_cannot_be_loaded_for_a_while_does_not_end_a_server_t
         made._workers = _Lost()  # type: ignore[assignment]
         made._take_model(outcome)
 
-    async def take_down(reason: str, *, another_role: bool, planned: bool) -> None:
+    async def take_down(reason: str, *, another_role: bool, intended: bool) -> None:
         made._workers = None
 
     monkeypatch.setattr(lifecycle, "RESTART_FIRST_S", 0.001)
@@ -167,7 +167,7 @@ async def test_a_model_that_cannot_be_loaded_at_first_ends_the_server(monkeypatc
         await made._supervise(_Health())  # type: ignore[arg-type]
 
 
-async def test_a_planned_change_of_role_is_no_loss(
+async def test_an_intended_change_of_role_is_no_loss(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made, _, _ = ready_server(monkeypatch)
@@ -214,17 +214,17 @@ async def test_a_planned_change_of_role_is_no_loss(
 
     monkeypatch.setattr(lifecycle, "RESTART_FIRST_S", 0.001)
     monkeypatch.setattr(made._exporter, "retire", lambda *counters: None)
-    monkeypatch.setattr(made._links, "drop_all", lambda reason, planned=False: dropped.append((reason, planned)))
+    monkeypatch.setattr(made._links, "drop_all", lambda reason, intended=False: dropped.append((reason, intended)))
     for name, value in (("_find_device", nothing), ("_find_model", lambda: None), ("_bring_up", bring_up)):
         monkeypatch.setattr(made, name, value)
     with caplog.at_level(logging.INFO), pytest.raises(_Over):
         await asyncio.wait_for(made._supervise(_Health()), 30)  # type: ignore[arg-type]
     name = made._identity.name
-    planned = f"{name} ended its workers: it becomes a decode server"
+    intended = f"{name} ended its workers: it becomes a decode server"
     lost = f"{name} lost its workers: rank 0 was killed by SIGKILL"
     emptied = (Outcome.DRAINED, f"{name} is emptied: it becomes a decode server")
-    assert ended == [emptied, (Outcome.DRAINED, planned), (Outcome.WORKER_LOST, lost)]
-    assert dropped == [(planned, True), (lost, False)]
+    assert ended == [emptied, (Outcome.DRAINED, intended), (Outcome.WORKER_LOST, lost)]
+    assert dropped == [(intended, True), (lost, False)]
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert errors == [f"the workers of {name} are lost: rank 0 was killed by SIGKILL"]
     assert f"{name} begins anew as a decode server" in caplog.text
