@@ -168,9 +168,9 @@ def fill_frame(out: Any, frame: Frame[Any], kinds: Mapping[type, tuple[str, Fill
     add = out.messages.add
     for message in frame.messages:
         name, fill = kinds[type(message)]
-        slot = getattr(add(), name)
-        slot.SetInParent()  # a message whose fields are all zero is a message too
-        fill(slot, message)
+        added = getattr(add(), name)
+        added.SetInParent()  # a message whose fields are all zero is a message too
+        fill(added, message)
 
 
 def read_frame(frame: Any, kinds: Mapping[str, Read[T]]) -> Frame[T]:

@@ -299,21 +299,21 @@ def started_to_proto(started: StartedLike) -> pb.inference.GenerateResponse:
 
 def choice_delta_to_proto(delta: ChoiceDeltaLike) -> pb.inference.GenerateResponse:
     out = pb.inference.GenerateResponse()
-    slot = out.delta
-    slot.SetInParent()
-    slot.choice = delta.choice
-    slot.text = delta.text
-    slot.token_ids.extend(delta.token_ids)
+    added = out.delta
+    added.SetInParent()
+    added.choice = delta.choice
+    added.text = delta.text
+    added.token_ids.extend(delta.token_ids)
     for row in delta.logprobs:
-        entry = slot.logprobs.add(text_offset=row.text_offset)
+        entry = added.logprobs.add(text_offset=row.text_offset)
         _fill_entry(entry.chosen, row.chosen)
         for top in row.top:
             _fill_entry(entry.top.add(), top)
-    slot.finish = FINISH_TO_PROTO[delta.finish]
+    added.finish = FINISH_TO_PROTO[delta.finish]
     if isinstance(delta.stop_reason, str):
-        slot.stop_string = delta.stop_reason
+        added.stop_string = delta.stop_reason
     elif delta.stop_reason is not None:
-        slot.stop_token_id = delta.stop_reason
+        added.stop_token_id = delta.stop_reason
     return out
 
 

@@ -179,12 +179,12 @@ def _read_grant(message: pb.peer.Grant) -> Grant:
 def _fill_pieces(out: Any, pieces: Iterable[Piece]) -> None:
     """out: a repeated field of Piece."""
     for piece in pieces:
-        slot = out.add()
-        slot.group = piece.group
-        slot.layer_start = piece.layer_start
-        slot.layer_stop = piece.layer_stop
-        slot.token_start = piece.token_start
-        slot.token_stop = piece.token_stop
+        added = out.add()
+        added.group = piece.group
+        added.layer_start = piece.layer_start
+        added.layer_stop = piece.layer_stop
+        added.token_start = piece.token_start
+        added.token_stop = piece.token_stop
 
 
 def _read_pieces(pieces: Iterable[pb.peer.Piece]) -> tuple[Piece, ...]:
@@ -225,15 +225,15 @@ def _fill_assign_entries(out: pb.peer.AssignEntries, message: AssignEntries) -> 
     fill_key(out.key, message.key)
     out.ring_no = message.ring_no
     for entry in message.entries:
-        slot = out.entries.add()
-        slot.entry_id = entry.entry_id
-        slot.piece_no = entry.piece_no
-        slot.src_rank = entry.src_rank
-        slot.dst_rank = entry.dst_rank
-        slot.src_head_start = entry.src_head_start
-        slot.heads = entry.heads
-        slot.position = entry.position
-        slot.nbytes = entry.nbytes
+        added = out.entries.add()
+        added.entry_id = entry.entry_id
+        added.piece_no = entry.piece_no
+        added.src_rank = entry.src_rank
+        added.dst_rank = entry.dst_rank
+        added.src_head_start = entry.src_head_start
+        added.heads = entry.heads
+        added.position = entry.position
+        added.nbytes = entry.nbytes
 
 
 def _read_assign_entries(message: pb.peer.AssignEntries) -> AssignEntries:
@@ -259,13 +259,13 @@ def _read_assign_entries(message: pb.peer.AssignEntries) -> AssignEntries:
 def _fill_first_tokens(out: pb.peer.FirstTokens, message: FirstTokens) -> None:
     fill_key(out.key, message.key)
     for token in message.tokens:
-        slot = out.tokens.add()
-        slot.choice = token.choice
-        slot.token_id = token.token_id
+        added = out.tokens.add()
+        added.choice = token.choice
+        added.token_id = token.token_id
         if token.logprobs is not None:
-            fill_logprobs(slot.logprobs, (token.logprobs,))
+            fill_logprobs(added.logprobs, (token.logprobs,))
         if token.finish is not None:
-            slot.finish = FINISH_TO_PROTO[token.finish]
+            added.finish = FINISH_TO_PROTO[token.finish]
 
 
 def _read_first_tokens(message: pb.peer.FirstTokens) -> FirstTokens:
