@@ -29,9 +29,9 @@ def test_kv_crosses_between_different_tp_sizes_and_is_compared(
     assert ended.value.code == 0
     shown = capfd.readouterr().out
     figures = msgspec.json.decode(kept.read_bytes())
-    contact, staged, unstaged = figures["rows"]
-    assert [row["what"] for row in figures["rows"]] == ["first contact", "staged", "unstaged"]
-    assert all(row["what"] in shown for row in figures["rows"])
+    contact, staged, unstaged = figures["measurements"]
+    assert [measured["what"] for measured in figures["measurements"]] == ["first contact", "staged", "unstaged"]
+    assert all(measured["what"] in shown for measured in figures["measurements"])
     assert contact["payload_bytes"] == 8 * 3 * 2 * 4 * 16 * 4
     assert staged["payload_bytes"] == 70 * 3 * 2 * 4 * 16 * 4
     assert staged["piece_bytes"] <= 20 << 10

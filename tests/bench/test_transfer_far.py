@@ -169,8 +169,8 @@ def test_kv_crosses_to_ranks_of_another_end_and_is_compared_there(tmp_path: Path
         listener.terminate()
         listener.wait(30)
     figures = msgspec.json.decode(kept.read_bytes())
-    assert [row["what"] for row in figures["rows"]] == ["first contact", "staged", "unstaged"] * 2
-    for _, staged, _ in (figures["rows"][:3], figures["rows"][3:]):
+    assert [measured["what"] for measured in figures["measurements"]] == ["first contact", "staged", "unstaged"] * 2
+    for _, staged, _ in (figures["measurements"][:3], figures["measurements"][3:]):
         assert staged["pieces"] == 6, "more than the arena has room for: the rings go round"
         assert 0 < staged["seconds"] < 60 and 0 < staged["clock_error_s"] < 1
         assert staged["copy_s"] == 0

@@ -113,7 +113,7 @@ def run_transfer_bench(options: TransferOptions, say: Callable[[str], None]) -> 
         try_to_write(options.json_file)
     resolved: ResolvedOptions | None = None
     gpus: tuple[str, ...] = ()
-    rows: list[Measurement] = []
+    measurements: list[Measurement] = []
     curve: list[Measurement] = []
     for pair in pairs:
         if resolved is not None and _left_out(resolved, pair, say):
@@ -126,18 +126,18 @@ def run_transfer_bench(options: TransferOptions, say: Callable[[str], None]) -> 
                     continue
             bench = PairBench(resolved, pair, ranks)
             say(f"TP {pair}: {', '.join(bench.placement.src)} to {', '.join(bench.placement.dst)}")
-            rows += bench.measure()
+            measurements += bench.measure()
             if not curve and resolved.curve:
                 curve = bench.measure_curve()
-    if resolved is None or not rows:
+    if resolved is None or not measurements:
         raise ConfigError("no pair of TP sizes can hold these KV heads; --tp names others")
     console.print(heading(resolved, gpus))
-    console.print(table_of(rows))
-    console.print(legend(rows))
+    console.print(table_of(measurements))
+    console.print(legend(measurements))
     if curve:
         console.print(curve_of(curve))
     if options.json_file is not None:
-        kept = {"plan": resolved, "gpus": gpus, "rows": rows, "curve": curve}
+        kept = {"options": resolved, "gpus": gpus, "measurements": measurements, "curve": curve}
         keep(options.json_file, msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
         say(f"figures kept in {options.json_file}")
     return 0
@@ -248,13 +248,13 @@ class PairBench:
     def measure(self) -> list[Measurement]:
         """First contact, then every number of tokens."""
         self._open()
-        rows = [self._first_contact()]
+        measurements = [self._first_contact()]
         for tokens in self._resolved.tokens:
             copy_s = self._plain_copy(tokens)
-            rows.append(self._staged(tokens, self._resolved.piece_bytes, copy_s))
+            measurements.append(self._staged(tokens, self._resolved.piece_bytes, copy_s))
             if self._resolved.unstaged:
-                rows.append(self._unstaged(tokens, copy_s))
-        return rows
+                measurements.append(self._unstaged(tokens, copy_s))
+        return measurements
 
     def measure_curve(self) -> list[Measurement]:
         """One number of tokens, by size of pieces."""
@@ -322,9 +322,9 @@ class PairBench:
             pair=str(self._pair),
             what=FIRST_CONTACT,
             tokens=self._resolved.page_tokens,
-            payload_bytes=first.planned.payload_bytes,
-            pieces=first.planned.pieces,
-            piece_bytes=first.planned.largest_piece_bytes,
+            payload_bytes=first.made.payload_bytes,
+            pieces=first.made.pieces,
+            piece_bytes=first.made.largest_piece_bytes,
             seconds=seconds,
             copy_s=0.0,
             shared_gpus=self.placement.shared,
@@ -345,14 +345,14 @@ class PairBench:
         runs = [self._staged_once(tokens, piece_bytes) for _ in range(self._resolved.repeats)]
         self._compare(runs[-1].seed, runs[-1].dst_pages, runs[-1].tokens)
         middle = trial.median_of([run.spent for run in runs])
-        planned = runs[-1].planned
+        made = runs[-1].made
         return Measurement(
             pair=str(self._pair),
             what=STAGED,
             tokens=tokens,
-            payload_bytes=planned.payload_bytes,
-            pieces=planned.pieces,
-            piece_bytes=planned.largest_piece_bytes,
+            payload_bytes=made.payload_bytes,
+            pieces=made.pieces,
+            piece_bytes=made.largest_piece_bytes,
             seconds=middle.total_s,
             copy_s=copy_s,
             spent=middle,
@@ -371,12 +371,12 @@ class PairBench:
         asked = trial.Asked(self._next_seed(), tokens, *pages, self._entries, lead)
         try:
             means = self._means(piece_bytes)
-            planned = trial.trial_of(means, asked)
+            made = trial.trial_of(means, asked)
         except ValueError as error:
             raise ConfigError(f"--piece: {error}") from error
-        self._entries += sum(map(len, planned.sends))
+        self._entries += sum(map(len, made.sends))
         self._fill(asked.number, asked.src_pages, asked.dst_pages)
-        self._prepare(planned, means.rings, time.monotonic() + STEP_TIMEOUT_S)
+        self._prepare(made, means.rings, time.monotonic() + STEP_TIMEOUT_S)
         start_s = time.monotonic() + delay_s
         for process in self._src:
             process.tell(trial.Start(start_s))
@@ -387,21 +387,21 @@ class PairBench:
         intervals = [interval for each in sent for interval in each.intervals]
         intervals += [interval for each in received for interval in each.intervals]
         spent = trial.spent(start_s, landed_s, intervals)
-        return _Run(asked.number, lead + tokens, pages[1], planned, landed_s, spent)
+        return _Run(asked.number, lead + tokens, pages[1], made, landed_s, spent)
 
     def _means(self, piece_bytes: int) -> trial.Means:
         resolved = self._resolved
         rings = trial.Rings.of(resolved.arena_bytes, piece_bytes)
         return trial.Means(resolved.shape, self._pair, resolved.page_tokens, piece_bytes, rings)
 
-    def _prepare(self, planned: trial.Trial, rings: trial.Rings, deadline_s: float) -> None:
+    def _prepare(self, made: trial.Trial, rings: trial.Rings, deadline_s: float) -> None:
         """Every rank knows what it receives, or sends, and what was computed before has gone."""
         for rank, process in enumerate(self._dst):
             process.tell(
                 trial.Receive(
-                    bind=planned.binds[rank],
-                    entries=planned.expects[rank],
-                    positions=planned.expect_positions[rank],
+                    bind=made.binds[rank],
+                    entries=made.expects[rank],
+                    positions=made.expect_positions[rank],
                     capacity_bytes=rings.capacity_bytes,
                     segment_bytes=rings.segment_bytes,
                     deadline_s=deadline_s,
@@ -412,10 +412,10 @@ class PairBench:
         for rank, process in enumerate(self._src):
             process.tell(
                 trial.Send(
-                    plan_no=planned.plan_no,
-                    lead=planned.leads[rank],
-                    pieces=planned.sends[rank],
-                    positions=planned.send_positions[rank],
+                    plan_no=made.plan_no,
+                    lead=made.leads[rank],
+                    pieces=made.sends[rank],
+                    positions=made.send_positions[rank],
                     capacity_bytes=rings.capacity_bytes,
                     deadline_s=deadline_s,
                 )
@@ -488,6 +488,6 @@ class _Run(Struct, frozen=True):
     seed: int
     tokens: int  # with those of the chunk before
     dst_pages: tuple[int, ...]
-    planned: trial.Trial
+    made: trial.Trial
     landed_s: float
     spent: trial.Spent
