@@ -203,7 +203,7 @@ class Offload:
             "host large pages": {"used": self.host.used_large, "total": self.host.num_large},
             "pages held for copies": sum(self._pinned.values()),
             "idle": manager.idle,
-            **manager.tally,
+            **manager.counts,
         }
 
     def check_integrity(self, others: Iterable[Placed]) -> None:

@@ -43,7 +43,7 @@ class OffloadManager:
     """Of one incarnation of a server's workers.
 
     storage: there is one (see `set_store`). most_uploads: at once. most_lingering: pages of the GPU that wait for room on
-    the host though their request has ended. tally: pages "copied", "stored" and "dropped", and spans "failed".
+    the host though their request has ended. counts: pages "copied", "stored" and "dropped", and spans "failed".
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class OffloadManager:
         most_uploads: int = 8,
         most_lingering: int = 0,
     ) -> None:
-        self.tally: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.host = host(rules.layout, lambda page_hash: self._copied.pop(page_hash, None))
         self._rules = rules
         self._groups = range(len(rules.layout.groups))
@@ -160,7 +160,7 @@ class OffloadManager:
             for page, host_page in span.moved:
                 page_hash, before = span.names[page.group, page.position]
                 self.host.name(page.group, host_page, page_hash, before)
-            self.tally["copied"] += len(span.moved)
+            self.counts["copied"] += len(span.moved)
             self._out.append(Unpin(tuple(page for page, _ in span.moved)))
             self._on_host(span)
         return self._take()
@@ -197,7 +197,7 @@ class OffloadManager:
                 self._fail(span)
             return self._take()
         know(self._stored_keys, span.keys)
-        self.tally["stored"] += sum(map(len, span.placed))
+        self.counts["stored"] += sum(map(len, span.placed))
         self._end(span, SpanState.STORED)
         for child in span.children:
             self._publish(child)
@@ -377,7 +377,7 @@ class OffloadManager:
 
     def _fail(self, span: Span) -> None:
         """It is not stored; what goes on from it will not be, either."""
-        self.tally["failed"] += 1
+        self.counts["failed"] += 1
         for flow in (*self._flows.values(), *self._lingering):
             if flow.at > span.start and flow.hashes[span.start] == span.hashes[0]:
                 flow.go_back(span.start)
@@ -443,7 +443,7 @@ class OffloadManager:
                     wanted[g, position] = page
         waiting = sum(len(each.pinned) for each in self._lingering)
         if flow.next == NEVER or waiting + len(wanted) > self._most_lingering:
-            self.tally["dropped"] += point - flow.at
+            self.counts["dropped"] += point - flow.at
             return False
         flow.pinned = wanted
         if wanted:
@@ -462,7 +462,7 @@ class OffloadManager:
                 self._lingering.remove(flow)
 
     def _drop(self, flow: Flow) -> None:
-        self.tally["dropped"] += max(0, self._rules.last_point(flow.pages) - flow.at)
+        self.counts["dropped"] += max(0, self._rules.last_point(flow.pages) - flow.at)
         if flow.pinned:
             self._out.append(Unpin(gpu_pages(flow.pinned)))
         flow.pinned = {}

@@ -43,7 +43,7 @@ class Dropped(enum.Enum):
     CONTRADICTION = "contradiction"  # same attempt, same index, another token (or another end); all of it is ignored
 
 
-class Tallies(Struct):
+class Counts(Struct):
     """Tokens dropped as duplicates or stale; messages dropped as contradictions; tokens dropped because too many were held."""
 
     duplicates: int = 0
@@ -71,7 +71,7 @@ class AcceptanceTable:
         self._choices = [_Choice() for _ in range(num_choices)]
         self._max_held_tokens = max_held_tokens
         self._attempt = 0
-        self.tallies = Tallies()
+        self.counts = Counts()
 
     def begin(self, attempt: int) -> None:
         """From now on only this attempt is listened to. What was held of an earlier one is forgotten."""
@@ -85,14 +85,14 @@ class AcceptanceTable:
     def accept(self, attempt: int, message: LegTokens) -> Accepted | Dropped:
         """Takes what is new of a message of `attempt`; says why when nothing is."""
         if attempt != self._attempt or not 0 <= message.choice < len(self._choices):
-            self.tallies.stale += len(message.token_ids)
+            self.counts.stale += len(message.token_ids)
             return Dropped.STALE
         choice = self._choices[message.choice]
         if choice.finish is not None:
-            self.tallies.duplicates += len(message.token_ids)
+            self.counts.duplicates += len(message.token_ids)
             return Dropped.DUPLICATE
         if self._contradicts(choice, message):
-            self.tallies.contradictions += 1
+            self.counts.contradictions += 1
             return Dropped.CONTRADICTION
         known_end = choice.end_at is not None
         if message.finish is not None and not known_end:
@@ -166,9 +166,9 @@ class AcceptanceTable:
         for offset, token_id in enumerate(message.token_ids):
             index = message.first_index + offset
             if index < next_index or index in choice.held:
-                self.tallies.duplicates += 1
+                self.counts.duplicates += 1
             elif message.first_index > next_index and len(choice.held) >= self._max_held_tokens:
-                self.tallies.overflowed += 1
+                self.counts.overflowed += 1
             else:
                 choice.held[index] = (token_id, message.logprobs[offset] if with_logprobs else None)
                 added = True

@@ -197,7 +197,7 @@ class RequestMachine:
         leg = self._legs.get(message.key)
         assert self.pair is not None
         if leg is None or message.choice not in leg.choices or event.server not in self._servers():
-            self.table.tallies.stale += len(message.token_ids)
+            self.table.counts.stale += len(message.token_ids)
             return []
         from_decode = event.server == self.pair.decode.name
         if from_decode:
@@ -376,7 +376,7 @@ class RequestMachine:
         return []
 
     def _ignore_tokens(self, event: TokensCame) -> list[Instruction]:
-        self.table.tallies.stale += len(event.message.token_ids)
+        self.table.counts.stale += len(event.message.token_ids)
         return []
 
     def _closing_tokens(self, event: TokensCame) -> list[Instruction]:

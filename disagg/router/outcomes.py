@@ -70,10 +70,10 @@ class Outcomes:
         return outcome
 
     def _count(self, live: Live, outcome: str, now_s: float) -> None:
-        tallies = live.machine.table.tallies
-        self._metrics.duplicates.inc(tallies.duplicates)
-        self._metrics.stale.inc(tallies.stale)
-        self._metrics.contradictions.inc(tallies.contradictions)
+        counts = live.machine.table.counts
+        self._metrics.duplicates.inc(counts.duplicates)
+        self._metrics.stale.inc(counts.stale)
+        self._metrics.contradictions.inc(counts.contradictions)
         self.note(outcome, now_s)
         self._metrics.whole_s.observe(now_s - live.arrived_s)
         if live.began:

@@ -54,11 +54,11 @@ def walk(
     world.do(world.manager.give_up_waiting())
     world.check()
     world.check_end()
-    if storage and not lost and not world.manager.tally["dropped"]:
+    if storage and not lost and not world.manager.counts["dropped"]:
         for hashes, pages in whole:
             assert world.stored_pages(hashes) >= pages, "pages that were never stored"
         assert max(world.stored.values(), default=1) == 1, "a page is stored twice"
-        assert not world.manager.tally["failed"], "nothing failed, and something is said to have"
+        assert not world.manager.counts["failed"], "nothing failed, and something is said to have"
         world.seen["whole"] += 1
     return world
 

@@ -185,12 +185,12 @@ def manager_machine(
             self.world.do(self.world.manager.give_up_waiting())
             self.world.check()
             self.world.check_end()
-            if self.storage and not self.lost and not self.world.manager.tally["dropped"]:
+            if self.storage and not self.lost and not self.world.manager.counts["dropped"]:
                 counter["whole"] += 1
                 for hashes, pages in self.whole:
                     assert self.world.stored_pages(hashes) >= pages, "pages that were never stored"
                 assert max(self.world.stored.values(), default=1) == 1, "a page is stored twice"
             counter.update(self.world.seen.keys())
-            counter.update(what for what, times in self.world.manager.tally.items() if times)
+            counter.update(what for what, times in self.world.manager.counts.items() if times)
 
     return ManagerMachine

@@ -179,7 +179,7 @@ def test_a_finished_request_waits_for_room_on_the_host_only_as_far_as_it_may_and
         world.finish("a")
         world.settle()
         assert max(stop for _, stop in spans(world)) == expected
-        assert world.manager.tally["dropped"] == 8 - expected
+        assert world.manager.counts["dropped"] == 8 - expected
         world.check_end()
     world = new_world("full", ranks=1, stride_tokens=4, host_large=4, lingering=100)
     run(world, "a", 16, 1)
@@ -330,7 +330,7 @@ def test_where_a_page_of_full_attention_is_gone_nothing_is_offloaded_from_there_
     world.do(world.manager.progress("a", 12, world.view("a")))
     world.finish("a")
     world.settle()
-    assert spans(world) == [(0, 2)] and world.manager.tally["dropped"] == 4
+    assert spans(world) == [(0, 2)] and world.manager.counts["dropped"] == 4
     world.check_end()
 
 

@@ -353,7 +353,7 @@ class World:
         assert not self.manager._keepers and not self.manager._in_flight.hashes
 
     def dump(self) -> dict[str, Any]:
-        return {"seen": dict(self.seen), "tally": dict(self.manager.tally)}
+        return {"seen": dict(self.seen), "counts": dict(self.manager.counts)}
 
 
 def all_pages(pages: Sequence[GpuPage]) -> list[int]:

@@ -30,7 +30,7 @@ def test_the_first_token_is_taken_from_prefill_and_not_again_from_decode() -> No
     t = table()
     assert feed(t, says(1, 0, 0, 7)) == Accepted(0, 0, (7,), (TokenLogprobs(-7.0),), None)
     assert feed(t, says(1, 0, 0, 7)) is Dropped.DUPLICATE
-    assert t.tallies.duplicates == 1
+    assert t.counts.duplicates == 1
 
 
 def test_overlap_is_trimmed_and_the_rest_taken() -> None:
@@ -53,7 +53,7 @@ def test_held_tokens_are_bounded_and_the_next_index_is_taken_all_the_same() -> N
     t = AcceptanceTable(1, max_held_tokens=2)
     t.begin(1)
     feed(t, says(1, 0, 1, 1, 2, 3, 4))
-    assert t.tallies.overflowed == 2
+    assert t.counts.overflowed == 2
     feed(t, says(1, 0, 0, 0))
     assert t.token_ids(0) == (0, 1, 2)
     feed(t, says(1, 0, 3, 3, 4, 5, 6))
@@ -66,7 +66,7 @@ def test_another_attempt_and_an_unknown_choice_are_stale() -> None:
     assert feed(t, says(1, 0, 0, 7)) is Dropped.STALE
     assert feed(t, says(3, 0, 0, 7)) is Dropped.STALE
     assert feed(t, says(2, 1, 0, 7)) is Dropped.STALE
-    assert t.tallies.stale == 3
+    assert t.counts.stale == 3
 
 
 def test_what_a_retired_attempt_left_behind_a_gap_is_forgotten() -> None:
@@ -81,7 +81,7 @@ def test_a_contradiction_is_counted_and_ignored_whole() -> None:
     t = table()
     feed(t, says(1, 0, 0, 7, 8))
     assert feed(t, says(1, 0, 1, 9, 10)) is Dropped.CONTRADICTION
-    assert (t.token_ids(0), t.tallies.contradictions) == ((7, 8), 1)
+    assert (t.token_ids(0), t.counts.contradictions) == ((7, 8), 1)
     feed(t, says(1, 0, 3, 11))
     assert feed(t, says(1, 0, 3, 12)) is Dropped.CONTRADICTION
 
@@ -166,4 +166,4 @@ def test_any_interleaving_of_any_attempts_gives_the_sequence_once(history: objec
     assert got == outputs
     assert [list(t.token_ids(c)) for c in range(len(outputs))] == outputs
     assert t.unfinished() == ()
-    assert t.tallies.contradictions == 0
+    assert t.counts.contradictions == 0
