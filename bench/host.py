@@ -1,8 +1,8 @@
 """What a step costs the host, without any GPU: `python -m bench.host`.
 
-Plans as an engine gives them, of sequences that decode: messages between server and worker (encoded and decoded), the worker's
-mirror, the tensors of the batch, and their copy into the inputs of graphs (here on the CPU). Microseconds a step, medians of
-many. What an engine decides and what a launch takes is not in it.
+Plans as an engine gives them, of sequences that decode: messages between server and worker (encoded and decoded), what the worker
+knows of sequences, the tensors of the batch, and their copy into the inputs of graphs (here on the CPU). Microseconds a step,
+medians of many. What an engine decides and what a launch takes is not in it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Host:
 
     def __init__(self, count: int, tokens: int, steps: int) -> None:
         rng = random.Random(0)
-        self._mirror = KnownSequences()
+        self._known = KnownSequences()
         model = SimpleNamespace(device=torch.device("cpu"), max_model_len=2 * tokens + steps)
         pool = SimpleNamespace(groups=(GROUP,), page_tokens=PAGE_TOKENS)
         self._inputs = _Inputs(model, pool, count, torch.zeros(count, dtype=torch.int64))  # type: ignore[arg-type]
@@ -80,8 +80,8 @@ class Host:
         clock.note("plan encoded")
         plan = decode_to_worker(data)
         clock.note("plan decoded")
-        _, _, views = self._mirror.apply(plan)
-        clock.note("mirror")
+        _, _, views = self._known.apply(plan)
+        clock.note("diff applied")
         batch, ordered = build_batch(views, (GROUP,), PAGE_TOKENS)
         clock.note("batch built")
         self._inputs.fill(batch)
