@@ -31,7 +31,7 @@ from disagg.streams.state import Queue, Verdict
 from disagg.streams.stream import ResumableStream
 from disagg.text.model_files import differing
 from disagg.types.errors import ProtocolError, Unavailable
-from disagg.types.ids import Role, ServerName
+from disagg.types.ids import Role
 from disagg.types.protocol import Version, refusal
 from disagg.types.version import own_version
 from disagg.wire.server import RouterHello, ServerSays
@@ -120,7 +120,7 @@ class ServerStream:
 
     def __init__(self, found: Found, caller: Caller, *, dial: Dialer, owner: StreamOwner) -> None:
         self.found = found
-        self.name = ServerName(found.key)
+        self.name = found.key
         self.role = Role(found.role)
         self.address = found.address
         self.held = found.held
@@ -316,7 +316,7 @@ class ServerStream:
         if not self.found.name and hello.name != self.name:
             self._lose(f"another server has its address, {hello.name}", crashed=False)
             self._owner.server_named(self, hello.name)
-            self.name = ServerName(hello.name)
+            self.name = hello.name
         started = hello.role_change.started if hello.role_change is not None else hello.role
         if (hello.name, started.value) != (self.name, self.found.role):
             raise ProtocolError(

@@ -22,7 +22,7 @@ from msgspec import Struct, field
 from disagg.messages.legs import HandOver, KvEvents, LoadReport, PeerRef, ServerHello, ServerState
 from disagg.messages.needs import understands
 from disagg.router.speeds import GUESS, Speed
-from disagg.types.ids import Role, ServerName
+from disagg.types.ids import Role
 from disagg.types.protocol import spoken
 
 # Whether there is a peer is for the router to say: the server knows only those that it has met.
@@ -109,7 +109,7 @@ class ServerView(Struct, frozen=True, kw_only=True):
     is too large to be copied for each decision.
     """
 
-    name: ServerName
+    name: str
     role: Role
     address: str
     hello: ServerHello | None = None

@@ -7,11 +7,8 @@ Peer.Link's, an *attempt* one dispatch of a request.
 from __future__ import annotations
 
 import enum
-from typing import NewType
 
 from msgspec import Struct
-
-ServerName = NewType("ServerName", str)
 
 
 class Role(enum.StrEnum):

@@ -10,7 +10,7 @@ from disagg.messages.legs import KvEvents, LoadReport, PeerRef, ServerHello, Ser
 from disagg.router.placement import pick_pair, pick_target
 from disagg.router.policies import LeastLoaded, RequestFacts, RoundRobin
 from disagg.router.view import CachedPages, ClusterView, NoPair, NoPairReason, Pair, ServerView
-from disagg.types.ids import Role, ServerName
+from disagg.types.ids import Role
 
 FACTS = RequestFacts(prefill_tokens=10, total_tokens=20)
 
@@ -34,7 +34,7 @@ def server(name: str, role: Role, state: ServerState = ServerState.READY, **chan
         note=changes.pop("note", ""),
         hands_over=role is Role.DECODE,
     )
-    made = ServerView(name=ServerName(name), role=role, address=f"{name}:1", hello=hello, load=load, connected=True)
+    made = ServerView(name=name, role=role, address=f"{name}:1", hello=hello, load=load, connected=True)
     return replace(made, **changes)
 
 
