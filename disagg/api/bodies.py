@@ -25,6 +25,7 @@ from disagg.api.messages import Message, for_template, read_messages
 from disagg.router.requests import GenerateRequest
 from disagg.text.limits import TextLimits
 from disagg.text.render_messages import packed
+from disagg.types.arithmetic import ceil_div
 from disagg.types.errors import InvalidRequest
 from disagg.types.plain import quoted
 from disagg.types.sampling import MAX_LOGPROBS, SamplingParams, check_once
@@ -336,7 +337,7 @@ def _prompts(raw: bytes, limits: TextLimits, max_prompts: int) -> tuple[str | tu
 
 def _text(raw: bytes, limits: TextLimits, path: str) -> str:
     """Measured as JSON first: 10 ms per 16 MiB are then the most that it takes to read."""
-    limits.check_chars(-(-(len(raw) - 2) // _ESCAPED_BYTES), f"{path} has at least", path)
+    limits.check_chars(ceil_div(len(raw) - 2, _ESCAPED_BYTES), f"{path} has at least", path)
     text = read(raw, str, path)
     limits.check_chars(len(text), f"{path} has", path)
     return text

@@ -12,6 +12,8 @@ from html import escape
 import numpy as np
 from msgspec import Struct
 
+from disagg.types.arithmetic import ceil_div
+
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 40
 MOST_POINTS = 700
@@ -234,7 +236,7 @@ def short(value: float) -> str:
 
 def standalone(charts: Sequence[str], title: str, columns: int = 2) -> str:
     """One SVG file with charts side by side."""
-    rows = -(-len(charts) // columns)
+    rows = ceil_div(len(charts), columns)
     width, height = columns * WIDTH, rows * HEIGHT + 30
     placed = [
         each.replace(

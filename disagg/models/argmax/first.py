@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from disagg.types.arithmetic import ceil_div
+
 BLOCK = 4096  # columns that a program asks for at once
 NUM_WARPS = 4
 PROGRAMS = 2048  # that fill the GPU
@@ -16,7 +18,7 @@ MOST_PARTS = 64  # of a row
 
 def parts_of(rows: int, width: int) -> int:
     """How many programs share a row."""
-    return max(1, min(MOST_PARTS, PROGRAMS // rows, -(-width // BLOCK)))
+    return max(1, min(MOST_PARTS, PROGRAMS // rows, ceil_div(width, BLOCK)))
 
 
 def first_argmax_into(x: Tensor, out: Tensor) -> None:
@@ -34,7 +36,7 @@ def launch(x: Tensor, out: Tensor) -> None:
 
     rows, width = x.shape
     parts = parts_of(rows, width)
-    part = -(-width // parts)
+    part = ceil_div(width, parts)
     tops = torch.empty((rows, parts), dtype=torch.float32, device=x.device)
     places = torch.empty((rows, parts), dtype=torch.int32, device=x.device)
     later = overlap(x.device)

@@ -19,6 +19,7 @@ import torch
 from disagg.models.attention import kernels
 from disagg.models.attention.backend import PREPARING, PrefillWork, Scoring
 from disagg.models.attention.torch_backend import PageSpan
+from disagg.types.arithmetic import ceil_div
 
 STEP_TOKENS = 512  # of lengths: cuDNN makes a plan for each, which takes longer than to attend
 
@@ -39,7 +40,7 @@ class CudnnPrefillPlan:
         self._prepares = PREPARING.get()
         self._prefixes: list[PageSpan | None] = []
         for run, row in zip(work.runs, work.rows, strict=True):
-            num_pages = -(-run.context_tokens // view.page_tokens)
+            num_pages = ceil_div(run.context_tokens, view.page_tokens)
             pages = work.table.pages[row, :num_pages]
             self._prefixes.append(PageSpan(view, pages, 1, 0, run.context_tokens) if num_pages else None)
         units = max((span.num_units for span in self._prefixes if span is not None), default=0)

@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from disagg.models.attention.backend import HALF_DTYPES, DecodeWork, PrefillWork, Scoring
 from disagg.models.batch import PrefillRun
 from disagg.models.pool import AttentionPages
+from disagg.types.arithmetic import ceil_div
 
 # Rows share a bucket on CPU while its K and V of one layer stay below this, a usual L2 cache. Measured: 0.25 to 2 MiB
 # are alike at long contexts, where a row is half a MiB by itself; at short ones each further bucket costs 40 us a layer.
@@ -306,7 +307,7 @@ def _single(
     """pages: from page position `first_page` on; length: tokens of the sequence, the row's own among them."""
     skipped = first_page * page_tokens
     first_token = 0 if window is None else max(0, length - window)
-    needed = pages[: -(-length // page_tokens) - first_page]
+    needed = pages[: ceil_div(length, page_tokens) - first_page]
     return _Single(row, needed, first_token - skipped, length - skipped)
 
 
@@ -379,6 +380,6 @@ def _chunk(
         return Chunk(rows, None, 0, 0, window, view.device, view.kv.dtype, for_gpu)
     first_key = 0 if window is None else max(0, run.context_tokens - window + 1)
     skipped = first_page * view.page_tokens
-    needed = pages[: -(-run.total_tokens // view.page_tokens) - first_page]
+    needed = pages[: ceil_div(run.total_tokens, view.page_tokens) - first_page]
     span = PageSpan(view, needed, 1, first_key - skipped, run.total_tokens - skipped)
     return Chunk(rows, span, run.context_tokens, first_key, window, view.device, view.kv.dtype, for_gpu)

@@ -16,6 +16,7 @@ import triton
 from disagg.models.attention import kernels
 from disagg.models.attention.backend import DecodeWork, Scoring
 from disagg.models.overlap import overlap
+from disagg.types.arithmetic import ceil_div
 
 NO_WINDOW = 1 << 30  # tokens; above every position
 LOG2_E = math.log2(math.e)
@@ -50,7 +51,7 @@ class TritonDecodePlan:
         self._dims = triton.next_power_of_2(view.group.head_dim)
         self._block = max(LEAST_BLOCK, TILE_BYTES // (self._dims * view.kv.element_size()))
         window = view.group.window or NO_WINDOW
-        shares = -(-num_programs(view.device) // kv_heads)
+        shares = ceil_div(num_programs(view.device), kv_heads)
         self._most_items = rows + shares
         # A sequence of several parts has one and a half shares at least.
         self._most_splits = min(rows, 2 * shares // 3)
@@ -58,11 +59,11 @@ class TritonDecodePlan:
 
         padded_rows = triton.next_power_of_2(rows)
         # One long sequence beside many short ones is merged in several steps.
-        alike = triton.next_power_of_2(-(-self._most_items // rows))
+        alike = triton.next_power_of_2(ceil_div(self._most_items, rows))
         self._merged_parts = min(max(alike, MERGED_PARTS[0]), MERGED_PARTS[1])
         self._whole = view.group.window == 0 and view.page_tokens % self._block == 0
         block = max(1, min(CUT_ELEMENTS // padded_rows, triton.next_power_of_2(self._most_items)))
-        blocks = -(-self._most_items // block)
+        blocks = ceil_div(self._most_items, block)
         ints = torch.empty(blocks * block * 4 + rows * 3 + 1, dtype=torch.int32, device=view.device)
         self._num_splits, self._splits, self._items = ints[:1], ints[1 : 1 + rows * 3], ints[1 + rows * 3 :]
         kernels._cut[(blocks,)](
@@ -117,7 +118,7 @@ class TritonDecodePlan:
         rows, query_heads, head_dim = out.shape
         per_kv_head = query_heads // group.kv_heads
         heads = min(max(LEAST_HEADS, triton.next_power_of_2(per_kv_head)), MOST_HEADS)
-        head_blocks = group.kv_heads * -(-per_kv_head // heads)
+        head_blocks = group.kv_heads * ceil_div(per_kv_head, heads)
         few = query.element_size() == 2 and heads * max(self._dims, self._block) <= FEW_ELEMENTS
         sinks = out if scoring.sinks is None else scoring.sinks  # any pointer, where there are none
         kernels._split[(head_blocks, self._most_items if self._splits_any else rows)](
@@ -182,7 +183,7 @@ def _may_split(work: DecodeWork, window: int, shares: int, block: int) -> bool:
     batch = work.batch
     most_seen = min(batch.max_length, window)
     least_total = batch.total_length * most_seen // batch.max_length
-    least_share = max(-(-least_total // shares), block)
+    least_share = max(ceil_div(least_total, shares), block)
     return (most_seen + least_share // 2) // least_share > 1
 
 

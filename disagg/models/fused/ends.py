@@ -22,6 +22,7 @@ from disagg.models.batch import ForwardBatch
 from disagg.models.ends import Ends
 from disagg.models.fused import kernels
 from disagg.models.overlap import overlap
+from disagg.types.arithmetic import ceil_div
 
 MOST_TABLE_BYTES = 256 << 20  # of cosines and sines: 128k tokens of 128 dims in bfloat16 take 32 MiB
 _CHUNK = 4096  # positions at a time, while the table is made
@@ -93,7 +94,7 @@ def token_ids(batch: ForwardBatch) -> Tensor:
     assert all(each.is_contiguous() for each in columns), "a column is not contiguous"
     num_rows = batch.num_rows
     out = torch.empty_like(batch.input_ids)
-    kernels._token_ids[(-(-num_rows // _IDS_BLOCK),)](
+    kernels._token_ids[(ceil_div(num_rows, _IDS_BLOCK),)](
         *columns, out, num_rows, BLOCK=_IDS_BLOCK, num_warps=1, **overlap(out.device)
     )
     return out

@@ -18,6 +18,7 @@ from disagg.models.fused import kernels
 from disagg.models.overlap import overlap
 from disagg.models.products.choice import MOST_ROWS
 from disagg.models.products.launch import GELU_TANH, SILU, Norm, Scaled, add_one, multiply_few, multiply_one
+from disagg.types.arithmetic import ceil_div
 
 NORM_WARPS = 8
 GATE_BLOCK = 1024
@@ -102,7 +103,7 @@ class FusedMLP(torch.nn.Module):
         inner = both.shape[-1] // 2
         rows = both.numel() // (2 * inner)
         out = torch.empty((*both.shape[:-1], inner), dtype=both.dtype, device=both.device)
-        kernels._gate[(rows, -(-inner // GATE_BLOCK))](
+        kernels._gate[(rows, ceil_div(inner, GATE_BLOCK))](
             both, out, SIZE=inner, BLOCK=GATE_BLOCK, TANH=self.tanh, num_warps=GATE_WARPS, **overlap(both.device)
         )
         down: Tensor = self.down_proj(out)

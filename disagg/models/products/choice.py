@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from disagg.types.arithmetic import ceil_div
+
 MOST_ROWS = 128
 MANY_ROWS = 64  # above: only with the gate, where rows fill a tile
 LEAST_ROWS = 16  # of a matrix product of tensor cores
@@ -43,7 +45,7 @@ def one_row(depth: int, *, gated: bool) -> OneRow:
     """A program's block is two tiles of a gated product, or a tall one of a short product."""
     block_k, warps = (1024, 4) if gated or depth > 8192 else (2048, 8)
     block_k = min(block_k, 1 << (depth - 1).bit_length())
-    steps = -(-depth // block_k)
+    steps = ceil_div(depth, block_k)
     return OneRow(4, block_k, warps, min(4, steps))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from disagg.models.overlap import overlap
 from disagg.models.products import kernels
 from disagg.models.products.choice import FewRows, OneRow, few_rows, one_row
+from disagg.types.arithmetic import ceil_div
 
 SILU, GELU_TANH = 1, 2
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -62,7 +63,7 @@ def launch_one(
     columns = weight.shape[0] // (2 if gate else 1)
     x = row.scaled if isinstance(row, Scaled) else row
     out = torch.empty((1, columns), dtype=x.dtype, device=x.device)
-    programs = -(-columns // how.block_n)
+    programs = ceil_div(columns, how.block_n)
     made: Tensor | Scaled = out
     if norm is not None:
         squares = torch.empty(programs, dtype=torch.float32, device=x.device)
