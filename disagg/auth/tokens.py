@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import jwt
 from jwt.exceptions import InvalidKeyError, InvalidTokenError, PyJWKError
 
+from disagg.types.bounded import forget_oldest
 from disagg.types.errors import ConfigError, Unauthenticated
 from disagg.types.small_files import json_object, read_small
 from disagg.types.tenants import MAX_TENANT_CHARS, TENANT, TENANT_SIGNS
@@ -61,7 +61,7 @@ class Tokens:
         self._audience = audience
         self._issuer = issuer
         self._clock = clock
-        self._known: OrderedDict[bytes, tuple[str, float, float]] = OrderedDict()  # tenant, from when, until when
+        self._known: dict[bytes, tuple[str, float, float]] = {}  # tenant, from when, until when
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -82,8 +82,7 @@ class Tokens:
         from_s, until_s = _window(claims, now_s)
         tenant = _tenant(claims)
         self._known[digest] = (tenant, from_s, until_s)
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+        forget_oldest(self._known, MAX_KNOWN)
         return tenant
 
     def _check_meant(self, claims: Mapping[str, Any]) -> None:

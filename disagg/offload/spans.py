@@ -11,6 +11,7 @@ from disagg.messages.layout import GroupKind
 from disagg.offload.host import Placed
 from disagg.offload.instructions import GpuPage, Upload, UploadShare
 from disagg.offload.rules import OffloadRules
+from disagg.types.bounded import forget_oldest
 
 Key = tuple[int, bytes]  # (group, hash)
 K = TypeVar("K", Key, bytes)
@@ -161,5 +162,4 @@ def know(known: OrderedDict[K, None], names: Iterable[K]) -> None:
     for name in names:
         known[name] = None
         known.move_to_end(name)
-        if len(known) > KNOWN:
-            known.popitem(last=False)
+        forget_oldest(known, KNOWN)

@@ -46,6 +46,7 @@ from disagg.offload.objects import (
 )
 from disagg.offload.store import ObjectStore, StoreError
 from disagg.offload.units import Bytes, unit_bytes
+from disagg.types.bounded import forget_oldest
 
 AHEAD = 8  # spans that are asked for at once, where they are guessed to begin
 TOUCH_EVERY_S = 60.0  # a span that is read again within this has been read lately as it is
@@ -339,5 +340,4 @@ def _matching(span: Span, hashes: Sequence[bytes]) -> int:
 def _remember(remembered: OrderedDict[bytes, V], key: bytes, value: V) -> None:
     remembered[key] = value
     remembered.move_to_end(key)
-    if len(remembered) > REMEMBERED:
-        remembered.popitem(last=False)
+    forget_oldest(remembered, REMEMBERED)

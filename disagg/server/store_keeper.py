@@ -50,6 +50,7 @@ from disagg.offload.tier import Found, Missed, StorageTier
 from disagg.offload.units import heads_of
 from disagg.server.keeper_facts import KeeperFacts, KeeperLimits
 from disagg.server.tier_sums import TierSums
+from disagg.types.bounded import forget_oldest
 
 logger = logging.getLogger(__name__)
 
@@ -444,8 +445,7 @@ class StoreKeeper:
             )
             tier.misses = self._sums.misses  # of all tenants together
         self._tiers.move_to_end(salt)
-        if len(self._tiers) > TENANTS:
-            self._tiers.popitem(last=False)
+        forget_oldest(self._tiers, TENANTS)
         return tier
 
     def _say(self, event: StoreEvent) -> None:
