@@ -3,15 +3,15 @@
 The same bytes, trailer and checksum as `staging/copy`, from and to the same tensors (staging/rows). Two kernels, both of
 which copy either way; which one is used depends on how the rows are aligned:
 
-    _move_runs    rows of whole 8-byte words. A page's rows of one (layer, plane, head), a *strip*, are one run of bytes
-                  in the page, and a strip's runs are adjacent in staging:
+    _move_stretches  rows of whole 8-byte words. A page's rows of one (layer, plane, head), a *strip*, are one stretch of bytes
+                     in the page, and a strip's stretches are adjacent in staging:
 
-                       page 7: [..│run of strip s│..]   page 2: [..│run of strip s│..]   page 5: ...
-                                       └───────────┐                    │
-                       staging: [ strip s - 1 │ run │ run │ run │ strip s + 1 ...
+                       page 7: [..│stretch of strip s│..]   page 2: [..│stretch of strip s│..]   page 5: ...
+                                         └───────────┐                        │
+                       staging: [ strip s - 1 │ stretch │ stretch │ stretch │ strip s + 1 ...
 
-                  A program takes tiles of [pages, words of a run], 16 bytes per load where everything is so aligned.
-    _move_words   anything else: words of staging, put together from integers as wide as the rows allow. Slower.
+                     A program takes tiles of [pages, words of a stretch], 16 bytes per load where everything is so aligned.
+    _move_words      anything else: words of staging, put together from integers as wide as the rows allow. Slower.
 
 Every word is summed on its way (checksum: NH, which has no order). A program adds up its tiles in registers and then adds
 to two numbers that the launch shares; whoever completes them writes the sum as the trailer (gather), or compares it with
@@ -61,16 +61,16 @@ SUMS = 2  # int64 numbers that launches on one stream share (`_settle`): zero be
 VERDICT_OK = 1
 VERDICT_WRONG = 2
 
-_LANE_BYTES = (16, 8)  # of one load of `_move_runs`, widest first
+_LANE_BYTES = (16, 8)  # of one load of `_move_stretches`, widest first
 _UNITS = {4: tl.int32, 2: tl.int16, 1: tl.uint8}  # of one load of `_move_words`, by their bytes, widest first
 _TILE_WORDS = 2048
-_MOST_RUN_BLOCK = 512  # words: of several pages a tile is moved faster than of one
+_MOST_STRETCH_BLOCK = 512  # words: of several pages a tile is moved faster than of one
 _SUM_BLOCK = 256  # terms that a program adds up side by side: two of each thread
 _PROGRAM_TILES = 2  # one after another: more make the last wave of programs longer, fewer cost more atomic additions
 _WORD_BLOCK = 256  # words of staging that a program of `_move_words` takes at a time
 _WORD_PROGRAMS = 1024
 _NUM_WARPS = 4
-_LEAST_RUN_BLOCK = 64  # words: shorter loads are not worth having no idle lanes
+_LEAST_STRETCH_BLOCK = 64  # words: shorter loads are not worth having no idle lanes
 _MOST_PROGRAMS = (1 << 20) - 1  # that `_settle` can count
 _MOST_GRID_ROWS = (1 << 16) - 1  # CUDA's limit of a grid's second dimension
 _MOST_STRIP_BYTES = 1 << 32  # places in a strip are 32-bit numbers of words
@@ -207,7 +207,7 @@ _RUN_NUMBERS = (
     "kv_heads",
     "first_strip",
     "strip_lanes",
-    "run_lanes",
+    "stretch_lanes",
     "page_lanes",
     "skipped_lanes",
     "first_entry",
@@ -220,7 +220,7 @@ _RUN_NUMBERS = (
 
 
 @triton.jit(do_not_specialize=_RUN_NUMBERS, do_not_specialize_on_alignment=_ANYWHERE)
-def _move_runs(
+def _move_stretches(
     pool,
     staging,
     page_ids,
@@ -231,9 +231,9 @@ def _move_runs(
     kv_heads,  # of a page
     first_strip,  # of the piece, counted in a page
     strip_lanes,
-    run_lanes,
+    stretch_lanes,
     page_lanes,  # from one page to the next
-    skipped_lanes,  # of the first page's run: before the piece's first token
+    skipped_lanes,  # of the first page's stretch: before the piece's first token
     first_entry,  # of page_ids
     pages,
     strip_tiles,
@@ -245,8 +245,8 @@ def _move_runs(
     OVERLAP: tl.constexpr,
     LANE_WORDS: tl.constexpr,
     PAGE_BLOCK: tl.constexpr,
-    RUN_BLOCK: tl.constexpr,
-    RUN_TILES: tl.constexpr,
+    STRETCH_BLOCK: tl.constexpr,
+    STRETCH_TILES: tl.constexpr,
     SUM_BLOCK: tl.constexpr,
 ):
     """Grid: [parts of a strip, strips] of a gather, [strips, parts] of a scatter. pool, staging: int64.
@@ -262,12 +262,12 @@ def _move_runs(
     plane, head = strip // heads, strip % heads  # planes of all layers in turn
     strip = strip.to(tl.int64)
     strip_words = strip_lanes * LANE_WORDS
-    run_words = run_lanes * LANE_WORDS
+    stretch_words = stretch_lanes * LANE_WORDS
     paged_strip = (first_strip + plane * kv_heads + head).to(tl.int64)
-    pool += paged_strip * run_words
+    pool += paged_strip * stretch_words
     staging_strip = staging + strip * strip_words
     page_ids += first_entry
-    in_block = tl.arange(0, RUN_BLOCK)
+    in_block = tl.arange(0, STRETCH_BLOCK)
     # The key of word i begins as start + (i + 1) * GOLDEN: one multiplication per strip, row of a tile and column.
     first_key = _key_start(key_low, key_high) + ((strip * strip_words).to(tl.uint64) + 1) * _GOLDEN
     golden = in_block.to(tl.uint64) * _GOLDEN
@@ -279,16 +279,16 @@ def _move_runs(
     tile = part * program_tiles
     end = tl.minimum(tile + program_tiles, strip_tiles)
     while tile < end:
-        page = tile // RUN_TILES * PAGE_BLOCK + tl.arange(0, PAGE_BLOCK)
-        column = tile % RUN_TILES * RUN_BLOCK + in_block
+        page = tile // STRETCH_TILES * PAGE_BLOCK + tl.arange(0, PAGE_BLOCK)
+        column = tile % STRETCH_TILES * STRETCH_BLOCK + in_block
         ids = tl.load(page_ids + page, mask=page < pages, other=0)
         in_pool = (pool + ids * (page_lanes.to(tl.int64) * LANE_WORDS))[:, None] + column[None, :]
         # Of the piece's first page, what is before its first token has a negative place; of its last, what is after
         # its last token has one past the strip.
-        run = page * run_words - skipped_lanes * LANE_WORDS
-        place = run[:, None] + column[None, :]
+        stretch = page * stretch_words - skipped_lanes * LANE_WORDS
+        place = stretch[:, None] + column[None, :]
         in_staging = staging_strip + place
-        mask = (column < run_words)[None, :] & (place >= 0) & (place < strip_words)
+        mask = (column < stretch_words)[None, :] & (place >= 0) & (place < strip_words)
         if GATHER:
             words = tl.load(in_pool, mask=mask, other=0, cache_modifier=".cg")
             tl.store(in_staging, words, mask=mask)
@@ -296,10 +296,10 @@ def _move_runs(
             words = tl.load(in_staging, mask=mask, other=0, cache_modifier=".cg")
             tl.store(in_pool, words, mask=mask)
         if CHECKSUM:
-            row_key = first_key + (run + tile % RUN_TILES * RUN_BLOCK).to(tl.int64).to(tl.uint64) * _GOLDEN
+            row_key = first_key + (stretch + tile % STRETCH_TILES * STRETCH_BLOCK).to(tl.int64).to(tl.uint64) * _GOLDEN
             terms = _nh(words.to(tl.uint64, bitcast=True), row_key[:, None] + golden[None, :], mask)
             # Adding up a tile at once leaves registers for other programs on the multiprocessor.
-            total += tl.sum(tl.reshape(terms, (PAGE_BLOCK * RUN_BLOCK // SUM_BLOCK, SUM_BLOCK)), 0)
+            total += tl.sum(tl.reshape(terms, (PAGE_BLOCK * STRETCH_BLOCK // SUM_BLOCK, SUM_BLOCK)), 0)
         tile += 1
     _end(total, sums, trailer, expected, verdict, programs, GATHER, CHECKSUM, OVERLAP)
 
@@ -504,18 +504,18 @@ def launch_of(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verdic
     lane_bytes = next((n for n in _LANE_BYTES if (aligned | staging.data_ptr()) % n == 0), 0)
     if lane_bytes:
         row_lanes = shape.row_bytes // lane_bytes
-        run_words = shape.page_tokens * shape.row_bytes // WORD_BYTES
-        run_block = run_block_words(run_words)
-        page_block = _TILE_WORDS // run_block
-        run_tiles = ceil_div(run_words, run_block)
+        stretch_words = shape.page_tokens * shape.row_bytes // WORD_BYTES
+        stretch_block = stretch_block_words(stretch_words)
+        page_block = _TILE_WORDS // stretch_block
+        stretch_tiles = ceil_div(stretch_words, stretch_block)
         pages = rows.stop - rows.first
-        strip_tiles = ceil_div(pages, page_block) * run_tiles
+        strip_tiles = ceil_div(pages, page_block) * stretch_tiles
         program_tiles = max(_PROGRAM_TILES, ceil_div(strip_tiles, min(_MOST_PROGRAMS // strips, _MOST_GRID_ROWS)))
         parts = ceil_div(strip_tiles, program_tiles)
         numbers |= {
             "heads": heads,
             "strip_lanes": piece.tokens * row_lanes,
-            "run_lanes": shape.page_tokens * row_lanes,
+            "stretch_lanes": shape.page_tokens * row_lanes,
             "page_lanes": page_bytes // lane_bytes,
             "skipped_lanes": piece.token_start % shape.page_tokens * row_lanes,
             "pages": pages,
@@ -525,12 +525,12 @@ def launch_of(rows: PagedRows, staging: torch.Tensor, sums: torch.Tensor, verdic
         constants |= {
             "LANE_WORDS": lane_bytes // WORD_BYTES,
             "PAGE_BLOCK": page_block,
-            "RUN_BLOCK": run_block,
-            "RUN_TILES": run_tiles,
-            "SUM_BLOCK": min(_SUM_BLOCK, page_block * run_block),
+            "STRETCH_BLOCK": stretch_block,
+            "STRETCH_TILES": stretch_tiles,
+            "SUM_BLOCK": min(_SUM_BLOCK, page_block * stretch_block),
         }
         grid = (parts, strips, 1) if verdict is None else (strips, parts, 1)
-        return Launch(_move_runs, grid, tl.int64, tensors, numbers, constants)
+        return Launch(_move_stretches, grid, tl.int64, tensors, numbers, constants)
     unit_bytes = next(n for n in _UNITS if aligned % n == 0)
     numbers |= {
         "heads": heads,
@@ -554,11 +554,11 @@ def _overlaps(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def run_block_words(run_words: int) -> int:
-    """How many words of a run a tile has: a power of two. All of it, or a part that divides it where that is long enough."""
-    divisor = run_words & -run_words
-    block = divisor if divisor >= _LEAST_RUN_BLOCK else triton.next_power_of_2(run_words)
-    return min(block, _MOST_RUN_BLOCK, _TILE_WORDS)
+def stretch_block_words(stretch_words: int) -> int:
+    """How many words of a stretch a tile has: a power of two. All of it, or a part that divides it where that is long enough."""
+    divisor = stretch_words & -stretch_words
+    block = divisor if divisor >= _LEAST_STRETCH_BLOCK else triton.next_power_of_2(stretch_words)
+    return min(block, _MOST_STRETCH_BLOCK, _TILE_WORDS)
 
 
 def _as_int32(bits: int) -> int:

@@ -20,7 +20,7 @@ from disagg.messages.pieces import HeadSlice, Piece
 from disagg.staging import copy
 from disagg.staging import kernels as kernels_module
 from disagg.staging.identity import identity_seed
-from disagg.staging.kernels import SUMS, VERDICT_OK, VERDICT_WRONG, Launcher, launch_of, run_block_words
+from disagg.staging.kernels import SUMS, VERDICT_OK, VERDICT_WRONG, Launcher, launch_of, stretch_block_words
 from disagg.staging.pieces import TRAILER_BYTES, framed_bytes
 from disagg.staging.rows import PagedRows, PageShape
 from disagg.staging.slices import head_slices, heads_per_rank
@@ -498,8 +498,8 @@ def test_too_little_staging_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run_words", "block"),
+    ("stretch_words", "block"),
     [(512, 512), (2048, 512), (1 << 20, 512), (384, 128), (24, 32), (320, 64), (2, 2), (300, 512)],
 )
-def test_a_run_is_cut_where_few_lanes_are_idle(run_words: int, block: int) -> None:
-    assert run_block_words(run_words) == block
+def test_a_stretch_is_cut_where_few_lanes_are_idle(stretch_words: int, block: int) -> None:
+    assert stretch_block_words(stretch_words) == block

@@ -40,7 +40,7 @@ def test_a_bound_launch_tells_the_driver_what_a_call_of_the_kernel_tells_it(reco
     for called, bound in pairs:
         assert bound == called
         assert called[1] == (how == "overlapping")
-    assert {called[0] for called, _ in pairs} == {"_move_runs", "_move_words"}
+    assert {called[0] for called, _ in pairs} == {"_move_stretches", "_move_words"}
 
 
 def test_overlapping_launches_wait_for_each_other_before_they_touch_what_they_share(recorded: dict[str, Any]) -> None:
