@@ -29,7 +29,7 @@ from disagg.mixed_server.role import mixed_engine
 from disagg.scheduler.policies import POLICIES
 from disagg.types.sampling import SamplingParams
 from tests.cluster.cluster import Cluster
-from tests.engine.units import facts, start
+from tests.engine.lone_engine import facts, start
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 LAYERS = 8  # of the cluster's model

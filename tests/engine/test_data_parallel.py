@@ -19,9 +19,9 @@ from disagg.messages.plan import SampledToken, StepResult, WorkerPlan
 from disagg.messages.sequence_diff import KnownSequences
 from disagg.mixed_server.role import mixed_engines
 from disagg.scheduler.policies import MIXED_POLICIES, POLICIES
+from tests.engine.lone_engine import facts
 from tests.engine.sim import next_token, reference
 from tests.engine.test_mixed import leg as leg_until_eos
-from tests.engine.units import facts
 
 ROUTER = 1
 

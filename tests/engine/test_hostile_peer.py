@@ -44,7 +44,7 @@ from disagg.types.ids import FinishReason, LegKey
 from disagg.types.sampling import MAX_CHOICES
 from disagg.wire.fields import MAX_REQUEST_ID_CHARS
 from disagg.wire.peer import MAX_RANKS, LinkGreeting, link_frame_from_proto, link_frame_to_proto, link_greeting_to_proto
-from tests.engine.units import (
+from tests.engine.lone_engine import (
     D_REF,
     FULL,
     LINK,
@@ -53,8 +53,8 @@ from tests.engine.units import (
     STATE,
     WINDOW,
     Decode,
+    Lone,
     Prefill,
-    Unit,
     changed,
     facts,
     hello,
@@ -148,7 +148,7 @@ def footprint(value: object, seen: set[int] | None = None) -> int:
     return sum(footprint(getattr(value, name, None), seen) for name in names)
 
 
-def within_bounds(unit: Unit, message: m.LinkMessage, apply: Callable[[], list[Instruction]]) -> list[Instruction]:
+def within_bounds(lone: Lone, message: m.LinkMessage, apply: Callable[[], list[Instruction]]) -> list[Instruction]:
     """Applies a message. What is allocated meanwhile is in proportion to what came."""
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
@@ -158,7 +158,7 @@ def within_bounds(unit: Unit, message: m.LinkMessage, apply: Callable[[], list[I
         grown = tracemalloc.get_traced_memory()[1] - before
         allowed = BYTES_PER_MESSAGE + BYTES_PER_ITEM * items(message)
         assert grown <= allowed, f"{type(message).__name__} of {items(message)} items cost {grown} bytes"
-        unit.engine.check_integrity()
+        lone.engine.check_integrity()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -189,10 +189,10 @@ def campaign(examples: int, body: Callable[[st.DataObject], None]) -> None:
 # ---- a hostile decode server
 
 
-def heard(peer: HostileDecode | HostilePrefill, unit: Prefill | Decode, message: m.LinkMessage) -> bool:
+def heard(peer: HostileDecode | HostilePrefill, lone: Prefill | Decode, message: m.LinkMessage) -> bool:
     """The engine under test does what a peer's message asks for, and the peer hears of it. False: it was refused."""
     try:
-        out = within_bounds(unit, message, lambda: unit.link(message))
+        out = within_bounds(lone, message, lambda: lone.link(message))
     except ProtocolError:
         return False
     peer.said(message)

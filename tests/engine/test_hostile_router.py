@@ -20,17 +20,17 @@ from disagg.types.ids import LegKey
 from disagg.types.sampling import SamplingParams
 from disagg.wire.server import router_frame_from_proto, router_frame_to_proto
 from tests.campaigns import Campaign, sizes
-from tests.engine.units import D_REF, P_REF, Decode, Prefill, Unit, facts, plans, start, to_router, to_transfer
+from tests.engine.lone_engine import D_REF, P_REF, Decode, Lone, Prefill, facts, plans, start, to_router, to_transfer
 
 VOCAB = 100
-Make = Callable[[], Unit]
+Make = Callable[[], Lone]
 
 
-def prefill() -> Unit:
+def prefill() -> Lone:
     return Prefill(facts(vocab_size=VOCAB))
 
 
-def decode() -> Unit:
+def decode() -> Lone:
     return Decode(facts(vocab_size=VOCAB))
 
 
@@ -73,20 +73,20 @@ HOSTILE = {
 @pytest.mark.parametrize("make", [prefill, decode])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_leg_that_no_router_may_send_is_refused_and_reaches_no_worker(name: str, make: Make) -> None:
-    unit = make()
-    out = unit.do(unit.start(over_the_wire(HOSTILE[name])))
+    lone = make()
+    out = lone.do(lone.start(over_the_wire(HOSTILE[name])))
     [end] = to_router(out)
     assert isinstance(end, LegEnd) and end.outcome is Outcome.REFUSED and end.reason
     assert not plans(out) and not to_transfer(out)
-    unit.engine.check_integrity()
-    assert unit.engine.idle
+    lone.engine.check_integrity()
+    assert lone.engine.idle
 
 
 @pytest.mark.parametrize("make", [prefill, decode])
 def test_ids_that_cannot_even_be_on_the_wire_are_refused_too(make: Make) -> None:
-    unit = make()
+    lone = make()
     for asked in (leg(token_ids=(1, -1)), leg(token_ids=(1, -1), num_prompt=1), leg(choices=(-1,))):
-        [end] = to_router(unit.do(unit.start(replace(asked, num_prompt=min(2, asked.num_prompt)))))
+        [end] = to_router(lone.do(lone.start(replace(asked, num_prompt=min(2, asked.num_prompt)))))
         assert isinstance(end, LegEnd) and end.outcome is Outcome.REFUSED
 
 
@@ -133,9 +133,9 @@ def begin_one(asked: StartLeg, make: Make) -> None:
         arrived = over_the_wire(asked)
     except ProtocolError:
         return
-    unit = make()
-    out = unit.do(unit.start(arrived))
-    unit.engine.check_integrity()
+    lone = make()
+    out = lone.do(lone.start(arrived))
+    lone.engine.check_integrity()
     ends = [end for end in to_router(out) if isinstance(end, LegEnd)]
     if ends:
         assert ends[0].outcome is Outcome.REFUSED and not plans(out) and not to_transfer(out)

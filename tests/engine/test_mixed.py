@@ -20,12 +20,12 @@ from disagg.messages.legs import Outcome, StartLeg
 from disagg.messages.plan import WorkerPlan
 from disagg.mixed_server.role import mixed_engine
 from disagg.scheduler.policies import MIXED_POLICIES, POLICIES
-from tests.engine.units import FULL, PARAMS, Unit, changed, facts, outcomes, plans, said, start
+from tests.engine.lone_engine import FULL, PARAMS, Lone, changed, facts, outcomes, plans, said, start
 
 WIDE = {"max_model_len": 4096, "max_slots": 16 + 63, "max_running": 16}
 
 
-class Mixed(Unit):
+class Mixed(Lone):
     """A mixed engine."""
 
     dials = False

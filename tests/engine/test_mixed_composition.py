@@ -7,13 +7,26 @@ from disagg.messages import link as m
 from disagg.messages.legs import Outcome
 from disagg.messages.pieces import Piece
 from disagg.messages.transfer import Bound, ExpectPiece, Landing, SendPiece, Unbound
+from tests.engine.lone_engine import (
+    D_REF,
+    LINK,
+    P_REF,
+    Lone,
+    facts,
+    hello,
+    outcomes,
+    said,
+    sent,
+    start,
+    to_link,
+    to_transfer,
+)
 from tests.engine.mixed_role import NOBODY, mixed_engine
-from tests.engine.units import D_REF, LINK, P_REF, Unit, facts, hello, outcomes, said, sent, start, to_link, to_transfer
 
 OUT, IN = LINK, LINK + 1
 
 
-class Mixed(Unit):
+class Mixed(Lone):
     def __init__(self) -> None:
         super().__init__()
         self.engine = mixed_engine(facts(max_slots=3, prefix_cache=False))

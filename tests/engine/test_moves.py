@@ -9,7 +9,7 @@ from disagg.messages import link as m
 from disagg.messages.legs import Outcome, PeerRef, StartLeg
 from disagg.messages.transfer import Unbound
 from disagg.types.ids import LegKey
-from tests.engine.units import P_REF, PARAMS, Decode, facts, hello, outcomes, plans, said, start, to_link
+from tests.engine.lone_engine import P_REF, PARAMS, Decode, facts, hello, outcomes, plans, said, start, to_link
 
 OTHER = PeerRef("E", "e:1", "e1")
 BACK = 8  # the link that OTHER dials

@@ -16,8 +16,8 @@ from disagg.messages.legs import Outcome, StartLeg
 from disagg.mixed_server.role import mixed_engine
 from disagg.scheduler.policies import MIXED_POLICIES, POLICIES
 from disagg.scheduler.prefill_delayer import RankState, Together
+from tests.engine.lone_engine import Lone, facts, outcomes, plans, said
 from tests.engine.test_mixed import Mixed, leg
-from tests.engine.units import Unit, facts, outcomes, plans, said
 
 PASSES = 6
 READY, BUSY = RankState(True, False, 3, 0), RankState(False, False, 3, 0)
@@ -50,7 +50,7 @@ class Delaying(Mixed):
     """A rank in lockstep with others, which `gather` stands for; by default it is alone."""
 
     def __init__(self, gather: Together | None = None, **changes: object) -> None:
-        Unit.__init__(self)
+        Lone.__init__(self)
         self.gather = gather or Together(1)
         self.engine = OneRank((mixed_engine(delaying_facts(**changes), self.gather),), self.gather)
 

@@ -21,10 +21,10 @@ from disagg.messages.plan import StepResult
 from disagg.messages.sequence_diff import KnownSequences
 from disagg.scheduler.pipeline import plans_in_flight
 from disagg.scheduler.policies import MIXED_POLICIES, POLICIES
+from tests.engine.lone_engine import FULL, PARAMS, STATE, WINDOW, facts, outcomes, plans, said, start
 from tests.engine.sim import Server, Worker, reference
 from tests.engine.sim_pages import SimPages
 from tests.engine.test_mixed import Mixed
-from tests.engine.units import FULL, PARAMS, STATE, WINDOW, facts, outcomes, plans, said, start
 
 GROUPS = ((FULL,), (WINDOW,), (FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE))
 

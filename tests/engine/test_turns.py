@@ -16,7 +16,7 @@ from disagg.messages import link as m
 from disagg.messages.legs import LegEnd, LegTokens, Outcome, StartLeg
 from disagg.messages.transfer import Bind, Unbound
 from disagg.types.sampling import SamplingParams
-from tests.engine.units import (
+from tests.engine.lone_engine import (
     FULL,
     P_REF,
     STATE,

@@ -19,7 +19,7 @@ from disagg.server.piece_sizes import check_longest, check_rows
 from disagg.staging.pieces import TRAILER_BYTES, split_group_piece
 from disagg.transfer.session import MAX_PIECES
 from disagg.types.errors import ConfigError
-from tests.engine.units import changed, facts
+from tests.engine.lone_engine import changed, facts
 
 
 def layers(num_layers: int, kv_heads: int, head_dim: int, dtype: str = "float32") -> LayerGroup:

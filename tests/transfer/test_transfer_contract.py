@@ -37,9 +37,9 @@ from disagg.messages.transfer import (
 )
 from disagg.staging.pieces import group_piece_bytes
 from disagg.worker import transfer_driver
+from tests.engine.lone_engine import facts
 from tests.engine.sim_pages import SimPages
 from tests.engine.sim_transfer import GRANULE, SimTransfer, Write
-from tests.engine.units import facts
 from tests.transfer.driver_pair import ENTRY_STRIDE, FULL, KEY, LINK, PAGE_TOKENS, Pair
 from tests.transfer.slow_mover import SlowMover
 from tests.transfer_backends.loopback import Hub

@@ -1,4 +1,4 @@
-"""Each engine alone, call by call: which instructions an event gives. What memory has to do with it: test_memory_units."""
+"""Each engine alone, call by call: which instructions an event gives. What memory has to do with it: test_short_of_memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from disagg.messages.transfer import (
 from disagg.transfer.session import MAX_WANTS
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import FinishReason, LegKey
-from tests.engine.units import (
+from tests.engine.lone_engine import (
     D_REF,
     LINK,
     P_REF,

@@ -12,7 +12,7 @@ from disagg.messages.tiers import CopiedOut, CopyOut
 from disagg.messages.transfer import SendsDropped
 from disagg.offload.instructions import Ask, StoreFound, Upload
 from disagg.types.sampling import SamplingParams
-from tests.engine.units import LINK, Prefill, facts, start, to_transfer
+from tests.engine.lone_engine import LINK, Prefill, facts, start, to_transfer
 
 PAGES = 3
 

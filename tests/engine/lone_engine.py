@@ -169,7 +169,7 @@ def said(out: list[Instruction]) -> list[tuple[str, int, int, int]]:
     ]
 
 
-class Unit:
+class Lone:
     """What both kinds have. known: what the cache events came to; unreported: plans that are in flight, oldest first."""
 
     engine: Engine
@@ -258,7 +258,7 @@ class Unit:
         raise AssertionError("there is no end of plans")
 
 
-class Prefill(Unit):
+class Prefill(Lone):
     """A prefill engine."""
 
     dials = False
@@ -327,7 +327,7 @@ def sent(send: SendPiece) -> PieceSent:
     return PieceSent(LINK, send.entry_id, send.slice.key, 192, 0.0, 0.0)
 
 
-class Decode(Unit):
+class Decode(Lone):
     """A decode engine."""
 
     dials = True

@@ -20,7 +20,7 @@ from disagg.messages.transfer import Bind, Bound, Unbind, Unbound
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import FinishReason
 from disagg.types.sampling import SamplingParams
-from tests.engine.units import (
+from tests.engine.lone_engine import (
     CHECKPOINT_TOKENS,
     FULL,
     P_REF,
