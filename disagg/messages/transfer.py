@@ -91,7 +91,6 @@ class PeerAdded(Struct, frozen=True, tag="peer_added"):
     link: int
     peer_rank: int
     error: str  # empty: it works
-    wire_up_s: float
 
 
 class PeerWired(Struct, frozen=True, tag="peer_wired"):

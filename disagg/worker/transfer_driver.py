@@ -203,7 +203,7 @@ class TransferDriver:
             self._broken[peer] = None
             forget_oldest(self._broken, MAX_BROKEN)
             for link, rank in self._sender.at(peer):
-                self._events.append(PeerAdded(link, rank, f"the agent {peer.name} has disconnected", 0.0))
+                self._events.append(PeerAdded(link, rank, f"the agent {peer.name} has disconnected"))
         if polled.completed or polled.failed:
             self._sender.advance(self._computed)
             moved = True
@@ -256,19 +256,18 @@ class TransferDriver:
         return self._sender.under_way(link) or self._receiver.under_way(link)
 
     def _add_peer(self, request: AddPeer) -> None:
-        started = time.perf_counter()
         try:
             # Two servers that send to each other have a link for each direction, and one agent on each side.
             peer = self._sender.met(request.metadata)
             if peer is None or peer in self._broken:
                 peer = self._backend.add_peer(request.metadata)
         except BackendError as error:
-            self._events.append(PeerAdded(request.link, request.peer_rank, str(error), 0.0))
+            self._events.append(PeerAdded(request.link, request.peer_rank, str(error)))
             return
         arena = Region(request.arena_address, request.arena_bytes, request.arena_device)
         self._sender.add_peer((request.link, request.peer_rank), KnownPeer(peer, arena, request.metadata))
         self._linger()
-        self._events.append(PeerAdded(request.link, request.peer_rank, "", time.perf_counter() - started))
+        self._events.append(PeerAdded(request.link, request.peer_rank, ""))
 
     def _remove_peer(self, request: RemovePeer) -> None:
         """PeerRemoved follows when nothing is under way for the link."""

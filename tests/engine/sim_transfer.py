@@ -133,7 +133,7 @@ class SimTransfer:
         match command:
             case AddPeer():
                 self._peers.add((command.link, command.peer_rank))
-                self.events.append(PeerAdded(command.link, command.peer_rank, "", 0.0))
+                self.events.append(PeerAdded(command.link, command.peer_rank, ""))
             case RemovePeer():
                 self._remove_peer(command.link)
             case SendPiece():

@@ -260,7 +260,7 @@ def test_a_failed_write_drops_the_link() -> None:
 
 
 def test_a_peer_that_cannot_be_met_drops_the_link() -> None:
-    assert Prefill(FACTS).event(PeerAdded(LINK, 0, "no route", 0.0)) == [DropLink(LINK, "no route")]
+    assert Prefill(FACTS).event(PeerAdded(LINK, 0, "no route")) == [DropLink(LINK, "no route")]
 
 
 def test_a_ring_is_closed_when_no_write_of_it_is_under_way() -> None:
