@@ -14,7 +14,6 @@ from collections.abc import Callable
 from disagg.transfer.backends.base import (
     MAX_UNHEARD,
     BackendError,
-    Capabilities,
     FailedWrite,
     Memory,
     Peer,
@@ -52,8 +51,6 @@ class _Write:
 
 
 class LoopbackBackend:
-    capabilities = Capabilities(device_memory=False, cross_host=False)
-
     def __init__(self, name: str, hub: Hub) -> None:
         self._name, self._hub = name, hub
         self.regions: list[tuple[Region, Memory]] = []

@@ -57,13 +57,6 @@ class Peer(Struct, frozen=True):
     serial: int
 
 
-class Capabilities(Struct, frozen=True):
-    """What a backend can do, so that nobody asks with hasattr."""
-
-    device_memory: bool  # regions may lie on a GPU
-    cross_host: bool  # peers may be on another host
-
-
 class FailedWrite(Struct, frozen=True):
     """A write that will not be reported as completed. Its source may be reused.
 
@@ -103,9 +96,6 @@ class TransferBackend(Protocol):
     def name(self) -> str:
         """Of this agent: what its peers see in `notifications`."""
         ...
-
-    @property
-    def capabilities(self) -> Capabilities: ...
 
     def register(self, memory: Memory) -> Region:
         """Make memory readable for own writes and writable for peers that get `metadata` afterwards.

@@ -32,7 +32,6 @@ from disagg.transfer.backends.base import (
     NOTHING,
     WARM_UP_BYTES,
     BackendError,
-    Capabilities,
     FailedWrite,
     Memory,
     Peer,
@@ -101,8 +100,6 @@ def load_nixl(settings: dict[str, str], log_file: str = "") -> tuple[Any, Any]:
 
 class NixlBackend:
     """A `TransferBackend`. `name` is unique among the agents that may meet: put the incarnation in it."""
-
-    capabilities = Capabilities(device_memory=True, cross_host=True)
 
     def __init__(
         self,
