@@ -10,7 +10,6 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Sequence
-from random import Random
 
 from bench.memory_models import CHECKPOINT_TOKENS, PAGE_TOKENS, BenchModel
 from bench.memory_trace import BenchRequest
@@ -22,6 +21,7 @@ from disagg.memory.layout import PoolLayout, pool_layout
 from disagg.memory.sequence import SequencePages
 from disagg.memory.spans import PLANS_IN_FLIGHT, last_checkpoint, pages_for
 from disagg.messages.layout import GroupKind
+from tests.memory.images import image_rank
 
 ROOT = chain_root("bench")
 
@@ -115,7 +115,7 @@ class DirectMemory:
         self.model = model
         self.caching = caching
         self.layout = pool_layout(model.groups, PAGE_TOKENS, CHECKPOINT_TOKENS)
-        self.cache = PrefixCache(self.layout, Random(0))
+        self.cache = PrefixCache(self.layout)
         self.allocator = PageAllocator(self.layout, model.pool_bytes // self.layout.large_bytes, self.cache.remove)
         self.owners = 0
 
@@ -167,7 +167,7 @@ class ImagePages:
         self._owner = memory.owners
         count = pages_for(request.image_tokens, PAGE_TOKENS)
         image = ImageRef(_image_hash(request), request.document_tokens, count)
-        self._rank = memory.cache.image_rank(image.hash)
+        self._rank = image_rank(image.hash)
         self._text_group = [group.kind for group in memory.model.groups].index(GroupKind.FULL)
         self._image_group = [group.kind for group in memory.model.groups].index(GroupKind.IMAGE)
         self._image_keys = [image_key(image.hash, index) for index in range(count)]

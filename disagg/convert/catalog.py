@@ -16,7 +16,6 @@ from msgspec import Struct
 
 from disagg.types.errors import ConfigError
 
-DEFAULT_MODEL: Final = "smollm2-135m"
 _GGUF_FILE: Final = re.compile(r"\.gguf(\.part\d+)?$")
 
 

@@ -14,10 +14,8 @@ Knows hashes and page numbers; whether a page may be evicted, and when, is the a
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from itertools import repeat, takewhile
-from random import Random
 
 from msgspec import Struct
 
@@ -26,7 +24,6 @@ from disagg.memory.prefixes import longest_checkpointed, longest_windowed
 from disagg.messages.layout import GroupKind
 from disagg.messages.legs import KvEvents
 
-_RANK_BYTES = 2
 _NO_PAGE = -1
 
 
@@ -49,16 +46,15 @@ def snapshot_key(prefix_hash: bytes, index: int) -> bytes:
 
 
 class PrefixCache:
-    """The cached pages of one pool. random: draws how images rank for eviction."""
+    """The cached pages of one pool."""
 
-    def __init__(self, layout: PoolLayout, random: Random) -> None:
+    def __init__(self, layout: PoolLayout) -> None:
         self.layout = layout
         self._pages: list[dict[bytes, int]] = [{} for _ in layout.groups]
         self._keys: list[dict[int, bytes]] = [{} for _ in layout.groups]
         # By group: what was stored (True) or removed since the last report. What came and went, or went and came, is no news:
         # so there is never more of it than pages that are cached, or were at the last report.
         self._news: list[dict[bytes, bool]] = [{} for _ in layout.groups]
-        self._rank_seed = random.randbytes(16)
 
     def __len__(self) -> int:
         return sum(map(len, self._pages))
@@ -170,13 +166,6 @@ class PrefixCache:
             del self._pages[g][key]
             if not self._news[g].pop(key, False):
                 self._news[g][key] = False
-
-    def image_rank(self, image_hash: bytes) -> int:
-        """What all pages of an image are released with as their prefix length, drawn at random: of images that were
-        last used in one step, all pages of one go before any of the next.
-        """
-        digest = hashlib.blake2b(image_hash, key=self._rank_seed, digest_size=_RANK_BYTES).digest()
-        return int.from_bytes(digest, "little")
 
     # ---- telling
 

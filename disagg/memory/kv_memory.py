@@ -11,7 +11,6 @@ Knows tokens, pages and a logical clock (`step`, which engines count); nothing o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from random import Random
 from types import MappingProxyType
 
 from disagg.memory.allocator import PageAllocator
@@ -28,8 +27,8 @@ from disagg.messages.layout import GroupKind
 class KvMemory:
     """One pool: its pages, its prefix cache, and what they have been asked for.
 
-    caching: off, nothing is kept of a sequence that ends. seed: of the draws that rank images for eviction. late_runs: of one
-    sequence, how many have not reported at most.
+    caching: off, nothing is kept of a sequence that ends. late_runs: of one sequence, how many have not reported at
+    most.
 
     common_late_tokens: of a pool in which only sequences of `open` run (a prefill server's): tokens of all of them together
     whose runs have not reported, at most. A window's pages for them need not be set aside for each sequence then: it is
@@ -43,7 +42,6 @@ class KvMemory:
         num_large: int,
         *,
         caching: bool = True,
-        seed: int = 0,
         common_late_tokens: int = 0,
         late_runs: int = PLANS_IN_FLIGHT,
     ) -> None:
@@ -57,7 +55,7 @@ class KvMemory:
             most, alone = (window_pages(window_tokens, late, page_tokens) for late in (common_late_tokens, 0))
             self.common_late_pages[windows[0]] = most - alone
         self.beyond_quotas = [0 for _ in layout.groups]  # pages that sequences will come to need beyond their quotas
-        self.cache = PrefixCache(layout, Random(seed))
+        self.cache = PrefixCache(layout)
         self.allocator = PageAllocator(layout, num_large, self.cache.remove)
         self.hit_tokens = 0
         self.query_tokens = 0

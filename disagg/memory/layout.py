@@ -134,13 +134,3 @@ def _most_per_large(group: GroupSpec, large_bytes: int) -> int:
         for count in range(large_bytes // group.page_bytes, 0, -1)
         if large_bytes % count == 0 and (large_bytes // count) % group.align_bytes == 0
     )
-
-
-def padding_share(layout: PoolLayout, g: int) -> float:
-    """Share of a large page that is lost to padding when group g cuts it. 0 with LCM."""
-    return layout.padding_bytes(g) / layout.strides[g]
-
-
-def gcd_bytes(groups: Sequence[GroupSpec]) -> int:
-    """The page size that divides the pages of every group: for accounting, since no kernel reads pages in pieces."""
-    return math.gcd(*(group.page_bytes for group in groups))

@@ -70,7 +70,6 @@ class SmallPages:
             evictable_pages=self.num_evictable,
             used_pages=self.num_used,
             empty_bytes=self.num_empty * page_bytes,
-            evictable_bytes=self.num_evictable * page_bytes,
             used_bytes=self.num_used * page_bytes,
             padding_bytes=self.num_large * self.per_large * layout.padding_bytes(g),
             evictions=self.evictions,

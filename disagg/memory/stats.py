@@ -18,7 +18,6 @@ class GroupStats(Struct, frozen=True):
     evictable_pages: int
     used_pages: int
     empty_bytes: int
-    evictable_bytes: int
     used_bytes: int
     padding_bytes: int
     evictions: int

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from random import Random
 
 from disagg.memory.allocator import PageAllocator
 from disagg.memory.cache import PrefixCache
@@ -35,7 +34,7 @@ class HostPool:
         self.layout = layout
         self.whole_prefixes = True
         self.evicted = 0
-        self._cache = PrefixCache(layout, Random(0))
+        self._cache = PrefixCache(layout)
         self._allocator = PageAllocator(layout, num_large, self._on_evict)
         self._held: Counter[tuple[int, int]] = Counter()  # how often each page is, by group and page
         self._hash_of: dict[tuple[int, int], bytes] = {}  # by group and page, of pages that are known

@@ -167,7 +167,7 @@ class StorageTier:
     def hit(self, hashes: Sequence[bytes], found: Sequence[Found], num_tokens_cap: int) -> int:
         """Tokens, in whole pages and at most the cap, of the longest prefix that is valid in every group: by the rules of the
         prefix cache. found: by `walk` from the first page on."""
-        cache, pages = PrefixCache(self._layout, Random(0)), 0
+        cache, pages = PrefixCache(self._layout), 0
         for each in found:
             pages = each.span.start + each.pages
             for g, share in enumerate(each.span.shares):

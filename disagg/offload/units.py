@@ -11,8 +11,6 @@ Knows shapes and bytes; nothing of files or tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -49,13 +47,6 @@ def cut_page(page: Bytes, group: LayerGroup, page_tokens: int) -> Bytes:
     rows = len(group.layers) * group.planes
     units = page.reshape(rows, group.kv_heads, unit_bytes(group, page_tokens) // rows)
     return np.ascontiguousarray(units.transpose(1, 0, 2)).reshape(group.kv_heads, -1)
-
-
-def join_page(units: Sequence[Bytes], group: LayerGroup, page_tokens: int, out: Bytes) -> None:
-    """The page of a rank whose group this is, from the units of its heads, in order. out: [page_bytes]."""
-    assert len(units) == group.kv_heads, f"{len(units)} units for {group.kv_heads} heads"
-    for head, unit in enumerate(units):
-        join_unit(unit, head, group, page_tokens, out)
 
 
 def join_unit(unit: Bytes, head: int, group: LayerGroup, page_tokens: int, out: Bytes) -> None:

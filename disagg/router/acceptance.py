@@ -44,12 +44,11 @@ class Dropped(enum.Enum):
 
 
 class Counts(Struct):
-    """Tokens dropped as duplicates or stale; messages dropped as contradictions; tokens dropped because too many were held."""
+    """Tokens dropped as duplicates or stale; messages dropped as contradictions."""
 
     duplicates: int = 0
     stale: int = 0
     contradictions: int = 0
-    overflowed: int = 0
 
 
 class _Choice:
@@ -167,9 +166,7 @@ class AcceptanceTable:
             index = message.first_index + offset
             if index < next_index or index in choice.held:
                 self.counts.duplicates += 1
-            elif message.first_index > next_index and len(choice.held) >= self._max_held_tokens:
-                self.counts.overflowed += 1
-            else:
+            elif message.first_index == next_index or len(choice.held) < self._max_held_tokens:
                 choice.held[index] = (token_id, message.logprobs[offset] if with_logprobs else None)
                 added = True
         return added

@@ -155,7 +155,6 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-MIXED_POLICIES = ("sarathi", "vllm", "simple_chunking", "orca", "faster_transformer")
 DEFAULT_MIXED = "sarathi"
 
 

@@ -166,10 +166,6 @@ class Tokenizer:
             return bytes([byte])
         return token.replace("▁", " ").encode("utf-8")
 
-    def token_text(self, token_id: int) -> str:
-        """The token alone, as text; U+FFFD where it holds part of a character."""
-        return self.token_bytes(token_id).decode("utf-8", errors="replace")
-
     def new_decoder(self) -> StagedDecoder:
         """A fresh incremental decoder for one text."""
         return staged_decoder(self._decoder_spec)

@@ -403,12 +403,6 @@ class ModelInfo(Struct, frozen=True):
     max_model_len: int
 
 
-def tokenize_request_to_proto(
-    *, model: str, text: str, add_special_tokens: bool = True
-) -> pb.inference.TokenizeRequest:
-    return pb.inference.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
-
-
 def tokenize_request_from_proto(message: pb.inference.TokenizeRequest) -> TokenizeFields:
     """Raises InvalidRequest."""
     _require_model(message.model)
@@ -421,16 +415,6 @@ def tokenize_request_from_proto(message: pb.inference.TokenizeRequest) -> Tokeni
 
 def tokenize_response_to_proto(token_ids: Sequence[int]) -> pb.inference.TokenizeResponse:
     return pb.inference.TokenizeResponse(token_ids=token_ids)
-
-
-def tokenize_response_from_proto(message: pb.inference.TokenizeResponse) -> tuple[int, ...]:
-    return tuple(message.token_ids)
-
-
-def detokenize_request_to_proto(
-    *, model: str, token_ids: Sequence[int], skip_special_tokens: bool = True
-) -> pb.inference.DetokenizeRequest:
-    return pb.inference.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
 
 
 def detokenize_request_from_proto(message: pb.inference.DetokenizeRequest, max_ids: int) -> DetokenizeFields:
@@ -446,10 +430,6 @@ def detokenize_request_from_proto(message: pb.inference.DetokenizeRequest, max_i
 
 def detokenize_response_to_proto(text: str) -> pb.inference.DetokenizeResponse:
     return pb.inference.DetokenizeResponse(text=text)
-
-
-def detokenize_response_from_proto(message: pb.inference.DetokenizeResponse) -> str:
-    return message.text
 
 
 def list_models_response_to_proto(models: Sequence[ModelInfo]) -> pb.inference.ListModelsResponse:

@@ -353,13 +353,6 @@ def enable_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
     reflection.enable_server_reflection((*services, HEALTH, reflection.SERVICE_NAME), server)
 
 
-async def is_serving(channel: grpc.aio.Channel, service: str = "", timeout_s: float = 5.0) -> bool:
-    """Asks a server's health. Raises grpc.aio.AioRpcError when it cannot be reached or does not know the service."""
-    stub = health_pb2_grpc.HealthStub(channel)
-    reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
-    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-
-
 async def read_message(call: Any) -> Any:
     """What a call receives next, or grpc.aio.EOF. Raises as `call.read`, and CancelledError whenever this task is cancelled:
     a read that still waits for the call to begin when the call ends swallows that (seen with gRPC 1.85), and a loop of

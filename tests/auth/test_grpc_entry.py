@@ -21,10 +21,11 @@ from disagg.types.errors import ConfigError, InvalidRequest, Overloaded, Unauthe
 from disagg.types.ids import Role
 from disagg.types.sampling import MAX_CACHE_SALT_CHARS, SamplingParams
 from disagg.wire.inference import generate_request_to_proto
-from disagg.wire.services import HEALTH, InferenceStub, is_serving, open_channel
+from disagg.wire.services import HEALTH, InferenceStub, open_channel
 from disagg.wire.status import error_of
 from tests.router.conftest import CONFIG, DEADLINE_S
 from tests.router.fake_server import FakeServer, decode, prefill, write_model
+from tests.wire.serving import is_serving
 
 A, B = (("authorization", "Bearer key-a"),), (("authorization", "Bearer key-b"),)
 

@@ -32,7 +32,6 @@ from disagg.wire.services import (
     PEER,
     SERVER,
     Health,
-    is_serving,
     make_server,
     open_channel,
     server_handler,
@@ -41,6 +40,7 @@ from disagg.wire.tls import CLEAR, WireTls, open_wire_tls
 from tests.api.fakes import FakeChatTemplate, FakeRouter
 from tests.auth.certs import Authority
 from tests.router.fake_server import FakeServer, prefill
+from tests.wire.serving import is_serving
 
 DEADLINE_S = 10.0
 

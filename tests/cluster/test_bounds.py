@@ -20,13 +20,12 @@ import tokenizers
 from disagg.telemetry.loop import ALARM_S, WINDOW_S
 from disagg.types.sampling import MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOP_TOKENS, SamplingParams
 from disagg.wire.inference import (
-    detokenize_request_to_proto,
     generate_request_to_proto,
-    tokenize_request_to_proto,
 )
 from disagg.wire.services import INFERENCE
 from tests.cluster.cluster import Cluster
 from tests.models.tiny import VOCAB_SIZE, make_tiny
+from tests.wire.tokenizing import detokenize_request_to_proto, tokenize_request_to_proto
 
 CONTEXT = 8192
 BEYOND = "<" + "image" * 16 + ">"  # a token without a row, and the longest: texts of 82 x 8,192 characters are read

@@ -16,12 +16,13 @@ import httpx
 import pytest
 
 from disagg.convert.model_dir import resolve
-from disagg.scheduler.policies import MIXED_POLICIES, POLICIES
+from disagg.scheduler.policies import POLICIES
 from tests.cluster.campaign import MAX_TIGHT_ROUNDS, check, conversations, sizes, total
 from tests.cluster.cluster import Cluster
 from tests.cluster.rounds import Round
 from tests.models import reference
 from tests.models.tiny import VOCAB_SIZE, make_tiny
+from tests.scheduler.mixed_policies import MIXED_POLICIES
 
 CACHE = Path("~/.cache/disagg/models").expanduser()
 ALONE = ("--prefill", "0", "--decode", "0", "--mixed", "1")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from disagg.scheduler.policies import MIXED_POLICIES
 from tests.cluster.cluster import CLI, Cluster
 from tests.cluster.test_mixed import ALONE, SIX, Case, run
 from tests.cluster.test_mixed_faults import FLAGS, FROZEN_S, Asked, pids
 from tests.models.tiny import make_tiny
+from tests.scheduler.mixed_policies import MIXED_POLICIES
 
 FIVE = {"num_hidden_layers": 5}
 SIX_LAYERS = {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]}

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from disagg.convert.catalog import DEFAULT_MODEL, KNOWN_MODELS, find_gguf
+from disagg.config.tree import ModelConfig
+from disagg.convert.catalog import KNOWN_MODELS, find_gguf
 from disagg.convert.model_dir import resolve
 from disagg.types.errors import ConfigError
 from tests.convert.conftest import write_llama
@@ -51,8 +52,9 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 
 
 def test_the_default_model_is_known_and_installed() -> None:
-    assert DEFAULT_MODEL in KNOWN_MODELS
-    (path,) = find_gguf(DEFAULT_MODEL)
+    default = ModelConfig().name
+    assert default in KNOWN_MODELS
+    (path,) = find_gguf(default)
     assert path.suffix == ".gguf"
 
 

@@ -49,7 +49,7 @@ from disagg.messages.tiers import TierCommand
 from disagg.messages.transfer import TransferCommand
 from disagg.offload.keys import Scope
 from disagg.prefill_server.role import PREFILL
-from disagg.scheduler.policies import MIXED_POLICIES, POLICIES
+from disagg.scheduler.policies import POLICIES
 from disagg.server.dispatch import Dispatch
 from disagg.server.role import ServerRole
 from disagg.types.ids import FinishReason, LegKey
@@ -58,6 +58,7 @@ from tests.engine.mixed_role import NOBODY, mixed_engine
 from tests.engine.sim_pages import SimPages
 from tests.engine.sim_tiers import SimKeeper, SimRankTiers, SimStore
 from tests.engine.sim_transfer import SimTransfer, Write
+from tests.scheduler.mixed_policies import MIXED_POLICIES
 
 VOCAB, EOS = 24, 0
 FULL = LayerGroup("full", (0, 1), 2, 1, "float32")

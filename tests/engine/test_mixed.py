@@ -19,8 +19,9 @@ from disagg.memory.layout import PageSizing, pool_layout
 from disagg.messages.legs import Outcome, StartLeg
 from disagg.messages.plan import WorkerPlan
 from disagg.mixed_server.role import mixed_engine
-from disagg.scheduler.policies import MIXED_POLICIES, POLICIES
+from disagg.scheduler.policies import POLICIES
 from tests.engine.lone_engine import FULL, PARAMS, Lone, changed, facts, outcomes, plans, said, start
+from tests.scheduler.mixed_policies import MIXED_POLICIES
 
 WIDE = {"max_model_len": 4096, "max_slots": 16 + 63, "max_running": 16}
 

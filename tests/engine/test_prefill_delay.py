@@ -14,10 +14,11 @@ from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Counters, Instruction
 from disagg.messages.legs import Outcome, StartLeg
 from disagg.mixed_server.role import mixed_engine
-from disagg.scheduler.policies import MIXED_POLICIES, POLICIES
+from disagg.scheduler.policies import POLICIES
 from disagg.scheduler.prefill_delayer import RankState, Together
 from tests.engine.lone_engine import Lone, facts, outcomes, plans, said
 from tests.engine.test_mixed import Mixed, leg
+from tests.scheduler.mixed_policies import MIXED_POLICIES
 
 PASSES = 6
 READY, BUSY = RankState(True, False, 3, 0), RankState(False, False, 3, 0)

@@ -20,11 +20,12 @@ from disagg.messages.legs import Outcome, StartLeg
 from disagg.messages.plan import StepResult
 from disagg.messages.sequence_diff import KnownSequences
 from disagg.scheduler.pipeline import plans_in_flight
-from disagg.scheduler.policies import MIXED_POLICIES, POLICIES
+from disagg.scheduler.policies import POLICIES
 from tests.engine.lone_engine import FULL, PARAMS, STATE, WINDOW, facts, outcomes, plans, said, start
 from tests.engine.sim import Server, Worker, reference
 from tests.engine.sim_pages import SimPages
 from tests.engine.test_mixed import Mixed
+from tests.scheduler.mixed_policies import MIXED_POLICIES
 
 GROUPS = ((FULL,), (WINDOW,), (FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE))
 

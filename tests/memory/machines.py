@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any, TypeVar
 
 import hypothesis.strategies as st
@@ -28,6 +27,7 @@ from disagg.memory.groups import GroupSpec
 from disagg.memory.hashing import chain_root, extend_hashes
 from disagg.memory.layout import PageSizing, PoolLayout, pool_layout
 from disagg.messages.layout import GroupKind
+from tests.memory.images import image_rank
 from tests.memory.model import CacheModel, Page, PoolModel
 
 T = TypeVar("T")
@@ -344,7 +344,7 @@ def cache_machine(
             groups, num_large = MODELS[model]
             self.layout = pool_layout(groups, PAGE_TOKENS, CHECKPOINT_TOKENS)
             self.groups = range(len(groups))
-            self.cache = cache_class(self.layout, Random(0))
+            self.cache = cache_class(self.layout)
             self.allocator = allocator_class(self.layout, num_large, self.cache.remove)
             self.pool = PoolModel.empty(self.layout, num_large, collections.Counter())
             self.model = CacheModel(self.layout)
@@ -382,10 +382,7 @@ def cache_machine(
                 begun = [
                     image.hash for image in document.images for _ in range(image.num_pages) if image.start_token < stop
                 ]
-                return {
-                    image_key(image, begun[:i].count(image)): self.cache.image_rank(image)
-                    for i, image in enumerate(begun)
-                }
+                return {image_key(image, begun[:i].count(image)): image_rank(image) for i, image in enumerate(begun)}
             if group.kind is GroupKind.BUDGET and stop > group.budget_tokens:
                 kept = range(-(-group.budget_tokens // PAGE_TOKENS))
                 return prefixes | {snapshot_key(document.hashes[pages - 1], i): stop for i in kept}

@@ -200,8 +200,8 @@ def test_bytes_of_every_state_add_up_to_the_large_pages_of_a_group() -> None:
     allocate(allocator, 1, 5, BOB)
     stats = allocator.stats()
     assert (stats.empty_large, stats.evictable_large, stats.used_large) == (4, 1, 3)
-    for group in stats.groups:
-        in_all = group.empty_bytes + group.evictable_bytes + group.used_bytes + group.padding_bytes
+    for group, page_bytes in zip(stats.groups, (1000, 7), strict=True):
+        in_all = group.empty_bytes + group.evictable_pages * page_bytes + group.used_bytes + group.padding_bytes
         assert in_all == group.large_pages * stats.large_bytes
     attention, draft = stats.groups
     assert (attention.used_bytes, attention.padding_bytes) == (2000, 0)

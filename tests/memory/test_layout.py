@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from disagg.memory.groups import GroupSpec, spec_of
-from disagg.memory.layout import PageSizing, gcd_bytes, padding_share, pool_layout, stage_layout
+from disagg.memory.layout import PageSizing, pool_layout, stage_layout
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 
 QUICK = settings(max_examples=300, derandomize=True, deadline=None)
@@ -50,7 +50,7 @@ def test_the_least_common_multiple_loses_no_byte_or_says_why_it_is_not_taken(gro
     if layout.sizing is PageSizing.LCM:
         assert layout.large_bytes == math.lcm(*(group.page_bytes for group in groups))
         assert max(layout.per_large) <= 128
-        assert [padding_share(layout, g) for g in range(len(groups))] == [0.0] * len(groups)
+        assert [layout.padding_bytes(g) for g in range(len(groups))] == [0] * len(groups)
         assert layout.reason == ""
     else:
         assert math.lcm(*(group.page_bytes for group in groups)) > 128 * min(group.page_bytes for group in groups)
@@ -70,7 +70,7 @@ def test_a_multiple_beyond_the_limit_gives_way_to_the_largest_page() -> None:
     assert layout.per_large == (1, 125)  # 142 would fit, and 1000 has no divisor between
     assert layout.strides == (1000, 8)
     assert layout.padding_bytes(1) == 1
-    assert padding_share(layout, 1) == 1 / 8
+    assert layout.padding_bytes(1) / layout.strides[1] == 1 / 8
     assert layout.reason == (
         "The least common multiple of the page sizes, 7000 bytes, is 1000 pages of draft, and the limit is 128: "
         "large pages have the size of the largest page instead"
@@ -89,10 +89,6 @@ def test_checkpoints_lie_between_pages() -> None:
     assert pool_layout(groups, page_tokens=16, checkpoint_tokens=48).checkpoint_tokens == 48
     with pytest.raises(ValueError, match="checkpoint_tokens is 500; it must be a multiple of page_tokens, which is 16"):
         pool_layout(groups, page_tokens=16, checkpoint_tokens=500)
-
-
-def test_the_common_divisor_divides_every_page() -> None:
-    assert gcd_bytes((GroupSpec("text", GroupKind.FULL, 384), GroupSpec("image", GroupKind.IMAGE, 256))) == 128
 
 
 def test_pages_of_tokens_are_counted_whole() -> None:

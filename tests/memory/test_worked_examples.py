@@ -5,6 +5,7 @@ Pages of one token are named by the tokens that they hold, so a prefix reads [A,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from random import Random
 
@@ -16,8 +17,9 @@ from disagg.memory.extents import num_extents
 from disagg.memory.groups import GroupSpec, spec_of
 from disagg.memory.hashing import chain_root, extend_hashes
 from disagg.memory.kv_memory import KvMemory
-from disagg.memory.layout import PageSizing, PoolLayout, gcd_bytes, pool_layout
+from disagg.memory.layout import PageSizing, PoolLayout, pool_layout
 from disagg.messages.layout import GroupKind, LayerGroup
+from tests.memory.images import image_rank
 
 IMAGE, TEXT = 0, 1
 
@@ -87,7 +89,7 @@ def test_the_largest_page_wastes_bytes_where_the_common_divisor_and_multiple_do_
     largest = pool_layout(groups, page_tokens=1, sizing=PageSizing.MAX)
     assert largest.large_bytes == 384
     assert [largest.padding_bytes(g) for g in (IMAGE, TEXT)] == [128, 0]
-    assert gcd_bytes(groups) == 128, "pages would have to be read in pieces"
+    assert math.gcd(*(group.page_bytes for group in groups)) == 128, "pages would have to be read in pieces"
 
 
 def test_pages_of_one_request_are_freed_together_when_requests_take_turns() -> None:
@@ -261,7 +263,7 @@ def test_hits_grow_shorter_from_the_end(two_requests: TwoLayers) -> None:
 
 
 def hybrid(*groups: GroupSpec, page_tokens: int = 1, checkpoint_tokens: int = 512) -> PrefixCache:
-    return PrefixCache(pool_layout(groups, page_tokens, checkpoint_tokens), Random(0))
+    return PrefixCache(pool_layout(groups, page_tokens, checkpoint_tokens))
 
 
 FULL_LAYERS = GroupSpec("full", GroupKind.FULL, 16)
@@ -360,7 +362,7 @@ def test_images_are_evicted_whole() -> None:
     orders = set()
     for seed in range(6):
         layout = pool_layout([image_layers], page_tokens=1)
-        cache = PrefixCache(layout, Random(seed))
+        cache, rank_seed = PrefixCache(layout), Random(seed).randbytes(16)
         evicted: list[int] = []
 
         def on_evict(g: int, page: int, cache: PrefixCache = cache, evicted: list[int] = evicted) -> None:
@@ -375,7 +377,7 @@ def test_images_are_evicted_whole() -> None:
                 page = pages[index * len(images) + number]
                 cache.insert(0, image_key(image.hash, index), page)
                 allocator.keep(0, page)
-                allocator.release(0, [page], 1, [cache.image_rank(image.hash)])
+                allocator.release(0, [page], 1, [image_rank(image.hash, rank_seed)])
         hashes = chain("x" * 60)
         assert cache.lookup(hashes, 60, images) == 60
         of_page = {page: index % len(images) for index, page in enumerate(pages)}

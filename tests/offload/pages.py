@@ -11,7 +11,8 @@ from disagg.memory.hashing import extend_hashes
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 from disagg.messages.stored import Span
 from disagg.offload.keys import Scope
-from disagg.offload.units import Bytes, cut_page, heads_of, join_page, written_by
+from disagg.offload.units import Bytes, cut_page, heads_of, written_by
+from tests.offload.joined import join_page
 
 if TYPE_CHECKING:  # its libraries are not everywhere that pages are tested
     from disagg.offload.tier import StorageTier

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 
 from disagg.messages.heads import SliceError, heads_per_rank
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
-from disagg.offload.units import cut_page, heads_of, join_page, unit_bytes, written_by
+from disagg.offload.units import cut_page, heads_of, unit_bytes, written_by
+from tests.offload.joined import join_page
 
 PAGE_TOKENS = 2
 

@@ -30,13 +30,12 @@ from disagg.types.ids import LegKey
 from disagg.types.sampling import MAX_STOP_CHARS, SamplingParams
 from disagg.wire import pb
 from disagg.wire.inference import (
-    detokenize_request_to_proto,
     generate_request_to_proto,
-    tokenize_request_to_proto,
 )
 from tests.router.conftest import CONFIG, NORMAL, Cluster, request
 from tests.router.fake_server import TOKENIZER, prefill, silent
 from tests.router.test_grpc_face import Face, face, model_dir  # noqa: F401  fixtures
+from tests.wire.tokenizing import detokenize_request_to_proto, tokenize_request_to_proto
 
 BEYOND = "<image>"
 

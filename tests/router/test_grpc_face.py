@@ -23,16 +23,16 @@ from disagg.wire.inference import (
     ChoiceDeltaView,
     FinishedView,
     StartedView,
-    detokenize_request_to_proto,
     generate_request_to_proto,
-    tokenize_request_to_proto,
     update_from_proto,
 )
-from disagg.wire.services import InferenceStub, is_serving, open_channel
+from disagg.wire.services import InferenceStub, open_channel
 from disagg.wire.status import PARAM_KEY
 from tests.router.conftest import CONFIG, DEADLINE_S
 from tests.router.fake_server import FakeServer, answer, decode, prefill, silent, write_model
 from tests.router.test_request_spans import PARENT, TRACE, Kept
+from tests.wire.serving import is_serving
+from tests.wire.tokenizing import detokenize_request_to_proto, tokenize_request_to_proto
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def test_the_hit_is_what_the_servers_own_cache_finds(
         GroupSpec(f"g{index}", GroupKind(group.kind), 64, window_tokens=group.window_tokens)
         for index, group in enumerate(groups)
     ]
-    cache = PrefixCache(pool_layout(specs, PAGE, 3 * PAGE), random.Random(1))
+    cache = PrefixCache(pool_layout(specs, PAGE, 3 * PAGE))
     hashes = hashes_of(range(pages * PAGE + 3), rules)
     for g, group in enumerate(groups):
         if group.kind == "full":

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from disagg.config.check import WHOLE_PROMPTS
-from disagg.scheduler.policies import MIXED_POLICIES, POLICIES
+from disagg.scheduler.policies import POLICIES
 from disagg.scheduler.step_times import LEAST, StepTimes, fit
+from tests.scheduler.mixed_policies import MIXED_POLICIES
 
 
 class Machine:

@@ -32,11 +32,12 @@ from disagg.offload.objects import VERSION
 from disagg.offload.store import ObjectStore, StoreError, open_store
 from disagg.offload.survey import Survey, statistics, survey, verify
 from disagg.offload.tier import Missed, StorageTier
-from disagg.offload.units import cut_page, heads_of, join_page, written_by
+from disagg.offload.units import cut_page, heads_of, written_by
 from disagg.server import store_keeper
 from disagg.server.keeper_facts import KeeperFacts, KeeperLimits
 from disagg.server.store_keeper import StoreKeeper
 from disagg.server.tier_sums import TierSums
+from tests.offload.joined import join_page
 from tests.offload.pages import CHECKPOINT_TOKENS, SCOPES, chain, rank_page
 
 SCOPE = SCOPES["everything"]

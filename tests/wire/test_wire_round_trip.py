@@ -17,6 +17,7 @@ from disagg.router import requests
 from disagg.types.ids import LegKey
 from disagg.types.sampling import SamplingParams
 from disagg.wire import inference, pb, peer, server
+from tests.wire import tokenizing
 from tests.wire.wire_strategies import (
     LINK_MESSAGES,
     ROUTER_MESSAGES,
@@ -228,20 +229,20 @@ def test_a_client_skips_an_update_of_a_newer_version():
 @WIRE
 @given(text.filter(bool), text, st.booleans(), token_ids)
 def test_tokenize_and_detokenize_survive(model, some_text, flag, ids):
-    request = inference.tokenize_request_to_proto(model=model, text=some_text, add_special_tokens=flag)
+    request = tokenizing.tokenize_request_to_proto(model=model, text=some_text, add_special_tokens=flag)
     assert inference.tokenize_request_from_proto(through_bytes(request)) == {
         "model": model,
         "text": some_text,
         "add_special_tokens": flag,
     }
-    assert inference.tokenize_response_from_proto(through_bytes(inference.tokenize_response_to_proto(ids))) == ids
-    back = inference.detokenize_request_to_proto(model=model, token_ids=ids, skip_special_tokens=flag)
+    assert tokenizing.tokenize_response_from_proto(through_bytes(inference.tokenize_response_to_proto(ids))) == ids
+    back = tokenizing.detokenize_request_to_proto(model=model, token_ids=ids, skip_special_tokens=flag)
     assert inference.detokenize_request_from_proto(through_bytes(back), 1 << 24) == {
         "model": model,
         "token_ids": ids,
         "skip_special_tokens": flag,
     }
-    assert inference.detokenize_response_from_proto(inference.detokenize_response_to_proto(some_text)) == some_text
+    assert tokenizing.detokenize_response_from_proto(inference.detokenize_response_to_proto(some_text)) == some_text
 
 
 def test_special_tokens_are_added_and_skipped_unless_the_client_says_no():

@@ -21,6 +21,7 @@ from disagg.types import errors
 from disagg.types.ids import FinishReason, LegKey, Role
 from disagg.types.sampling import SamplingParams
 from disagg.wire import inference, pb, peer, server, services, status
+from tests.wire.serving import is_serving
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -215,12 +216,12 @@ async def test_health_follows_the_server():
 
     async with serving(prepare=prepare) as channel:
         await made[0].set_serving(True)
-        assert await services.is_serving(channel)
-        assert await services.is_serving(channel, services.SERVER)
+        assert await is_serving(channel)
+        assert await is_serving(channel, services.SERVER)
         await made[0].set_serving(False)
-        assert not await services.is_serving(channel, services.SERVER)
+        assert not await is_serving(channel, services.SERVER)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await services.is_serving(channel, services.PEER)
+            await is_serving(channel, services.PEER)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -248,7 +249,7 @@ async def test_health_begins_as_not_serving_and_can_be_watched():
         made.append(services.Health(grpc_server, [services.SERVER]))
 
     async with serving(prepare=prepare) as channel:
-        assert not await services.is_serving(channel)
+        assert not await is_serving(channel)
         reply = health_pb2.HealthCheckResponse
         call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=services.SERVER))
         unknown = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=services.PEER))
