@@ -30,8 +30,27 @@ TORCH_DTYPES = {
 }
 
 
-class AttentionPages:
-    """The pool as the pages of one group of attention layers. bytes: uint8 [num_pages, page_bytes], rows contiguous.
+class PageViews:
+    """The pool as the pages of one group. bytes: uint8 [num_pages, page_bytes], rows contiguous."""
+
+    def __init__(self, group: LayerGroup, storage: torch.Tensor, stride: int, page_tokens: int) -> None:
+        """storage: the pool's, uint8 [bytes], aligned to the group's dtype. stride: bytes from one page to the next."""
+        page_bytes = group.page_bytes(page_tokens)
+        assert stride >= page_bytes, f"pages {stride} bytes apart do not hold {page_bytes}"
+        self.group = group
+        self.bytes = storage.view(-1, stride)[:, :page_bytes]
+
+    @property
+    def num_pages(self) -> int:
+        return self.bytes.shape[0]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.bytes.shape[1]
+
+
+class AttentionPages(PageViews):
+    """The pages of one group of attention layers.
 
     kv: [num_pages, layers, 2, kv_heads, page_tokens, head_dim], strided.
 
@@ -41,14 +60,12 @@ class AttentionPages:
     """
 
     def __init__(self, group: LayerGroup, storage: torch.Tensor, stride: int, page_tokens: int) -> None:
-        """storage: the pool's, uint8 [bytes], aligned to the group's dtype. stride: bytes from one page to the next."""
         layers, heads, dim = len(group.layers), group.kv_heads, group.head_dim
         head_page_bytes = group.align_bytes(page_tokens)
         assert group.planes == 2, f"attention pages hold K and V, not {group.planes} planes"
         assert stride % head_page_bytes == 0, f"a stride of {stride} bytes is no multiple of {head_page_bytes}"
-        self.group = group
+        super().__init__(group, storage, stride, page_tokens)
         self.page_tokens = page_tokens
-        self.bytes = _page_bytes(storage, stride, group.page_bytes(page_tokens))
         self.kv = self.bytes.view(TORCH_DTYPES[group.dtype]).view(-1, layers, 2, heads, page_tokens, dim)
         # What a page holds of one layer and head, K or V, is a head page, [page_tokens, head_dim]. Head page (page, layer, K
         # or V, head) is row page * head_pages_per_page + (layer * 2 + which) * heads + head of this view. The views below
@@ -63,14 +80,6 @@ class AttentionPages:
         """Elements from one page to the next."""
         self._layer_head_pages = [head_pages[layer * 2 * heads :] for layer in range(layers)]
         self._layer_rows = [rows[layer * 2 * heads * page_tokens :] for layer in range(layers)]
-
-    @property
-    def num_pages(self) -> int:
-        return self.bytes.shape[0]
-
-    @property
-    def page_bytes(self) -> int:
-        return self.bytes.shape[1]
 
     @property
     def device(self) -> torch.device:
@@ -116,15 +125,14 @@ class AttentionPages:
         self._layer_rows[layer_in_group].index_copy_(0, row_index, rows)
 
 
-class StatePages:
-    """The pool as the pages of one group of recurrent layers. bytes: uint8 [num_pages, page_bytes], rows contiguous."""
+class StatePages(PageViews):
+    """The pages of one group of recurrent layers."""
 
     def __init__(self, group: LayerGroup, storage: torch.Tensor, stride: int, page_tokens: int) -> None:
-        """As for AttentionPages. A page is one state, so page_tokens matters to nothing here."""
+        """A page is one state, so page_tokens matters to nothing here."""
         assert group.is_state, f"{group.name} holds no states"
         assert stride % group.align_bytes(page_tokens) == 0, f"states {stride} bytes apart are not aligned"
-        self.group = group
-        self.bytes = _page_bytes(storage, stride, group.page_bytes(page_tokens))
+        super().__init__(group, storage, stride, page_tokens)
         offsets = state_offsets(group.parts)
         self._parts: list[tuple[torch.Tensor, ...]] = []
         for layer in range(len(group.layers)):
@@ -135,23 +143,9 @@ class StatePages:
                 views.append(raw.view(-1, *part.shape))
             self._parts.append(tuple(views))
 
-    @property
-    def num_pages(self) -> int:
-        return self.bytes.shape[0]
-
-    @property
-    def page_bytes(self) -> int:
-        return self.bytes.shape[1]
-
     def parts(self, layer_in_group: int) -> tuple[torch.Tensor, ...]:
         """One view per part of the group, in their order: [num_pages, *part.shape] of the part's dtype, strided."""
         return self._parts[layer_in_group]
-
-
-def _page_bytes(storage: torch.Tensor, stride: int, page_bytes: int) -> torch.Tensor:
-    """[num_pages, page_bytes], `stride` bytes from row to row."""
-    assert stride >= page_bytes, f"pages {stride} bytes apart do not hold {page_bytes}"
-    return storage.view(-1, stride)[:, :page_bytes]
 
 
 class Pool:
