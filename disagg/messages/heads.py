@@ -26,6 +26,16 @@ class RankHeads(Struct, frozen=True):
     kv_start: int
     kv_stop: int
 
+    @property
+    def queries(self) -> slice:
+        """Of all query heads."""
+        return slice(self.query_start, self.query_stop)
+
+    @property
+    def kvs(self) -> slice:
+        """Of all KV heads."""
+        return slice(self.kv_start, self.kv_stop)
+
 
 def heads_per_rank(tp: int, kv_heads: int) -> int:
     """KV heads that one of `tp` ranks holds. Raises SliceError unless one number divides the other."""

@@ -25,7 +25,6 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from disagg.messages.heads import RankHeads, SliceError, rank_heads
-from disagg.models.attention.calls import HeadCut
 from disagg.models.probe import AttentionCall
 from disagg.models.ranks import Ranks
 from disagg.types.errors import ConfigError
@@ -46,7 +45,7 @@ class RowParallelLinear(torch.nn.Linear):
         return total if self.bias is None else total + self.bias
 
 
-def shard(module: PreTrainedModel, calls: Sequence[AttentionCall], ranks: Ranks) -> dict[int, HeadCut]:
+def shard(module: PreTrainedModel, calls: Sequence[AttentionCall], ranks: Ranks) -> dict[int, RankHeads]:
     """By layer, what attention has to cut itself; empty where the projections were cut.
 
     calls: what each layer asked of attention before. Raises ConfigError when the ranks cannot share a layer's heads.
@@ -64,12 +63,7 @@ def shard(module: PreTrainedModel, calls: Sequence[AttentionCall], ranks: Ranks)
     for part in list(module.modules()):
         if part not in attention and (cut := _feed_forward_cuts(plan, part, ranks)) is not None:
             _apply(plan.linears(part), cut, ranks)
-    if plain:
-        return {}
-    return {
-        layer: HeadCut(slice(of.query_start, of.query_stop), slice(of.kv_start, of.kv_stop))
-        for layer, of in heads.items()
-    }
+    return {} if plain else heads
 
 
 def _heads(call: AttentionCall, ranks: Ranks) -> RankHeads:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 from transformers import AttentionInterface
 
+from disagg.messages.heads import RankHeads
 from disagg.models.attention.backend import AttentionPlan, Capabilities, DecodeWork, PrefillWork, Scoring
 from disagg.models.attention.choice import MadeBackends
 from disagg.models.attention.writer import Rotator, writer_of
@@ -24,14 +25,6 @@ from disagg.models.pool import AttentionPages, Pool
 from disagg.models.ranks import Ranks
 
 ATTENTION_NAME = "disagg_paged"
-
-
-@dataclass(frozen=True, slots=True)
-class HeadCut:
-    """Which heads a rank takes from a whole query, and from a whole key and value."""
-
-    query: slice
-    kv: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +38,7 @@ class LayerPlace:
     group: int
     index: int
     writes: bool = True
-    cut: HeadCut | None = None
+    cut: RankHeads | None = None
 
 
 class LayerAttention(Protocol):
@@ -152,8 +145,8 @@ class PagedAttention:
         group = self._groups[where.group]
         sinks: torch.Tensor | None = options.get("s_aux")
         if where.cut is not None:
-            query, key, value = query[:, where.cut.query], key[:, where.cut.kv], value[:, where.cut.kv]
-            sinks = None if sinks is None else sinks[where.cut.query]
+            query, key, value = query[:, where.cut.queries], key[:, where.cut.kvs], value[:, where.cut.kvs]
+            sinks = None if sinks is None else sinks[where.cut.queries]
         if where.writes:
             group.writer.write(where.index, key[0], value[0])
             self._say_written(layer)
