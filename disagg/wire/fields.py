@@ -173,6 +173,23 @@ def fill_frame(out: Any, frame: Frame[Any], kinds: Mapping[type, tuple[str, Fill
         fill(added, message)
 
 
+def read_opening(
+    message: Any, kinds: Mapping[str, Read[T]], names: Sequence[str], also: Sequence[str]
+) -> Frame[T] | None:
+    """A stream's message: its frame, or None if it is a hello, which comes alone. names: fields of a hello that say something.
+    also: more fields whose length is bounded. Raises ProtocolError."""
+    refuse_undecodable(message)
+    if not message.HasField("hello"):
+        return read_frame(message, kinds)
+    for field in names:
+        if not getattr(message.hello, field):
+            refuse(message.hello, field, "is empty")
+    refuse_long(message.hello, *names, *also)
+    if message.number or message.messages:
+        refuse(message, "hello", "comes with a frame; it must come alone")
+    return None
+
+
 def read_frame(frame: Any, kinds: Mapping[str, Read[T]]) -> Frame[T]:
     """Inverse of fill_frame. A kind out of a newer version is an error: skipping it would lose a message silently.
 

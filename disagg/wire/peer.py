@@ -43,13 +43,11 @@ from disagg.wire.fields import (
     fill_key,
     fill_logprobs,
     read_finish,
-    read_frame,
     read_key,
     read_logprobs,
+    read_opening,
     read_pod,
     refuse,
-    refuse_long,
-    refuse_undecodable,
 )
 from disagg.wire.versions import fill_version, read_version
 
@@ -104,24 +102,17 @@ def link_frame_to_proto(frame: Frame[LinkMessage]) -> pb.peer.LinkFrame:
 
 def link_frame_from_proto(message: pb.peer.LinkFrame) -> LinkGreeting | Frame[LinkMessage]:
     """Raises ProtocolError. Which side may say what is the session's business, not ours."""
-    refuse_undecodable(message)
-    if not message.HasField("hello"):
-        return read_frame(message, _READ)
+    names = ("name", "generation", "incarnation")
+    also = ("fingerprint", "host_id", "server_id", "expected_incarnation")
+    if (frame := read_opening(message, _READ, names, also)) is not None:
+        return frame
     hello = message.hello
-    for field in ("name", "generation", "incarnation"):
-        if not getattr(hello, field):
-            refuse(hello, field, "is empty")
-    refuse_long(
-        hello, "name", "generation", "incarnation", "fingerprint", "host_id", "server_id", "expected_incarnation"
-    )
     if not 0 < hello.tp <= MAX_RANKS or [rank.rank for rank in hello.ranks] != list(range(hello.tp)):
         refuse(hello, "ranks", f"are not ranks 0 to {hello.tp - 1} of tp {hello.tp}, which may be 1 to {MAX_RANKS}")
     if any(rank.arena_address > MAX_ADDRESS for rank in hello.ranks):
         refuse(hello, "ranks.arena_address", f"is beyond {MAX_ADDRESS:#x}")
     if any(len(rank.metadata) > MAX_METADATA_BYTES for rank in hello.ranks):
         refuse(hello, "ranks.metadata", f"has more than {MAX_METADATA_BYTES} bytes")
-    if message.number or message.messages:
-        refuse(message, "hello", "comes with a frame; it must come alone")
     return LinkGreeting(
         hello=LinkHello(
             name=hello.name,

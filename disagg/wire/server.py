@@ -43,6 +43,7 @@ from disagg.wire.fields import (
     read_frame,
     read_key,
     read_logprobs,
+    read_opening,
     read_pod,
     read_seconds,
     read_timeline,
@@ -156,16 +157,11 @@ def router_frame_to_proto(frame: Frame[RouterMessage]) -> pb.server.RouterFrame:
 
 def router_frame_from_proto(message: pb.server.RouterFrame) -> RouterHello | Frame[RouterMessage]:
     """Raises ProtocolError."""
-    refuse_undecodable(message)
-    if not message.HasField("hello"):
-        return read_frame(message, _ROUTER_READ)
+    names = ("router_name", "router_incarnation", "stream_id")
+    also = ("expected_server_incarnation", "server_name")
+    if (frame := read_opening(message, _ROUTER_READ, names, also)) is not None:
+        return frame
     hello = message.hello
-    for field in ("router_name", "router_incarnation", "stream_id"):
-        if not getattr(hello, field):
-            refuse(hello, field, "is empty")
-    refuse_long(hello, "router_name", "router_incarnation", "stream_id", "expected_server_incarnation", "server_name")
-    if message.number or message.messages:
-        refuse(message, "hello", "comes with a frame; it must come alone")
     return RouterHello(
         router_name=hello.router_name,
         router_incarnation=hello.router_incarnation,
