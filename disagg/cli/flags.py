@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ import click
 from disagg.types.errors import ConfigError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+FILE = click.Path(path_type=Path, dir_okay=False)
+MAX_DEADLINE_S = 10.0 * 365 * 86400
 
 
 def config_options(command: Command) -> Command:
@@ -130,3 +133,60 @@ def size_of(ctx: click.Context, param: click.Parameter, value: str | None) -> in
     if size <= 0:
         raise click.BadParameter("it must be more than nothing")
     return size
+
+
+def finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter("it must be a finite number", ctx, param)
+    return value
+
+
+def trace_option(what: str, *, required: bool = False) -> Callable[[Command], Command]:
+    return click.option("--trace", required=required, type=FILE, metavar="FILE", help=what)
+
+
+trace_block_option = click.option(
+    "--trace-block",
+    type=click.IntRange(1, 65536),
+    default=512,
+    show_default=True,
+    metavar="N",
+    help="Tokens per hash id.",
+)
+
+
+def slo_options(example: str, *, required: bool = False) -> Callable[[Command], Command]:
+    """--slo, and --share of what must be within it."""
+
+    def both(command: Command) -> Command:
+        command = click.option(
+            "--share",
+            type=click.FloatRange(0.5, 1.0),
+            default=0.99,
+            show_default=True,
+            metavar="P",
+            help="Of each time must be within the SLO.",
+        )(command)
+        also = f"Such as {example}; also tpot and e2e."
+        return click.option("--slo", required=required, metavar="LIST", help=also)(command)
+
+    return both
+
+
+def wait_options(until: str, default_s: float) -> Callable[[Command], Command]:
+    """--wait until then, and --timeout of that."""
+
+    def both(command: Command) -> Command:
+        command = click.option(
+            "--timeout",
+            "timeout_s",
+            default=default_s,
+            show_default=True,
+            type=click.FloatRange(0, MAX_DEADLINE_S),
+            callback=finite,
+            metavar="SECONDS",
+            help="How long --wait waits.",
+        )(command)
+        return click.option("--wait", is_flag=True, help=f"Return when {until}, and say how far it is.")(command)
+
+    return both

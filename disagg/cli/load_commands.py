@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from disagg.cli.flags import FILE, finite, slo_options, trace_block_option, trace_option
 from disagg.cli.interrupts import raise_at_ctrl_c
 
 MAX_REQUESTS = 1_000_000
@@ -19,15 +20,6 @@ def _positive(ctx: click.Context, param: click.Parameter, value: float | None) -
     if value is not None and (math.isnan(value) or value <= 0):
         raise click.BadParameter("it must be more than 0", ctx, param)
     return value
-
-
-def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter("it must be a finite number", ctx, param)
-    return value
-
-
-FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command("serve")
@@ -50,21 +42,11 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--requests", type=click.IntRange(1, MAX_REQUESTS), metavar="N", help="[default: 100, or all of a trace]")
 @click.option("--input-tokens", default="512", show_default=True, metavar="N|A-B", help="Of each prompt, or a range.")
 @click.option("--output-tokens", default="128", show_default=True, metavar="N|A-B", help="Of each answer.")
-@click.option(
-    "--trace",
-    type=FILE,
-    metavar="FILE",
-    help="JSON lines with timestamp (ms), input_length, output_length and hash_ids, as Mooncake's. With --rate or "
-    "--concurrency only its lengths and what prompts have in common count.",
+@trace_option(
+    "JSON lines with timestamp (ms), input_length, output_length and hash_ids, as Mooncake's. With --rate or --concurrency "
+    "only its lengths and what prompts have in common count."
 )
-@click.option(
-    "--trace-block",
-    type=click.IntRange(1, 65536),
-    default=512,
-    show_default=True,
-    metavar="N",
-    help="Tokens per hash id.",
-)
+@trace_block_option
 @click.option(
     "--speed", type=float, default=1.0, show_default=True, callback=_positive, metavar="X", help="Of a trace's clock."
 )
@@ -92,19 +74,11 @@ FILE = click.Path(path_type=Path, dir_okay=False)
     "think_s",
     type=click.FloatRange(0, MAX_SECONDS),
     default=0.0,
-    callback=_finite,
+    callback=finite,
     metavar="SECONDS",
     help="From an answer to the next turn.",
 )
-@click.option("--slo", metavar="LIST", help="Such as ttft=2s,itl=100ms; also tpot and e2e.")
-@click.option(
-    "--share",
-    type=click.FloatRange(0.5, 1.0),
-    default=0.99,
-    show_default=True,
-    metavar="P",
-    help="Of each time must be within the SLO.",
-)
+@slo_options("ttft=2s,itl=100ms")
 @click.option(
     "--goodput", is_flag=True, help="Look for the highest rate that is within the SLO, a run at each that is tried."
 )
@@ -139,7 +113,7 @@ FILE = click.Path(path_type=Path, dir_okay=False)
     help="Ask for answers of full length, where that can be asked.",
 )
 @click.option(
-    "--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, callback=_finite, metavar="T"
+    "--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, callback=finite, metavar="T"
 )
 @click.option("--extra-body", metavar="JSON", help="More fields of each request.")
 @click.option(
@@ -148,7 +122,7 @@ FILE = click.Path(path_type=Path, dir_okay=False)
     type=click.FloatRange(0, MAX_SECONDS, min_open=True),
     default=600.0,
     show_default=True,
-    callback=_finite,
+    callback=finite,
     metavar="SECONDS",
     help="Of one request.",
 )

@@ -14,12 +14,14 @@ import click
 
 from disagg.cli.cache_commands import cache
 from disagg.cli.flags import (
+    MAX_DEADLINE_S,
     Command,
     client_options,
     config_options,
     given_settings,
     insecure_option,
     overrides_of,
+    wait_options,
 )
 from disagg.cli.group import CommandGroup
 from disagg.cli.interrupts import end_at_ctrl_c, raise_at_ctrl_c
@@ -30,7 +32,6 @@ from disagg.cli.up_settings import up_settings
 
 DEFAULT_HTTP = "http://127.0.0.1:8000"
 MAX_COUNT = 2**31 - 1  # what the wire carries
-MAX_DEADLINE_S = 10.0 * 365 * 86400
 DEFAULT_GRPC = "127.0.0.1:50051"
 RUN_DIR = "~/.cache/disagg/run"
 
@@ -116,7 +117,7 @@ def _host_port(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @click.option(
     "--mixed-dp",
     type=click.IntRange(1, 64),
-    help="Data-parallel groups of so many ranks per mixed server, each with a KV pool of its own.  [default: 1]",
+    help="Data-parallel ranks per mixed server, of --mixed-tp ranks and a KV pool each.  [default: 1]",
 )
 @click.option(
     "--run-dir",
@@ -228,17 +229,7 @@ def status(base_url: str, memory: bool, as_json: bool) -> None:
     "--force", is_flag=True, help="Also the last ready server of its role, without which requests may have to wait."
 )
 @click.option("--undo", is_flag=True, help="Let it take requests again.")
-@click.option("--wait", is_flag=True, help="Return when it has nothing left, and say how far it is.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    default=600.0,
-    show_default=True,
-    type=click.FloatRange(0, MAX_DEADLINE_S),
-    callback=_finite,
-    metavar="SECONDS",
-    help="How long --wait waits.",
-)
+@wait_options("it has nothing left", 600.0)
 def drain(name: str, base_url: str, force: bool, undo: bool, wait: bool, timeout_s: float) -> None:
     """Empty the server NAME: it takes nothing new, and what it decodes goes on at other decode servers.
 
@@ -259,17 +250,7 @@ def drain(name: str, base_url: str, force: bool, undo: bool, wait: bool, timeout
 @click.option(
     "--force", is_flag=True, help="Also the last server of its role, without which requests may have to wait."
 )
-@click.option("--wait", is_flag=True, help="Return when it has the role, and say how far it is.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    default=900.0,
-    show_default=True,
-    type=click.FloatRange(0, MAX_DEADLINE_S),
-    callback=_finite,
-    metavar="SECONDS",
-    help="How long --wait waits.",
-)
+@wait_options("it has the role", 900.0)
 def role(name: str, role: str, base_url: str, force: bool, wait: bool, timeout_s: float) -> None:
     """Have the server NAME become a ROLE server: it drains, and its workers begin anew, under the same name.
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import click
 
-from disagg.cli.flags import Command, client_options
+from disagg.cli.flags import FILE, Command, client_options, slo_options, trace_block_option, trace_option
 from disagg.cli.interrupts import raise_at_ctrl_c
 
-FILE = click.Path(path_type=Path, dir_okay=False)
 COUNT = click.IntRange(1, 1 << 40)
 
 
@@ -31,16 +30,8 @@ def _rate_option(flag: str, name: str, default: float | None, help_text: str) ->
 
 
 @click.command("plan")
-@click.option("--trace", required=True, type=FILE, metavar="FILE", help="As `disagg bench serve --trace` reads it.")
-@click.option("--slo", required=True, metavar="LIST", help="Such as ttft=2s,itl=200ms; also tpot and e2e.")
-@click.option(
-    "--share",
-    type=click.FloatRange(0.5, 1.0),
-    default=0.99,
-    show_default=True,
-    metavar="P",
-    help="Of each time must be within the SLO.",
-)
+@trace_option("As `disagg bench serve --trace` reads it.", required=True)
+@slo_options("ttft=2s,itl=200ms", required=True)
 @click.option(
     "--record",
     "records",
@@ -77,14 +68,7 @@ def _rate_option(flag: str, name: str, default: float | None, help_text: str) ->
 @click.option(
     "--requests", type=click.IntRange(1, 1_000_000), metavar="N", help="The first of the trace.  [default: all]"
 )
-@click.option(
-    "--trace-block",
-    type=click.IntRange(1, 65536),
-    default=512,
-    show_default=True,
-    metavar="N",
-    help="Tokens per hash id.",
-)
+@trace_block_option
 @_rate_option("--speed", "speed", 1.0, "Of the trace's clock.")
 @_rate_option("--rate", "rate", None, "Requests a second, at random moments instead of the trace's.")
 @click.option("--prefix-cache/--no-prefix-cache", "caches", default=True, show_default=True, help="Of prefill servers.")
