@@ -73,7 +73,8 @@ def test_each_row_of_a_walk_leads_to_the_next(walk: str) -> None:
         here, there = (names_in(tree_of(file_of(each).read_text())) for each in (before, module))
         steps = {name.split(".")[-1], name.split(".")[0]}, {called_before.split(".")[-1], called_before.split(".")[0]}
         messages = set(re.findall(r"`(\w+)`", done))
-        if before != module and not (steps[0] & here or steps[1] & there or messages & here & there):
+        said, heard = names_in(definition(before, called_before)), names_in(definition(module, name))
+        if before != module and not (steps[0] & here or steps[1] & there or messages & said & heard):
             apart.append(f"{before} -> {module} {name}")
     assert not apart
 
@@ -81,4 +82,4 @@ def test_each_row_of_a_walk_leads_to_the_next(walk: str) -> None:
 @pytest.mark.parametrize("walk", WALKS)
 def test_no_walk_is_longer_than_one_can_follow(walk: str) -> None:
     """Files that it goes through; a walk that comes to need more has a wall in the wrong place."""
-    assert len({module for module, *_ in WALKS[walk]}) <= 25
+    assert len({module for module, *_ in WALKS[walk]}) <= 28
