@@ -109,7 +109,7 @@ class OfferPieces(Struct, frozen=True):
 
 
 class Entry(Struct, frozen=True, array_like=True):
-    """A ring entry for one rank slice of one piece. position: monotone ring position (see staging/ring).
+    """A ring entry for one rank slice of one piece. ring_byte: where it begins, a count that only grows (see staging/ring).
 
     entry_id: unique on this link, rising from message to message, and what the notification carries.
     """
@@ -120,7 +120,7 @@ class Entry(Struct, frozen=True, array_like=True):
     dst_rank: int
     src_head_start: int
     heads: int
-    position: int
+    ring_byte: int
     nbytes: int
 
 
@@ -131,10 +131,10 @@ class AssignEntries(Struct, frozen=True):
 
 
 class Watermarks(Struct, frozen=True):
-    """Everything before these ring positions is free, per decode rank."""
+    """Everything before these ring bytes is free, per decode rank."""
 
     ring_no: int
-    positions: tuple[int, ...]
+    ring_bytes: tuple[int, ...]
 
 
 class AskWritten(Struct, frozen=True):

@@ -1,12 +1,12 @@
 """The ring of one link on one decode rank: who may write where, and when.
 
 Decode assigns an entry for every piece that is announced; assigning always succeeds (overcommit). Prefill writes an
-entry only when the watermark says that the bytes below it are free. Knows positions and bytes; nothing of memory,
+entry only when the watermark says that the bytes below it are free. Knows numbers of bytes; nothing of memory,
 peers or messages.
 
-A position is a byte count that only grows; `round, offset = divmod(position, capacity)` says where it lies.
+A *ring byte* is a count that only grows; `round, offset = divmod(ring_byte, capacity)` says where it lies.
 
-    position   0         100        200        300        400        500        600
+    ring byte  0         100        200        300        400        500        600
     segment    |    0     |    1     |    2     |    0     |    1     |    2     |     capacity 300, segments of 100
     entry                   [  live ][   ..   ]  [  live ]
                             ^ watermark                   ^ head
@@ -29,19 +29,19 @@ ALIGNMENT_BYTES = 16  # entries start where a kernel may load 128 bits at once
 
 
 class RingEntry(Struct, frozen=True, order=True):
-    """Bytes [position, position + nbytes) of a ring; never across a segment boundary, so never across the wrap."""
+    """Bytes [ring_byte, ring_byte + nbytes) of a ring; never across a segment boundary, so never across the wrap."""
 
-    position: int
+    ring_byte: int
     nbytes: int
 
     @property
     def stop(self) -> int:
-        """Position after the last byte."""
-        return self.position + self.nbytes
+        """The ring byte after the last one."""
+        return self.ring_byte + self.nbytes
 
     def locate(self, capacity_bytes: int) -> tuple[int, int]:
         """(round, offset in the ring)."""
-        return divmod(self.position, capacity_bytes)
+        return divmod(self.ring_byte, capacity_bytes)
 
 
 class RingAllocator:
@@ -53,8 +53,8 @@ class RingAllocator:
         self.capacity_bytes = capacity_bytes
         self.segment_bytes = segment_bytes
         self._head = 0
-        self._live: dict[int, RingEntry] = {}  # by position
-        self._order: deque[int] = deque()  # positions, oldest first; the freed ones are dropped when they come first
+        self._live: dict[int, RingEntry] = {}  # by ring byte
+        self._order: deque[int] = deque()  # ring bytes, oldest first; the freed ones are dropped when they come first
 
     def assign(self, nbytes: int) -> RingEntry:
         """The next entry; always succeeds. Raises ValueError for a size that no entry can have: split the piece."""
@@ -65,20 +65,20 @@ class RingAllocator:
             self._head += self.segment_bytes - into_segment
         entry = RingEntry(self._head, nbytes)
         self._head = align(entry.stop)
-        self._live[entry.position] = entry
-        self._order.append(entry.position)
+        self._live[entry.ring_byte] = entry
+        self._order.append(entry.ring_byte)
         return entry
 
     def free(self, entry: RingEntry) -> None:
         """Give an entry back: after its scatter, or when its transfer was aborted and no write to it can come."""
-        assert self._live.get(entry.position) == entry, f"{entry} is not live in this ring"
-        del self._live[entry.position]
+        assert self._live.get(entry.ring_byte) == entry, f"{entry} is not live in this ring"
+        del self._live[entry.ring_byte]
         while self._order and self._order[0] not in self._live:
             self._order.popleft()
 
     @property
     def watermark(self) -> int:
-        """Position of the oldest live entry, or the head when there is none: everything before it is free."""
+        """The ring byte of the oldest live entry, or the head when there is none: everything before it is free."""
         return self._order[0] if self._order else self._head
 
     @property
@@ -88,13 +88,13 @@ class RingAllocator:
 
     @property
     def head(self) -> int:
-        """Lowest position that the next entry may have."""
+        """The lowest ring byte that the next entry may have."""
         return self._head
 
     @property
     def live(self) -> tuple[RingEntry, ...]:
         """Assigned and not freed, oldest first."""
-        return tuple(self._live[position] for position in self._order if position in self._live)
+        return tuple(self._live[ring_byte] for ring_byte in self._order if ring_byte in self._live)
 
     def check_integrity(self) -> None:
         """What must hold between any two calls."""
@@ -104,8 +104,8 @@ class RingAllocator:
         assert not self._order or self._order[0] in self._live, "a freed entry pins the watermark"
         stop = self.watermark
         for entry in live:
-            assert entry.position >= stop, f"{entry} overlaps the one before it"
-            assert entry.position // self.segment_bytes == (entry.stop - 1) // self.segment_bytes
+            assert entry.ring_byte >= stop, f"{entry} overlaps the one before it"
+            assert entry.ring_byte // self.segment_bytes == (entry.stop - 1) // self.segment_bytes
             stop = entry.stop
         assert stop <= self._head
 

@@ -223,7 +223,7 @@ def _fill_assign_entries(out: pb.peer.AssignEntries, message: AssignEntries) -> 
         added.dst_rank = entry.dst_rank
         added.src_head_start = entry.src_head_start
         added.heads = entry.heads
-        added.position = entry.position
+        added.ring_byte = entry.ring_byte
         added.nbytes = entry.nbytes
 
 
@@ -239,7 +239,7 @@ def _read_assign_entries(message: pb.peer.AssignEntries) -> AssignEntries:
                 dst_rank=entry.dst_rank,
                 src_head_start=entry.src_head_start,
                 heads=entry.heads,
-                position=entry.position,
+                ring_byte=entry.ring_byte,
                 nbytes=entry.nbytes,
             )
             for entry in message.entries
@@ -344,11 +344,11 @@ def _read_ring_closed(message: pb.peer.RingClosed) -> RingClosed:
 
 def _fill_watermarks(out: pb.peer.Watermarks, message: Watermarks) -> None:
     out.ring_no = message.ring_no
-    out.positions.extend(message.positions)
+    out.ring_bytes.extend(message.ring_bytes)
 
 
 def _read_watermarks(message: pb.peer.Watermarks) -> Watermarks:
-    return Watermarks(ring_no=message.ring_no, positions=tuple(message.positions))
+    return Watermarks(ring_no=message.ring_no, ring_bytes=tuple(message.ring_bytes))
 
 
 def _fill_entry_ids(out: Any, message: AskWritten | Written) -> None:

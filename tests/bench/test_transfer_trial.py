@@ -51,15 +51,15 @@ def test_every_row_of_every_decode_rank_is_written_once_into_an_entry_of_its_own
         heads = shape.on_rank(dst_tp).kv_heads
         rows: dict[tuple[int, int, int], int] = {}
         stop = 0
-        for expect, position in zip(expects, planned.expect_positions[rank], strict=True):
+        for expect, ring_byte in zip(expects, planned.expect_ring_bytes[rank], strict=True):
             send = sends[expect.entry_id]
             piece, part = expect.slice.piece, expect.slice.head_slice
             assert (send.slice, send.arena_offset, send.nbytes) == (expect.slice, expect.arena_offset, expect.nbytes)
             first = piece.token_start // PAGE_TOKENS
             assert send.pages == pages[first : first + len(send.pages)]
             assert len(send.pages) == -(-piece.token_stop // PAGE_TOKENS) - first
-            entry = RingEntry(position, expect.nbytes)
-            assert entry.position >= stop and entry.locate(rings.capacity_bytes)[1] == expect.arena_offset
+            entry = RingEntry(ring_byte, expect.nbytes)
+            assert entry.ring_byte >= stop and entry.locate(rings.capacity_bytes)[1] == expect.arena_offset
             assert expect.arena_offset % rings.segment_bytes + expect.nbytes <= rings.segment_bytes
             stop = entry.stop
             for layer in range(piece.layer_start, piece.layer_stop):

@@ -303,7 +303,7 @@ class Prefill(Lone):
             nbytes = group_piece_bytes(piece, group.kv_heads, group)
             entry_id = next(self._entry_ids)
             entries.append(
-                m.Entry(entry_id, piece_no, 0, 0, 0, group.kv_heads, self._ring.assign(nbytes).position, nbytes)
+                m.Entry(entry_id, piece_no, 0, 0, 0, group.kv_heads, self._ring.assign(nbytes).ring_byte, nbytes)
             )
         sends = to_transfer(self.link(m.AssignEntries(leg.key, 0, tuple(entries))))
         assert len(sends) == len(entries)

@@ -208,7 +208,7 @@ class HostileDecode:
         self.legs = [start(name, tokens=20, first_token=i * 100 + 1) for i, name in enumerate("abc")]
         self.offers: dict[LegKey, list[tuple[int, Piece]]] = {}
         self.under_way: set[int] = set()
-        self.entry_id = self.position = 0
+        self.entry_id = self.ring_byte = 0
         self.do(self.prefill.link(m.OpenRing(0, 0, SEGMENT, (0, SEGMENT))))
         for leg in self.legs:
             self.do(self.prefill.start(leg))
@@ -255,7 +255,7 @@ class HostileDecode:
             m.OpenRing(0, 0, SEGMENT, (0, SEGMENT)),
             m.OpenRing(1, 0, SEGMENT, (0,)),
             m.CloseRing(0),
-            m.Watermarks(0, (self.position,)),
+            m.Watermarks(0, (self.ring_byte,)),
             m.WantPieces(self.legs[0].key, (Piece(0, 0, 2, 4, 8),)),
             m.WantPieces(self.legs[0].key, (Piece(0, 0, 1, 0, 20), Piece(1, 0, 2, 16, 20), Piece(2, 0, 1, 0, 1))),
             *(m.Grant(leg.key, self.wants(leg)) for leg in self.legs),
@@ -264,14 +264,14 @@ class HostileDecode:
         ]
         for key, offered in self.offers.items():
             entries = []
-            position = self.position
+            ring_byte = self.ring_byte
             for number, (piece_no, piece) in enumerate(offered[:4]):
                 group = FACTS.model.groups[piece.group]
                 nbytes = group_piece_bytes(piece, group.kv_heads, group)
-                if position % SEGMENT + nbytes > SEGMENT:
-                    position += SEGMENT - position % SEGMENT
-                entries.append(m.Entry(self.entry_id + number, piece_no, 0, 0, 0, group.kv_heads, position, nbytes))
-                position += -(-nbytes // 16) * 16
+                if ring_byte % SEGMENT + nbytes > SEGMENT:
+                    ring_byte += SEGMENT - ring_byte % SEGMENT
+                entries.append(m.Entry(self.entry_id + number, piece_no, 0, 0, 0, group.kv_heads, ring_byte, nbytes))
+                ring_byte += -(-nbytes // 16) * 16
             if entries:
                 out.append(m.AssignEntries(key, 0, tuple(entries)))
         return out
@@ -281,7 +281,7 @@ class HostileDecode:
         if isinstance(message, m.AssignEntries):
             for entry in message.entries:
                 self.entry_id = max(self.entry_id, entry.entry_id + 1)
-                self.position = max(self.position, -(-(entry.position + entry.nbytes) // 16) * 16)
+                self.ring_byte = max(self.ring_byte, -(-(entry.ring_byte + entry.nbytes) // 16) * 16)
                 self.offers[message.key] = [o for o in self.offers.get(message.key, []) if o[0] != entry.piece_no]
 
     def the_rest_goes_on(self) -> None:
@@ -433,9 +433,9 @@ ENTRY = m.Entry(3, 0, 0, 0, 0, 2, 0, 200)  # of the one piece of `start()`
         (replace(ENTRY, src_head_start=1), "no rank slice"),
         (replace(ENTRY, heads=2**31), "no rank slice"),
         (replace(ENTRY, nbytes=208), "not as large"),
-        (replace(ENTRY, position=8), "does not follow"),
-        (replace(ENTRY, position=4096 - 192), "does not follow"),
-        (replace(ENTRY, position=2**62), "does not follow"),
+        (replace(ENTRY, ring_byte=8), "does not follow"),
+        (replace(ENTRY, ring_byte=4096 - 192), "does not follow"),
+        (replace(ENTRY, ring_byte=2**62), "does not follow"),
         (replace(ENTRY, nbytes=2**63), "does not follow"),
     ],
 )
@@ -449,7 +449,7 @@ def test_an_entry_that_cannot_be_written_never_reaches_a_worker(entry: m.Entry, 
 
 
 def test_an_entry_id_is_given_once_and_two_entries_share_no_byte() -> None:
-    for second in (replace(ENTRY, position=208), replace(ENTRY, entry_id=4, position=192)):
+    for second in (replace(ENTRY, ring_byte=208), replace(ENTRY, entry_id=4, ring_byte=192)):
         prefill = Prefill(facts(prefix_cache=False))
         leg = start()
         prefill.granted(leg)

@@ -568,7 +568,7 @@ def test_before_a_piece_is_asked_for_again_its_ranks_forget_the_entry_and_the_ri
     decode.land(behind)
     assert ring.watermarks == (0,)
     decode.missed(lost)
-    assert ring.watermarks == (ring.live[again.entry_id].entry.position,)
+    assert ring.watermarks == (ring.live[again.entry_id].entry.ring_byte,)
     decode.link(m.SentAll(leg.key, 2))
     decode.first_tokens(leg)
     assert m.Complete(leg.key) in to_link(decode.land(again)), "it cost no attempt"
@@ -589,7 +589,7 @@ def test_where_a_ring_is_full_prefill_is_asked_which_entries_are_written() -> No
     out = decode.link(m.Written(0, (first.entry_id, 999)))
     assert to_transfer(out) == [ForgetEntry(LINK, first.entry_id)]
     ring = decode.receiver.rings.table.links[LINK]
-    assert to_link(decode.missed(first)) == [m.Watermarks(0, (ring.live[second.entry_id].entry.position,))]
+    assert to_link(decode.missed(first)) == [m.Watermarks(0, (ring.live[second.entry_id].entry.ring_byte,))]
     assert decode.engine.counters.lost_notifications == 1
     decode.land(second)
     assert to_transfer(decode.link(m.Written(0, (second.entry_id,)))) == [], "it has landed meanwhile"

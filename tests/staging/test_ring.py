@@ -52,8 +52,8 @@ def test_stale_and_repeated_watermarks_change_nothing() -> None:
 def test_an_entry_never_crosses_a_segment() -> None:
     ring = RingAllocator(CAPACITY, SEGMENT)
     first, second = ring.assign(48), ring.assign(17)
-    assert (first.position, second.position) == (0, 64)
-    assert ring.assign(16).position == 96, "entries begin aligned"
+    assert (first.ring_byte, second.ring_byte) == (0, 64)
+    assert ring.assign(16).ring_byte == 96, "entries begin aligned"
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, SEGMENT + 1])
@@ -104,7 +104,7 @@ class RingMachine(RuleBasedStateMachine):
         self.writer = RingWriterView(self.ring.capacity_bytes)
         self.memory: list[RingEntry | None] = [None] * self.ring.capacity_bytes
         self.on_the_way: list[int] = []
-        self.last_position = -1
+        self.last_ring_byte = -1
 
     def cells(self, entry: RingEntry) -> range:
         offset = entry.locate(self.ring.capacity_bytes)[1]
@@ -113,8 +113,8 @@ class RingMachine(RuleBasedStateMachine):
     @rule(target=assigned, nbytes=st.integers(1, SEGMENT))
     def assign(self, nbytes: int) -> RingEntry:
         entry = self.ring.assign(nbytes)
-        assert entry.position > self.last_position, "a position is used once"
-        self.last_position = entry.position
+        assert entry.ring_byte > self.last_ring_byte, "a ring byte is used once"
+        self.last_ring_byte = entry.ring_byte
         self.on_the_way.append(self.ring.watermark)
         return entry
 

@@ -259,7 +259,7 @@ class Staging(RuleBasedStateMachine):
                     for rank in range(RANKS):
                         nbytes = group_piece_bytes(piece, 1, GROUP)
                         entry_id, entry = ring.assign(leg.key, piece_no, rank, nbytes, self.now_s)
-                        entries.append(m.Entry(entry_id, piece_no, 0, rank, 0, 1, entry.position, nbytes))
+                        entries.append(m.Entry(entry_id, piece_no, 0, rank, 0, 1, entry.ring_byte, nbytes))
                 if entries:
                     link.to_prefill.append(m.AssignEntries(leg.key, ring.ring_no, tuple(entries)))
                     self.tell_watermarks(link)
@@ -350,8 +350,8 @@ class Staging(RuleBasedStateMachine):
                 written = tuple(entry_id for entry_id in message.entry_ids if entry_id not in to_come)
                 link.to_decode.append(m.Written(message.ring_no, written))
             case m.Watermarks():
-                for view, position in zip(link.views, message.positions, strict=True):
-                    view.update(position)
+                for view, ring_byte in zip(link.views, message.ring_bytes, strict=True):
+                    view.update(ring_byte)
             case _:
                 self.leg_message(link, link.legs[message.key], message)  # type: ignore[union-attr]
 
@@ -391,7 +391,7 @@ class Staging(RuleBasedStateMachine):
             self.close_if_quiet(link)
             return
         entry = write.entry
-        segment, within = divmod(entry.position % (SEGMENT * len(link.offsets)), SEGMENT)
+        segment, within = divmod(entry.ring_byte % (SEGMENT * len(link.offsets)), SEGMENT)
         self.flights.append(Flight(link, leg, entry, link.ring_no, link.offsets[segment] + within))
 
     def advance(self, flight: Flight) -> None:
@@ -413,7 +413,9 @@ class Staging(RuleBasedStateMachine):
         ring = self.rings.links.get(link.number)
         if ring is not None and entry.entry_id in ring.live:
             assert ring.lease is not None
-            assert locate(ring.lease, entry.position % ring.lease.nbytes) == flight.at, "both sides mean the same bytes"
+            assert locate(ring.lease, entry.ring_byte % ring.lease.nbytes) == flight.at, (
+                "both sides mean the same bytes"
+            )
             self.whole[entry.entry_id] = range(flight.at, flight.at + entry.nbytes)
         self.flying.append((link, flight.leg, entry))
         if not link.up:
@@ -494,7 +496,7 @@ class Staging(RuleBasedStateMachine):
 
 
 def _entry(entry: m.Entry) -> RingEntry:
-    return RingEntry(entry.position, entry.nbytes)
+    return RingEntry(entry.ring_byte, entry.nbytes)
 
 
 def campaign(examples: int, *, shrink: bool = True) -> settings:

@@ -121,9 +121,9 @@ def test_the_watermark_moves_at_each_free_not_only_when_the_ring_is_empty() -> N
     ring, writer = RingAllocator(5 * SEGMENT, SEGMENT), RingWriterView(5 * SEGMENT)
     live = [ring.assign(SEGMENT) for _ in range(5)]
     ring.free(live[1])
-    assert ring.watermark == live[0].position
+    assert ring.watermark == live[0].ring_byte
     ring.free(live[0])
-    assert ring.watermark == live[2].position
+    assert ring.watermark == live[2].ring_byte
     writer.update(ring.watermark)
     assert writer.may_write(ring.assign(SEGMENT))
 

@@ -401,7 +401,7 @@ class PairBench:
                 trial.Receive(
                     bind=made.binds[rank],
                     entries=made.expects[rank],
-                    positions=made.expect_positions[rank],
+                    ring_bytes=made.expect_ring_bytes[rank],
                     capacity_bytes=rings.capacity_bytes,
                     segment_bytes=rings.segment_bytes,
                     deadline_s=deadline_s,
@@ -415,7 +415,7 @@ class PairBench:
                     plan_no=made.plan_no,
                     lead=made.leads[rank],
                     pieces=made.sends[rank],
-                    positions=made.send_positions[rank],
+                    ring_bytes=made.send_ring_bytes[rank],
                     capacity_bytes=rings.capacity_bytes,
                     deadline_s=deadline_s,
                 )

@@ -217,9 +217,9 @@ class Rank:
         assert opened is not None
         ring = RingAllocator(command.capacity_bytes, command.segment_bytes)
         entries: dict[int, RingEntry] = {}
-        for expected, position in zip(command.entries, command.positions, strict=True):
+        for expected, ring_byte in zip(command.entries, command.ring_bytes, strict=True):
             entries[expected.entry_id] = ring.assign(expected.nbytes)
-            assert entries[expected.entry_id].position == position
+            assert entries[expected.entry_id].ring_byte == ring_byte
         self._watermarks[opened.rank] = 0
         driver.handle(command.bind)
         for expected in command.entries:
@@ -246,11 +246,11 @@ class Rank:
         driver = self._driver
         assert driver is not None
         views: dict[int, RingWriterView] = {}
-        queues: dict[int, deque[tuple[int, int]]] = {}  # by decode rank: (index, position)
-        for index, (piece, position) in enumerate(zip(command.pieces, command.positions, strict=True)):
+        queues: dict[int, deque[tuple[int, int]]] = {}  # by decode rank: (index, ring_byte)
+        for index, (piece, ring_byte) in enumerate(zip(command.pieces, command.ring_bytes, strict=True)):
             rank = piece.slice.head_slice.dst_rank
             views.setdefault(rank, RingWriterView(command.capacity_bytes))
-            queues.setdefault(rank, deque()).append((index, position))
+            queues.setdefault(rank, deque()).append((index, ring_byte))
         intervals: list[trial.Interval] = []
 
         def hand_over() -> None:

@@ -157,11 +157,11 @@ class Fill(Struct, frozen=True, tag="fill"):
 
 
 class Receive(Struct, frozen=True, tag="receive"):
-    """Bind, expect, and answer Received when every entry has landed. position, nbytes: of the entries in the ring."""
+    """Bind, expect, and answer Received when every entry has landed. ring_byte, nbytes: of the entries in the ring."""
 
     bind: Bind
     entries: tuple[ExpectPiece, ...]
-    positions: tuple[int, ...]
+    ring_bytes: tuple[int, ...]
     capacity_bytes: int
     segment_bytes: int
     deadline_s: float
@@ -175,7 +175,7 @@ class Send(Struct, frozen=True, tag="send"):
     plan_no: int
     lead: int
     pieces: tuple[SendPiece, ...]
-    positions: tuple[int, ...]
+    ring_bytes: tuple[int, ...]
     capacity_bytes: int
     deadline_s: float
 
@@ -303,10 +303,10 @@ class Trial(Struct, frozen=True):
     plan_no: int
     leads: tuple[int, ...]
     sends: tuple[tuple[SendPiece, ...], ...]
-    send_positions: tuple[tuple[int, ...], ...]
+    send_ring_bytes: tuple[tuple[int, ...], ...]
     binds: tuple[Bind, ...]
     expects: tuple[tuple[ExpectPiece, ...], ...]
-    expect_positions: tuple[tuple[int, ...], ...]
+    expect_ring_bytes: tuple[tuple[int, ...], ...]
     payload_bytes: int
     pieces: int  # entries, over all ranks
     largest_piece_bytes: int
@@ -378,9 +378,9 @@ class _Entries:
         src, dst = range(means.pair.src_tp), range(means.pair.dst_tp)
         self._allocators = [RingAllocator(means.rings.capacity_bytes, means.rings.segment_bytes) for _ in dst]
         self._sends: list[list[SendPiece]] = [[] for _ in src]
-        self._send_positions: list[list[int]] = [[] for _ in src]
+        self._send_ring_bytes: list[list[int]] = [[] for _ in src]
         self._expects: list[list[ExpectPiece]] = [[] for _ in dst]
-        self._expect_positions: list[list[int]] = [[] for _ in dst]
+        self._expect_ring_bytes: list[list[int]] = [[] for _ in dst]
         self._leads = [0 for _ in src]
         self._entry_id = asked.first_entry_id
         self._payload = self._largest = 0
@@ -390,8 +390,8 @@ class _Entries:
         src, dst, page_tokens = part.src_rank, part.dst_rank, self._means.page_tokens
         rank_slice = RankSlice(self._key, piece, part, "P", "D")
         nbytes = group_piece_bytes(piece, part.heads, self._group)
-        position = self._allocators[dst].assign(nbytes).position
-        offset = position % self._means.rings.capacity_bytes
+        ring_byte = self._allocators[dst].assign(nbytes).ring_byte
+        offset = ring_byte % self._means.rings.capacity_bytes
         pages = slice(piece.token_start // page_tokens, ceil_div(piece.token_stop, page_tokens))
         send = SendPiece(
             link=LINK,
@@ -403,9 +403,9 @@ class _Entries:
             after_plan=computed_by,
         )
         self._sends[src].append(send)
-        self._send_positions[src].append(position)
+        self._send_ring_bytes[src].append(ring_byte)
         self._expects[dst].append(ExpectPiece(LINK, self._entry_id, rank_slice, offset, nbytes))
-        self._expect_positions[dst].append(position)
+        self._expect_ring_bytes[dst].append(ring_byte)
         self._entry_id += 1
         if computed_by == self._asked.plan_no:
             of_rows = group_payload_bytes(piece, part.heads, self._group)
@@ -420,10 +420,10 @@ class _Entries:
             plan_no=self._asked.plan_no,
             leads=tuple(self._leads),
             sends=tuple(map(tuple, self._sends)),
-            send_positions=tuple(map(tuple, self._send_positions)),
+            send_ring_bytes=tuple(map(tuple, self._send_ring_bytes)),
             binds=(bind,) * self._means.pair.dst_tp,
             expects=tuple(map(tuple, self._expects)),
-            expect_positions=tuple(map(tuple, self._expect_positions)),
+            expect_ring_bytes=tuple(map(tuple, self._expect_ring_bytes)),
             payload_bytes=self._payload,
             pieces=self._entry_id - self._asked.first_entry_id - sum(self._leads),
             largest_piece_bytes=self._largest,

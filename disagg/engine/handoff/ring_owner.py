@@ -135,7 +135,7 @@ class RingOwner:
                         dst_rank=part.dst_rank,
                         src_head_start=part.src_head_start,
                         heads=part.heads,
-                        position=entry.position,
+                        ring_byte=entry.ring_byte,
                         nbytes=nbytes,
                     )
                 )
@@ -143,7 +143,7 @@ class RingOwner:
                     link=number,
                     entry_id=entry_id,
                     slice=RankSlice(key, piece, part, peer.hello.incarnation, self._incarnation),
-                    arena_offset=locate(ring.lease, entry.position % ring.lease.nbytes),
+                    arena_offset=locate(ring.lease, entry.ring_byte % ring.lease.nbytes),
                     nbytes=nbytes,
                 )
                 self._out.append(ToTransfer(part.dst_rank, expected))

@@ -1,6 +1,6 @@
 """What a prefill engine knows of a ring in a decode server's arena: where it may write, and what it waits for to do so.
 
-    position    0 ─────── watermark ───────── head ─────── watermark + capacity
+    ring byte   0 ─────── watermark ───────── head ─────── watermark + capacity
                 free again │ assigned          │ next entry │
                                                  └ written when all its bytes are before the last of these
 
@@ -48,26 +48,26 @@ class RankRing:
         """Decode has assigned an entry. Raises ProtocolError if it lies where no ring could put it."""
         if (
             entry.nbytes <= 0
-            or entry.position % ALIGNMENT_BYTES
-            or not self.head <= entry.position <= self.head + self.view.capacity_bytes
-            or entry.position % self.segment_bytes + entry.nbytes > self.segment_bytes
+            or entry.ring_byte % ALIGNMENT_BYTES
+            or not self.head <= entry.ring_byte <= self.head + self.view.capacity_bytes
+            or entry.ring_byte % self.segment_bytes + entry.nbytes > self.segment_bytes
         ):
             raise ProtocolError(
-                f"{entry} does not follow position {self.head} in segments of {self.segment_bytes} bytes"
+                f"{entry} does not follow ring byte {self.head} in segments of {self.segment_bytes} bytes"
             )
-        self.head = align(entry.position + entry.nbytes)
+        self.head = align(entry.ring_byte + entry.nbytes)
 
     def writable(self) -> Iterator[tuple[RankSlice, Write]]:
         """Those whose bytes are free by now, in order; they are pending no more."""
         while self.pending:
             entry = self.pending[0][1].entry
-            if not self.view.may_write(RingEntry(entry.position, entry.nbytes)):
+            if not self.view.may_write(RingEntry(entry.ring_byte, entry.nbytes)):
                 return
             yield self.pending.popleft()
 
-    def locate(self, position: int) -> int:
-        """Arena offset of a ring position."""
-        offset = position % (len(self.offsets) * self.segment_bytes)
+    def locate(self, ring_byte: int) -> int:
+        """Arena offset of a ring byte."""
+        offset = ring_byte % (len(self.offsets) * self.segment_bytes)
         segment, within = divmod(offset, self.segment_bytes)
         return self.offsets[segment] + within
 
@@ -96,14 +96,14 @@ class WriterRing:
         ring.take(entry)
 
     def update(self, message: m.Watermarks) -> None:
-        """Everything before these positions is free. Raises ProtocolError for one that is beyond what was assigned."""
-        for rank, position in enumerate(message.positions):
+        """Everything before these ring bytes is free. Raises ProtocolError for one that is beyond what was assigned."""
+        for rank, ring_byte in enumerate(message.ring_bytes):
             ring = self.ranks.get(rank)
             if ring is None:
                 continue
-            if position > ring.head:
-                raise ProtocolError(f"watermark {position} of rank {rank} is beyond entry {ring.head}")
-            ring.view.update(position)
+            if ring_byte > ring.head:
+                raise ProtocolError(f"watermark {ring_byte} of rank {rank} is beyond entry {ring.head}")
+            ring.view.update(ring_byte)
 
     def drop(self, key: LegKey) -> None:
         """A leg's writes that are pending will not be done."""

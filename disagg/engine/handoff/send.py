@@ -341,7 +341,7 @@ class Sender(Handoff, Onward):
                     entry_id=entry.entry_id,
                     slice=rank_slice,
                     pages=transfer.sequence.pages.pages(piece.group, first, stop),
-                    arena_offset=ring.locate(entry.position),
+                    arena_offset=ring.locate(entry.ring_byte),
                     nbytes=entry.nbytes,
                     after_plan=write.after_plan,
                 )

@@ -76,8 +76,8 @@ class SendLink:
         ring = self.rings.get(message.ring_no)
         if ring is None:
             return False
-        if len(message.positions) != self.hello.tp:
-            raise ProtocolError(f"{len(message.positions)} watermarks came of {self.hello.tp} ranks")
+        if len(message.ring_bytes) != self.hello.tp:
+            raise ProtocolError(f"{len(message.ring_bytes)} watermarks came of {self.hello.tp} ranks")
         ring.update(message)
         return True
 
