@@ -119,8 +119,8 @@ class OneSizePages:
 
     def advance(self, num_tokens: int, hashes: list[bytes], step: int) -> None:
         full = min(self._position(num_tokens) // PAGE_TOKENS, len(hashes))
-        for position in range(self._published, full):
-            self._pool.publish(hashes[position], self._pages[position])
+        for page_no in range(self._published, full):
+            self._pool.publish(hashes[page_no], self._pages[page_no])
         self._published = max(self._published, full)
 
     def end_prefill(self, num_tokens: int, hashes: list[bytes], step: int) -> None:

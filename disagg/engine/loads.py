@@ -66,7 +66,7 @@ class Load:
     reported: set[int] = field(default_factory=set)  # ranks that have read their parts
     failed: bool = False
     given_up: bool = False  # nobody waits for it any more
-    from_storage: set[int] = field(default_factory=set)  # positions that came from there
+    from_storage: set[int] = field(default_factory=set)  # pages of the sequence that came from there
     brought: Counter[str] = field(default_factory=Counter)  # tokens that are cached now, by tier: host, storage
 
     @property
@@ -166,7 +166,7 @@ class Loads:
 
     def _found(self, load: Load, answer: StoreFound) -> None:
         pages = min(answer.pages, len(load.hashes))
-        load.stored = tuple(frozenset(position for position in group if position < pages) for group in answer.positions)
+        load.stored = tuple(frozenset(page_no for page_no in group if page_no < pages) for group in answer.page_nos)
         self._offload.learn(load.hashes, answer)
         load.state = LoadState.WAITING
         if load.given_up:
@@ -188,18 +188,18 @@ class Loads:
             self._fetched(load)
 
     def _fetched(self, load: Load) -> None:
-        self._arriving.difference_update((g, load.hashes[position]) for g, position, _ in load.fetched)
+        self._arriving.difference_update((g, load.hashes[page_no]) for g, page_no, _ in load.fetched)
         if load.failed:
             self.failures += 1
             load.stored = ()
             self._offload.manager.found(load.hashes, 0)
         else:
             host = self._offload.host
-            for g, position, page in load.fetched:
-                if host.find(g, load.hashes[position]) is None:
-                    before = load.hashes[position - 1] if position else load.root
-                    host.name(g, page, load.hashes[position], before)
-                load.from_storage.add(position)
+            for g, page_no, page in load.fetched:
+                if host.find(g, load.hashes[page_no]) is None:
+                    before = load.hashes[page_no - 1] if page_no else load.root
+                    host.name(g, page, load.hashes[page_no], before)
+                load.from_storage.add(page_no)
         self._let_go_of_host(load)
         load.state = LoadState.WAITING
         if load.given_up:
@@ -214,10 +214,10 @@ class Loads:
             self.rates.from_host.add(report.nbytes, report.seconds)
         for op in self._copy_acks.report(rank, report.last):
             load = self._copies.pop(op)
-            for g, position, page in load.gpu:
-                self._memory.keep(g, load.hashes[position], page)
-            for position in range(load.point - load.gain, load.point):
-                load.brought["storage" if position in load.from_storage else "host"] += self._page_tokens
+            for g, page_no, page in load.gpu:
+                self._memory.keep(g, load.hashes[page_no], page)
+            for page_no in range(load.point - load.gain, load.point):
+                load.brought["storage" if page_no in load.from_storage else "host"] += self._page_tokens
             self.tokens.update(load.brought)
             self._over(load)
 
@@ -237,7 +237,7 @@ class Loads:
         if load.gain <= 0 or load.tries > TRIES:
             self._over(load)
             return
-        needed = [(g, position) for g, _ in enumerate(self._layout.groups) for position in self._needed(g, load.point)]
+        needed = [(g, page_no) for g, _ in enumerate(self._layout.groups) for page_no in self._needed(g, load.point)]
         lacking = [(g, p) for g, p in needed if self._memory.cache.find(g, load.hashes[p]) is None]
         busy = sum(each.under_way for each in self._all) >= MOST_AT_ONCE
         if busy or any((g, load.hashes[p]) in self._arriving for g, p in lacking):
@@ -257,7 +257,7 @@ class Loads:
 
     def _by_group(self, pages: Sequence[tuple[int, int]]) -> list[list[int]]:
         """Positions."""
-        return [[position for group, position in pages if group == g] for g, _ in enumerate(self._layout.groups)]
+        return [[page_no for group, page_no in pages if group == g] for g, _ in enumerate(self._layout.groups)]
 
     def _bytes(self, pages: Sequence[tuple[int, int]]) -> int:
         return sum(self._layout.groups[g].page_bytes for g, _ in pages)
@@ -279,37 +279,37 @@ class Loads:
             point = min(rules.last_point(max(missing)), point - rules.unit)
         return cached
 
-    def _there(self, load: Load, g: int, position: int) -> bool:
-        page_hash = load.hashes[position]
+    def _there(self, load: Load, g: int, page_no: int) -> bool:
+        page_hash = load.hashes[page_no]
         return (
             self._memory.cache.find(g, page_hash) is not None
             or self._offload.host.find(g, page_hash) is not None
-            or (bool(load.stored) and position in load.stored[g])
+            or (bool(load.stored) and page_no in load.stored[g])
         )
 
     def _fetch(self, load: Load, lacking: Sequence[tuple[int, int]], remote: Sequence[tuple[int, int]]) -> None:
         """From storage to the host, where what is there already is held."""
         host = self._offload.host
-        for g, position in set(lacking) - set(remote):
-            page = host.find(g, load.hashes[position])
+        for g, page_no in set(lacking) - set(remote):
+            page = host.find(g, load.hashes[page_no])
             assert page is not None
             host.hold(g, page)
-            load.host.append((g, position, page))
+            load.host.append((g, page_no, page))
         by_group = self._by_group(remote)
-        taken = host.take([len(positions) for positions in by_group])
+        taken = host.take([len(page_nos) for page_nos in by_group])
         if taken is None:  # the host is full of what is being written: only what is there can be had
             self._let_go_of_host(load)
             load.stored = ()
             self._go_on(load)
             return
         places = tuple(
-            tuple(zip(positions, pages, strict=True)) for positions, pages in zip(by_group, taken, strict=True)
+            tuple(zip(page_nos, pages, strict=True)) for page_nos, pages in zip(by_group, taken, strict=True)
         )
-        load.fetched = [(g, position, page) for g, group in enumerate(places) for position, page in group]
+        load.fetched = [(g, page_no, page) for g, group in enumerate(places) for page_no, page in group]
         load.host += load.fetched
         load.state, load.failed = LoadState.FETCHING, False
         load.reported.clear()
-        self._arriving.update((g, load.hashes[position]) for g, position, _ in load.fetched)
+        self._arriving.update((g, load.hashes[page_no]) for g, page_no, _ in load.fetched)
         self._fetch_ops += 1
         self._fetches[self._fetch_ops] = load
         self._out.append(ToStore(Fetch(self._fetch_ops, load.ask, places)))
@@ -321,14 +321,14 @@ class Loads:
     def _copy(self, load: Load, needed: Sequence[tuple[int, int]], lacking: Sequence[tuple[int, int]]) -> None:
         """From the host into pages of the pool. What is there of the prefix is held, lest it make room for the rest."""
         memory, host = self._memory, self._offload.host
-        for g, position in set(needed) - set(lacking):
-            page = memory.cache.find(g, load.hashes[position])
+        for g, page_no in set(needed) - set(lacking):
+            page = memory.cache.find(g, load.hashes[page_no])
             assert page is not None
             self._offload.pin(g, page)
-            load.pinned.append((g, position, page))
+            load.pinned.append((g, page_no, page))
         by_group = self._by_group(lacking)
         owner = memory.new_owner()
-        taken = memory.allocator.allocate_all([len(positions) for positions in by_group], owner)
+        taken = memory.allocator.allocate_all([len(page_nos) for page_nos in by_group], owner)
         memory.allocator.forget_owner(owner)
         if taken is None:
             self._over(load)
@@ -338,14 +338,14 @@ class Loads:
             self._over(load)
             return
         moves = []
-        for g, position, page in load.gpu:
-            host_page = host.find(g, load.hashes[position])
+        for g, page_no, page in load.gpu:
+            host_page = host.find(g, load.hashes[page_no])
             assert host_page is not None
             host.hold(g, host_page)
-            load.host.append((g, position, host_page))
+            load.host.append((g, page_no, host_page))
             moves.append(PageMove(g, page, host_page))
         load.state = LoadState.LOADING
-        self._arriving.update((g, load.hashes[position]) for g, position, _ in load.gpu)
+        self._arriving.update((g, load.hashes[page_no]) for g, page_no, _ in load.gpu)
         op = self._copy_acks.issue()
         self._copies[op] = load
         self._out.append(ToTransfer(None, CopyIn(op, tuple(moves))))
@@ -353,15 +353,15 @@ class Loads:
     def _over(self, load: Load) -> None:
         """It lets go of all that it holds; what it filled is cached until its memory is needed."""
         if load.state is LoadState.LOADING:
-            self._arriving.difference_update((g, load.hashes[position]) for g, position, _ in load.gpu)
+            self._arriving.difference_update((g, load.hashes[page_no]) for g, page_no, _ in load.gpu)
         was_under_way = load.under_way
         load.state = LoadState.OVER
         self._all.remove(load)
         self._let_go_of_host(load)
-        for g, position, page in load.pinned:
-            self._offload.unpin(g, position, page)
-        for g, position, page in load.gpu:
-            self._memory.release(g, [page], self._clock(), [position + 1])
+        for g, page_no, page in load.pinned:
+            self._offload.unpin(g, page_no, page)
+        for g, page_no, page in load.gpu:
+            self._memory.release(g, [page], self._clock(), [page_no + 1])
         load.pinned, load.gpu = [], []
         if load.ask:
             self._asks.forget(load.ask)

@@ -102,7 +102,7 @@ class Offload:
         """Storage has said what it has of these pages, one after the other."""
         if answer.known:
             pages = min(answer.pages, len(hashes))
-            keys = [(g, hashes[at]) for g, group in enumerate(answer.positions) for at in group if at < pages]
+            keys = [(g, hashes[at]) for g, group in enumerate(answer.page_nos) for at in group if at < pages]
             self.manager.found(hashes, pages, keys)
 
     def advanced(self, sequence: Sequence, num_tokens: int) -> None:
@@ -137,8 +137,8 @@ class Offload:
             to_storage=not sequence.handed_over,
         )
 
-    def _view(self, sequence: Sequence, g: int, position: int) -> int | None:
-        return self._memory.cache.find(g, sequence.hashes[position])
+    def _view(self, sequence: Sequence, g: int, page_no: int) -> int | None:
+        return self._memory.cache.find(g, sequence.hashes[page_no])
 
     # ---- what ranks and storage report
 
@@ -171,7 +171,7 @@ class Offload:
                         self.pin(page.group, page.page)
                 case Unpin():
                     for page in each.pages:
-                        self.unpin(page.group, page.position, page.page)
+                        self.unpin(page.group, page.page_no, page.page)
                 case Copy():
                     self._out.append(ToTransfer(None, CopyOut(each.op, each.moves)))
                 case Publish():
@@ -185,12 +185,12 @@ class Offload:
         self._memory.allocator.share(g, [page])
         self._pinned[g, page] += 1
 
-    def unpin(self, g: int, position: int, page: int) -> None:
-        """Let go of it. position: of the page in its sequence."""
+    def unpin(self, g: int, page_no: int, page: int) -> None:
+        """Let go of it. page_no: which of its sequence it is."""
         self._pinned[g, page] -= 1
         if not self._pinned[g, page]:
             del self._pinned[g, page]
-        self._memory.release(g, [page], self._clock(), [position + 1])
+        self._memory.release(g, [page], self._clock(), [page_no + 1])
 
     def held(self) -> Counter[tuple[int, int]]:
         """Pages of the pool that are held here, and how often."""

@@ -105,7 +105,7 @@ class PrefixCache:
         return self._budgeted(g, hashes, most, group.budget_tokens)
 
     def _first_missing(self, g: int, hashes: Sequence[bytes], first: int, stop: int) -> int:
-        """The first of positions [first, stop) whose page is not cached, or stop."""
+        """The first of page numbers [first, stop) whose page is not cached, or stop."""
         cached = takewhile(self._pages[g].__contains__, hashes[first:stop])
         return first + len(list(cached))
 
@@ -137,7 +137,7 @@ class PrefixCache:
         return min(stop_token, max(start_token, missing * page_tokens))
 
     def pages(self, g: int, hashes: Sequence[bytes], first: int, stop: int) -> list[int]:
-        """The pages of positions [first, stop), up to the first that is not cached."""
+        """The pages of numbers [first, stop), up to the first that is not cached."""
         found = list(map(self._pages[g].get, hashes[first:stop], repeat(_NO_PAGE)))
         return found[: found.index(_NO_PAGE)] if _NO_PAGE in found else found
 

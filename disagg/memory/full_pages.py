@@ -24,7 +24,7 @@ class FullPages:
         self._memory = memory
         self._g = g
         self._page_tokens = memory.layout.page_tokens
-        self._published = 0  # positions that were offered to the cache, or came from it
+        self._published = 0  # pages that were offered to the cache, or came from it
 
     @staticmethod
     def large_pages(group: GroupSpec, peak: Peak, page_tokens: int, per_large: int) -> int:
@@ -38,7 +38,7 @@ class FullPages:
         self._begin(hashes, 0, hit_tokens // self._page_tokens)
 
     def _begin(self, hashes: Sequence[bytes], first: int, stop: int) -> None:
-        """The table begins with the cached pages of positions [first, stop)."""
+        """The table begins with the cached pages of numbers [first, stop)."""
         self.table += [0] * first
         self.first = first
         self._published = stop
@@ -52,7 +52,7 @@ class FullPages:
         return self._await(hashes, arrival, 0, extra)
 
     def _await(self, hashes: Sequence[bytes], arrival: Arrival, start: int, extra: int) -> tuple[int, int]:
-        """start: the first position that has to be held; extra: pages beside those for what lands."""
+        """start: the first page number that has to be held; extra: pages beside those for what lands."""
         page_tokens, num_tokens = self._page_tokens, arrival.num_tokens
         hit = start
         if arrival.reuse:
@@ -104,7 +104,7 @@ class FullPages:
         return (full + 1) * self._page_tokens
 
     def _publish(self, stop: int, hashes: Sequence[bytes]) -> None:
-        """Offer the pages of positions before `stop`, which are full, to the cache."""
+        """Offer the pages of numbers before `stop`, which are full, to the cache."""
         memory, first = self._memory, self._published
         if stop > len(hashes):
             stop = len(hashes)
@@ -112,9 +112,9 @@ class FullPages:
             if first < self.first:
                 first = self.first
             g, table, insert, keep = self._g, self.table, memory.cache.insert, memory.allocator.keep
-            for position in range(first, stop):
-                if insert(g, hashes[position], table[position]):
-                    keep(g, table[position])
+            for page_no in range(first, stop):
+                if insert(g, hashes[page_no], table[page_no]):
+                    keep(g, table[page_no])
             self._published = stop
 
     def end_prefill(self, num_tokens: int, hashes: Sequence[bytes], step: int, goes_on: bool) -> None:
@@ -128,8 +128,8 @@ class FullPages:
 
     def landed_partly(self, num_tokens: int, hashes: Sequence[bytes], ranges: Sequence[tuple[int, int]]) -> None:
         for first, stop in ranges:
-            for position in range(first, min(stop, num_tokens // self._page_tokens)):
-                self._memory.keep(self._g, hashes[position], self.table[position])
+            for page_no in range(first, min(stop, num_tokens // self._page_tokens)):
+                self._memory.keep(self._g, hashes[page_no], self.table[page_no])
 
     def take_checkpoint(self, full_pages: int, hashes: Sequence[bytes], landed: bool, step: int) -> None:
         pass
@@ -174,7 +174,7 @@ class FullPages:
         return GroupPages(first, tuple(self.table[first : pages_for(num_tokens, self._page_tokens)]))
 
     def pages(self, first: int, stop: int) -> tuple[int, ...]:
-        assert first >= self.first, f"position {first} of group {self._g} has left the window"
+        assert first >= self.first, f"page number {first} of group {self._g} has left the window"
         return tuple(self.table[first:stop])
 
     def held(self) -> Iterator[int]:

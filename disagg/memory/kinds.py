@@ -56,7 +56,7 @@ class Peak(Struct, frozen=True):
 class KindPages(Protocol):
     """The pages that one sequence holds of one layer group."""
 
-    table: list[int]  # by position; entries before `first` are gone
+    table: list[int]  # by page number; entries before `first` are gone
     first: int
     spare: list[int]  # held, and not in the table yet
 

@@ -190,7 +190,7 @@ class KvMemory:
             self.allocator.keep(g, page)
 
     def pin(self, g: int, hashes: Sequence[bytes], first: int, stop: int) -> list[int]:
-        """Hold the cached pages of positions [first, stop), all of which are known to be there."""
+        """Hold the cached pages of numbers [first, stop), all of which are known to be there."""
         if first >= stop:
             return []
         pages = self.cache.pages(g, hashes, first, stop)

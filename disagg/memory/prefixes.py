@@ -10,11 +10,11 @@ from collections.abc import Container, Sequence
 
 def longest_windowed(pages: Container[bytes], hashes: Sequence[bytes], most: int, window: int) -> int:
     """The longest prefix of at most `most` pages whose last `window` pages are cached, or all if it has fewer."""
-    length = position = most
-    while position > max(0, length - window):
-        position -= 1
-        if hashes[position] not in pages:
-            length = position
+    length = page_no = most
+    while page_no > max(0, length - window):
+        page_no -= 1
+        if hashes[page_no] not in pages:
+            length = page_no
     return length
 
 

@@ -8,7 +8,7 @@
 What a sequence holds of a group, after n tokens (page_tokens = 4, a window of 5 tokens before the new one):
 
     full     [p0][p1][p2][p3]                     every page
-    window    ·   · [p2][p3]    n = 15            pages that overlap [n - 5, n); positions before are gone
+    window    ·   · [p2][p3]    n = 15            pages that overlap [n - 5, n); those before are gone
     state    [s]                                  the state after n tokens; it is written in place, except after a
                                                   checkpoint: that page stays as it is, and the next run writes another
 

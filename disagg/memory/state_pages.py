@@ -37,7 +37,7 @@ class StatePages:
         self._page_tokens = memory.layout.page_tokens
         self._every = memory.layout.checkpoint_tokens
         self._frozen = False  # the newest is not to be written over
-        # (tokens, position) of a state that was the newest after so many tokens, until the run that reads it has reported.
+        # (tokens, page number) of a state that was the newest after so many tokens, until the run that reads it has reported.
         self._superseded: deque[tuple[int, int]] = deque()
         self._hold_checkpoint = -1
         self._branches: tuple[int, ...] = ()  # see `SequencePages.branch_at`
@@ -69,10 +69,10 @@ class StatePages:
         self.spare = pages
 
     def lacks_checkpoint(self, hashes: Sequence[bytes], num_tokens: int) -> bool:
-        position = last_checkpoint(num_tokens, self._every) // self._page_tokens
-        if not position or not self._memory.caching:
+        page_no = last_checkpoint(num_tokens, self._every) // self._page_tokens
+        if not page_no or not self._memory.caching:
             return False
-        return not self._memory.cache.pages(self._g, hashes, position - 1, position)
+        return not self._memory.cache.pages(self._g, hashes, page_no - 1, page_no)
 
     def hold_for_sending(self, num_tokens: int) -> None:
         """The last checkpoint."""
@@ -117,12 +117,12 @@ class StatePages:
     def advance(self, num_tokens: int, hashes: Sequence[bytes], step: int) -> int:
         """Lets go of states that a reported run has read and replaced; those on a checkpoint enter the cache first."""
         while self._superseded and self._superseded[0][0] < num_tokens:
-            tokens, position = self._superseded.popleft()
-            self._keep(tokens, position, hashes)
+            tokens, page_no = self._superseded.popleft()
+            self._keep(tokens, page_no, hashes)
             age = step if not self._branches or self._is_branch(tokens) else passed(step)
-            pages = self.table[self.first : position + 1]
+            pages = self.table[self.first : page_no + 1]
             self._memory.release(self._g, pages, age, [tokens // self._page_tokens] * len(pages))
-            self.first = position + 1
+            self.first = page_no + 1
         return self.due
 
     @property
@@ -135,10 +135,10 @@ class StatePages:
         every = self._every
         return any(tokens in (last_checkpoint(length, every), length // every * every) for length in self._branches)
 
-    def _keep(self, tokens: int, position: int, hashes: Sequence[bytes]) -> None:
+    def _keep(self, tokens: int, page_no: int, hashes: Sequence[bytes]) -> None:
         full = tokens // self._page_tokens
         if tokens % self._every == 0 and full <= len(hashes):
-            self._memory.keep(self._g, hashes[full - 1], self.table[position])
+            self._memory.keep(self._g, hashes[full - 1], self.table[page_no])
 
     def end_prefill(self, num_tokens: int, hashes: Sequence[bytes], step: int, goes_on: bool) -> None:
         if not goes_on:

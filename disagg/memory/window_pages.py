@@ -1,6 +1,6 @@
 """The pages of one sequence in a group whose layers attend to the last tokens only. As of full attention, but it lets go.
 
-    position     0   1   2   3   4   5   6                      runs up to here have reported ──┐
+    page number  0   1   2   3   4   5   6                      runs up to here have reported ──┐
                  ·   ·  [left left] [in the window        ] [not written yet]                    n
                  gone    └ own pages that `grow` writes again, and caches then, while a quota holds them
 
@@ -30,11 +30,11 @@ class WindowPages(FullPages):
     def __init__(self, memory: KvMemory, g: int) -> None:
         super().__init__(memory, g)
         self._window_tokens = memory.layout.groups[g].window_tokens
-        self._own_from = 0  # the position after the hit's
+        self._own_from = 0  # the page number after the hit's
         self._quota = 0  # own pages that are held for good, and known to nobody else, so that `grow` cannot fail
         self._beyond = 0  # what `KvMemory.beyond_quotas` has of it
-        self._left: deque[tuple[int, int]] = deque()  # (position, step) of those that are out of the window
-        self._hold_from: int | None = None  # positions that stay until the end
+        self._left: deque[tuple[int, int]] = deque()  # (page number, step) of those that are out of the window
+        self._hold_from: int | None = None  # page numbers that stay until the end
         self._branches: tuple[int, ...] = ()  # see `SequencePages.branch_at`
         self._tail_tokens = 0
 
@@ -89,10 +89,10 @@ class WindowPages(FullPages):
 
     def recycle(self, count: int) -> list[int]:
         """The first pages that left the window, which are in no cache yet."""
-        positions = [self._left.popleft()[0] for _ in range(count)]
-        if positions:
-            self.first = positions[-1] + 1
-        return [self.table[position] for position in positions]
+        page_nos = [self._left.popleft()[0] for _ in range(count)]
+        if page_nos:
+            self.first = page_nos[-1] + 1
+        return [self.table[page_no] for page_no in page_nos]
 
     def advance(self, num_tokens: int, hashes: Sequence[bytes], step: int) -> int:
         full = num_tokens // self._page_tokens
@@ -114,7 +114,7 @@ class WindowPages(FullPages):
             stop = min(gone, own_from)
             self._let_go(stop, step)
             first = stop
-        left.extend((position, step) for position in range(first, gone))
+        left.extend((page_no, step) for page_no in range(first, gone))
         held = self._own if self._quota else len(left)
         count = min(held - self._quota, len(left))
         if count <= 0:
@@ -123,25 +123,25 @@ class WindowPages(FullPages):
             self._publish(left[count - 1][0] + 1, hashes)  # it was kept back
         stop, age = self.first, 0
         for _ in range(count):
-            position, left_at = left.popleft()
-            before, age = age, left_at if self._is_branch(position) else passed(left_at)
-            if age != before and position > stop:
-                self._let_go(position, before)
-                stop = position
-        self._let_go(position + 1, age)
+            page_no, left_at = left.popleft()
+            before, age = age, left_at if self._is_branch(page_no) else passed(left_at)
+            if age != before and page_no > stop:
+                self._let_go(page_no, before)
+                stop = page_no
+        self._let_go(page_no + 1, age)
 
-    def _is_branch(self, position: int) -> bool:
+    def _is_branch(self, page_no: int) -> bool:
         """A prefix at which prompts part needs this page."""
         if not self._branches:
             return True
         page_tokens, window_tokens = self._page_tokens, self._window_tokens
-        first, stop = position * page_tokens, (position + 1) * page_tokens
+        first, stop = page_no * page_tokens, (page_no + 1) * page_tokens
         if first < self._branches[-1] and stop > self._branches[-1] - window_tokens - self._tail_tokens:
             return True
         return any(first < length and stop > length - window_tokens for length in self._branches)
 
     def _let_go(self, stop: int, last_access: int) -> None:
-        """Of positions before `stop`."""
+        """Of page numbers before `stop`."""
         first = self.first
         self._memory.release(self._g, self.table[first:stop], last_access, range(first + 1, stop + 1))
         self.first = stop
@@ -174,7 +174,7 @@ class WindowPages(FullPages):
 
     def close(self, num_tokens: int, step: int) -> None:
         self._drop_quota()
-        for position, left_at in self._left:
-            self._let_go(position + 1, left_at)
+        for page_no, left_at in self._left:
+            self._let_go(page_no + 1, left_at)
         self._left.clear()
         super().close(num_tokens, step)

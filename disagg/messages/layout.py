@@ -139,9 +139,9 @@ def state_offsets(parts: tuple[StatePart, ...]) -> tuple[int, ...]:
 
 
 class GroupPages(Struct, frozen=True, array_like=True):
-    """Part of one sequence's page table in one group: `pages` are those from page position `first` on.
+    """Part of one sequence's page table in one group: `pages` are those from page number `first` on.
 
-    Position i of an attention group holds tokens [i * page_tokens, (i + 1) * page_tokens). A state group's positions are
+    Page number i of an attention group holds tokens [i * page_tokens, (i + 1) * page_tokens). Those of a state group number
     states in the order in which they were written; the last is the newest.
     """
 

@@ -75,7 +75,7 @@ def page_table(pages: Iterable[int] = ()) -> array[int]:
 class KnownSequence:
     """What a worker knows of one sequence. tokens: known ids, prompt first; computed: how many of them pages hold.
 
-    tables: per layer group, a page for every position, 64 bits each; positions before the first that was given are 0 and
+    tables: per layer group, a page for every page number, 64 bits each; those before the first that was given are 0 and
     never read.
     """
 

@@ -25,7 +25,7 @@ class PartRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Share(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a span holds of one group. pages: positions in the sequence, rising. unit_bytes: uncompressed."""
+    """What a span holds of one group. pages: their numbers, rising. unit_bytes: uncompressed."""
 
     group: Hash  # its root
     unit_bytes: Count
@@ -58,11 +58,11 @@ class Span(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class PartRead(Struct, frozen=True):
-    """Of one part, heads [head_start, head_stop), for pages at these positions of the sequence."""
+    """Of one part, heads [head_start, head_stop), for pages of these numbers."""
 
     span: Span
     group: int
     ref: PartRef
     head_start: int
     head_stop: int
-    positions: tuple[int, ...]
+    page_nos: tuple[int, ...]

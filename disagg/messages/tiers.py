@@ -49,7 +49,7 @@ class WriteParts(Struct, frozen=True, tag="write_parts"):
 
 
 class ReadParts(Struct, frozen=True, tag="read_parts"):
-    """Read heads from storage into pages of the host, whole ones. places: by group, (position, page of the host)."""
+    """Read heads from storage into pages of the host, whole ones. places: by group, (page number, page of the host)."""
 
     op: int
     salt: str

@@ -60,7 +60,7 @@ class DecodeBatch:
 class PageTable:
     """The pages that runs reach, a row per run. Holds no page that has left the window: it may be another sequence's.
 
-    pages: [R, width] int64, in order, padded with the row's last; its first column is page position first_pages
+    pages: [R, width] int64, in order, padded with the row's last; its first column is page number first_pages
     [R] int64. firsts: the same numbers on the host.
     """
 

@@ -19,7 +19,7 @@ from disagg.memory.cache import PrefixCache
 from disagg.memory.layout import PoolLayout
 from disagg.messages.layout import GroupKind
 
-Placed = tuple[int, int, int]  # group, position in the sequence, page
+Placed = tuple[int, int, int]  # group, page number, page
 
 
 class HostPool:
@@ -100,13 +100,13 @@ class HostPool:
         """Let go of them, used until now. Pages without a name are free from then on."""
         self._step += 1
         by_group: dict[int, tuple[list[int], list[int]]] = {}
-        for g, position, page in pages:
+        for g, page_no, page in pages:
             released, lengths = by_group.setdefault(g, ([], []))
             released.append(page)
             self._held[g, page] -= 1
             if not self._held[g, page]:
                 del self._held[g, page]
-            lengths.append(position + 1)
+            lengths.append(page_no + 1)
         for g, (released, lengths) in by_group.items():
             self._allocator.release(g, released, self._step, lengths)
 

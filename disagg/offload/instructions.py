@@ -8,10 +8,10 @@ from disagg.messages.tiers import PageMove
 
 
 class GpuPage(Struct, frozen=True, array_like=True):
-    """position: in its sequence, for whoever lets go of the page."""
+    """page_no: for whoever lets go of the page."""
 
     group: int
-    position: int
+    page_no: int
     page: int
 
 
@@ -35,9 +35,9 @@ class Copy(Struct, frozen=True):
 
 
 class UploadShare(Struct, frozen=True):
-    """Pages of one group: their positions, names and where they are on the host."""
+    """Pages of one group: their numbers, names and where they are on the host."""
 
-    positions: tuple[int, ...]
+    page_nos: tuple[int, ...]
     hashes: tuple[bytes, ...]
     host_pages: tuple[int, ...]
 
@@ -84,7 +84,7 @@ class Ask(Struct, frozen=True):
 class Fetch(Struct, frozen=True):
     """Every rank reads its heads of these pages, which were found, into pages of the host, and reports (PartsRead).
 
-    op: a number of its own series. places: by group, (position, page of the host).
+    op: a number of its own series. places: by group, (page number, page of the host).
     """
 
     op: int
@@ -99,13 +99,13 @@ class ForgetAsk(Struct, frozen=True):
 
 
 class StoreFound(Struct, frozen=True):
-    """pages: so many of the sequence's first are stored, those before `first` taken for granted. positions: by group, those
+    """pages: so many of the sequence's first are stored, those before `first` taken for granted. page_nos: by group, those
     of them that can be read. known: False if the store did not say, and has what it has.
     """
 
     ask: int
     pages: int
-    positions: tuple[tuple[int, ...], ...]
+    page_nos: tuple[tuple[int, ...], ...]
     known: bool = True
 
 

@@ -17,7 +17,7 @@ of whatever part of the request it is: the prompt, an increment or the end.
 `written` is how many tokens of a sequence have their KV in pages, as every rank has reported. The token that was sampled
 last has none, and is never counted. A view says where a page is now, or None if it is not on the GPU any more.
 
-Knows hashes, positions, pages and ranks; nothing of tensors, stores or requests beside their names.
+Knows hashes, page numbers, pages and ranks; nothing of tensors, stores or requests beside their names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from disagg.offload.instructions import Copy, Discard, GpuPage, Instruction, Pin
 from disagg.offload.rules import OffloadRules
 from disagg.offload.spans import Flow, InFlightSpans, Key, Span, SpanState, gpu_pages, know
 
-View = Callable[[int, int], int | None]  # (group, position) -> page of the GPU
+View = Callable[[int, int], int | None]  # (group, page_no) -> page of the GPU
 
 NEVER = 1 << 62
 
@@ -158,7 +158,7 @@ class OffloadManager:
         for op in self._copies.report(rank, last):
             span = self._copying.pop(op)
             for page, host_page in span.moved:
-                page_hash, before = span.names[page.group, page.position]
+                page_hash, before = span.names[page.group, page.page_no]
                 self.host.name(page.group, host_page, page_hash, before)
             self.counts["copied"] += len(span.moved)
             self._out.append(Unpin(tuple(page for page, _ in span.moved)))
@@ -245,19 +245,19 @@ class OffloadManager:
 
     def _before_what_is_there(self, flow: Flow, stop: int) -> int:
         """A span ends where the next page is stored, or in a span already, though pages before it are not."""
-        for position in range(flow.at + 1, stop):
-            page_hash = flow.hashes[position]
+        for page_no in range(flow.at + 1, stop):
+            page_hash = flow.hashes[page_no]
             if page_hash in self._in_flight.hashes or (self._stores(flow) and page_hash in self._stored):
-                return position
+                return page_no
         return stop
 
-    def _keep(self, flow: Flow, position: int) -> None:
+    def _keep(self, flow: Flow, page_no: int) -> None:
         """Hold what the host has of a page, as long as the sequence runs."""
         for g in self._groups:
-            page = self.host.find(g, flow.hashes[position])
+            page = self.host.find(g, flow.hashes[page_no])
             if page is not None:
                 self.host.hold(g, page)
-                flow.kept.append((g, position, page))
+                flow.kept.append((g, page_no, page))
 
     def _release_kept(self, flow: Flow) -> None:
         self.host.release(flow.kept)
@@ -286,8 +286,8 @@ class OffloadManager:
         ready: list[dict[int, int]] = []
         copies: list[list[GpuPage]] = []
         for g in self._groups:
-            positions = {*range(flow.at, stop), *self._rules.needed(g, stop)}
-            if stores and self._in_flight.only_to_host((g, flow.hashes[position]) for position in positions):
+            page_nos = {*range(flow.at, stop), *self._rules.needed(g, stop)}
+            if stores and self._in_flight.only_to_host((g, flow.hashes[page_no]) for page_no in page_nos):
                 return False
             wanted = self._wanted(flow, g, stop, view)
             if wanted is None:
@@ -295,15 +295,15 @@ class OffloadManager:
                 return False
             ready.append({})
             copies.append([])
-            for position in wanted:
-                span.names[g, position] = flow.hashes[position], flow.hash_before(position)
-                host_page, page = self.host.find(g, flow.hashes[position]), view(g, position)
+            for page_no in wanted:
+                span.names[g, page_no] = flow.hashes[page_no], flow.hash_before(page_no)
+                host_page, page = self.host.find(g, flow.hashes[page_no]), view(g, page_no)
                 if host_page is not None:
-                    ready[g][position] = host_page
+                    ready[g][page_no] = host_page
                 else:
                     assert page is not None
-                    copies[g].append(GpuPage(g, position, page))
-        held = [(g, position, page) for g, pages in enumerate(ready) for position, page in pages.items()]
+                    copies[g].append(GpuPage(g, page_no, page))
+        held = [(g, page_no, page) for g, pages in enumerate(ready) for page_no, page in pages.items()]
         for g, _, page in held:
             self.host.hold(g, page)
         taken = self.host.take([len(pages) for pages in copies])
@@ -312,7 +312,7 @@ class OffloadManager:
             return False
         for g, (pages, host_pages) in enumerate(zip(copies, taken, strict=True)):
             span.moved += zip(pages, host_pages, strict=True)
-            ready[g].update({page.position: at for page, at in zip(pages, host_pages, strict=True)})
+            ready[g].update({page.page_no: at for page, at in zip(pages, host_pages, strict=True)})
         span.placed = [dict(sorted(pages.items())) for pages in ready]
         # A hit at the end of a span may need pages of a window before its start that no span before has.
         first = min([span.start, *(min(pages) for pages in span.placed if pages)])
@@ -323,11 +323,11 @@ class OffloadManager:
     def _wanted(self, flow: Flow, g: int, stop: int, view: View) -> list[int] | None:
         """Positions of a group's pages that the span up to `stop` has, as far as they can be had. None: it cannot be made."""
 
-        def there(position: int) -> bool:
-            return self.host.find(g, flow.hashes[position]) is not None or view(g, position) is not None
+        def there(page_no: int) -> bool:
+            return self.host.find(g, flow.hashes[page_no]) is not None or view(g, page_no) is not None
 
-        def kept(position: int) -> bool:
-            key = g, flow.hashes[position]
+        def kept(page_no: int) -> bool:
+            key = g, flow.hashes[page_no]
             return key in self._in_flight.keys or (key in self._stored_keys and self._stores(flow))
 
         return self._rules.wanted(g, range(flow.at, stop), flow.prompt_end, there, kept)
@@ -343,7 +343,7 @@ class OffloadManager:
             self._on_host(span)
             return
         pages = tuple(page for page, _ in span.moved)
-        pins = tuple(page for page in pages if flow.pinned.pop((page.group, page.position), None) is None)
+        pins = tuple(page for page in pages if flow.pinned.pop((page.group, page.page_no), None) is None)
         if pins:
             self._out.append(Pin(pins))
         op = self._copies.issue()
@@ -436,11 +436,11 @@ class OffloadManager:
         point = self._rules.last_point(flow.pages)
         wanted: dict[tuple[int, int], int] = {}
         for g, group in enumerate(self._rules.layout.groups):
-            for position in self._rules.needed(g, point):
-                page = view(g, position)
-                is_own = group.kind is not GroupKind.FULL or position >= flow.at
-                if is_own and page is not None and self.host.find(g, flow.hashes[position]) is None:
-                    wanted[g, position] = page
+            for page_no in self._rules.needed(g, point):
+                page = view(g, page_no)
+                is_own = group.kind is not GroupKind.FULL or page_no >= flow.at
+                if is_own and page is not None and self.host.find(g, flow.hashes[page_no]) is None:
+                    wanted[g, page_no] = page
         waiting = sum(len(each.pinned) for each in self._lingering)
         if flow.next == NEVER or waiting + len(wanted) > self._most_lingering:
             self.counts["dropped"] += point - flow.at
@@ -456,7 +456,7 @@ class OffloadManager:
             if flow.blocked_since == self._version:
                 continue
             pinned = dict(flow.pinned)
-            self._advance(flow, lambda g, position, pinned=pinned: pinned.get((g, position)))  # type: ignore[misc]
+            self._advance(flow, lambda g, page_no, pinned=pinned: pinned.get((g, page_no)))  # type: ignore[misc]
             if flow.at >= self._rules.last_point(flow.pages) or flow.next == NEVER:
                 self._drop(flow)
                 self._lingering.remove(flow)

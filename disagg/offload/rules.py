@@ -39,7 +39,7 @@ class OffloadRules(Struct, frozen=True):
         return self.last_point(at) + self.stride
 
     def needed(self, g: int, point: int) -> range:
-        """The positions of a group's pages without which a prefix of `point` pages, a point, is no hit."""
+        """The numbers of a group's pages without which a prefix of `point` pages, a point, is no hit."""
         group = self.layout.groups[g]
         if group.kind is GroupKind.FULL:
             return range(point)
@@ -54,13 +54,13 @@ class OffloadRules(Struct, frozen=True):
         there. None: it cannot be made, since a page is gone that every prefix from here on needs.
         """
         if self.layout.groups[g].kind is GroupKind.FULL:
-            lacking = [position for position in pages if not kept(position)]
+            lacking = [page_no for page_no in pages if not kept(page_no)]
             return lacking if all(map(there, lacking)) else None
         needed = self.needed(g, pages.stop)
-        positions = set(needed) if all(kept(each) or there(each) for each in needed) else set()
+        page_nos = set(needed) if all(kept(each) or there(each) for each in needed) else set()
         if pages.start < prompt_end:
-            positions |= set(self.needed(g, prompt_end)) & set(pages)
-        return sorted(each for each in positions if not kept(each) and there(each))
+            page_nos |= set(self.needed(g, prompt_end)) & set(pages)
+        return sorted(each for each in page_nos if not kept(each) and there(each))
 
 
 def offload_rules(layout: PoolLayout, stride_tokens: int) -> OffloadRules:

@@ -30,7 +30,7 @@ class SpanState(enum.Enum):
 
 
 class Span:
-    """Pages [start, stop) of a chain, on their way. placed: by group, {position: page of the host}, each held."""
+    """Pages [start, stop) of a chain, on their way. placed: by group, {page_no: page of the host}, each held."""
 
     def __init__(self, flow: Flow, hashes: Sequence[bytes], parent_hash: bytes, parent: Span | None) -> None:
         """From where the flow is."""
@@ -46,7 +46,7 @@ class Span:
         self.to_storage = False
         self.upload = 0
         self.placed: list[dict[int, int]] = []
-        self.names: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # (group, position) -> (hash, the one before)
+        self.names: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # (group, page_no) -> (hash, the one before)
         self.moved: list[tuple[GpuPage, int]] = []  # what is copied, and where to
 
     @property
@@ -55,12 +55,12 @@ class Span:
 
     @property
     def keys(self) -> Iterable[Key]:
-        return ((g, self.names[g, position][0]) for g, pages in enumerate(self.placed) for position in pages)
+        return ((g, self.names[g, page_no][0]) for g, pages in enumerate(self.placed) for page_no in pages)
 
     @property
     def held(self) -> list[Placed]:
-        """Group, position and page of the host, of each that it has."""
-        return [(g, position, page) for g, pages in enumerate(self.placed) for position, page in pages.items()]
+        """Group, page number and page of the host, of each that it has."""
+        return [(g, page_no, page) for g, pages in enumerate(self.placed) for page_no, page in pages.items()]
 
     def follow(self, flow: Flow) -> None:
         """A sequence has it as a part."""
@@ -75,12 +75,12 @@ class Span:
         names = (*self.before, *self.hashes)
         full = [group.kind is GroupKind.FULL for group in rules.layout.groups]
         left = [
-            (g, position, page)
-            for g, position, page in self.held
-            if position < at and (full[g] or position not in rules.needed(g, self.stop))
+            (g, page_no, page)
+            for g, page_no, page in self.held
+            if page_no < at and (full[g] or page_no not in rules.needed(g, self.stop))
         ]
-        for g, position, _ in left:
-            del self.placed[g][position]
+        for g, page_no, _ in left:
+            del self.placed[g][page_no]
         self.start, self.parent, self.parent_hash, self.hashes = at, None, self.hashes[found - 1], self.hashes[found:]
         self.before = names[min([at, *(min(pages) for pages in self.placed if pages)]) - first : at - first]
         others = [child for child in self.children if child.start <= at]
@@ -91,7 +91,7 @@ class Span:
 
     def as_upload(self) -> Upload:
         shares = tuple(
-            UploadShare(tuple(pages), tuple(self.names[g, position][0] for position in pages), tuple(pages.values()))
+            UploadShare(tuple(pages), tuple(self.names[g, page_no][0] for page_no in pages), tuple(pages.values()))
             for g, pages in enumerate(self.placed)
         )
         return Upload(self.upload, self.salt, self.start, self.parent_hash, self.hashes, self.before, shares)
@@ -148,13 +148,13 @@ class Flow:
         """Its pages from this one on are to be offloaded, again or still."""
         self.at, self.next, self.blocked_since = at, 0, -1
 
-    def hash_before(self, position: int) -> bytes:
-        return self.hashes[position - 1] if position else self.root
+    def hash_before(self, page_no: int) -> bytes:
+        return self.hashes[page_no - 1] if page_no else self.root
 
 
 def gpu_pages(pages: Mapping[tuple[int, int], int]) -> tuple[GpuPage, ...]:
-    """pages: by group and position."""
-    return tuple(GpuPage(g, position, page) for (g, position), page in pages.items())
+    """pages: by group and page number."""
+    return tuple(GpuPage(g, page_no, page) for (g, page_no), page in pages.items())
 
 
 def know(known: OrderedDict[K, None], names: Iterable[K]) -> None:

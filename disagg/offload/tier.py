@@ -74,7 +74,7 @@ class Found(Struct, frozen=True):
 class Unit(Struct, frozen=True):
     """One head of one page, [unit_bytes], canonical (see units)."""
 
-    position: int
+    page_no: int
     head: int
     data: Bytes
 
@@ -171,16 +171,16 @@ class StorageTier:
         for each in found:
             pages = each.span.start + each.pages
             for g, share in enumerate(each.span.shares):
-                for position in share.pages:
-                    if position < pages:
-                        cache.insert(g, hashes[position], position)
+                for page_no in share.pages:
+                    if page_no < pages:
+                        cache.insert(g, hashes[page_no], page_no)
         return cache.lookup(hashes[:pages], min(num_tokens_cap, pages * self.scope.page_tokens))
 
     # ---- reading
 
-    def reads(self, found: Sequence[Found], g: int, positions: Iterable[int], heads: range) -> list[PartRead]:
+    def reads(self, found: Sequence[Found], g: int, page_nos: Iterable[int], heads: range) -> list[PartRead]:
         """What has to be read so that one rank has these heads of a group's pages; all of them are in `found`."""
-        left, out = set(positions), []
+        left, out = set(page_nos), []
         for each in found:
             share = each.span.shares[g]
             here = tuple(page for page in share.pages if page in left and page < each.span.start + each.pages)
@@ -225,17 +225,17 @@ class StorageTier:
         part = decode_part(data, size)
         if size != ref.nbytes:
             raise BadObject(Cause.FOREIGN, f"it has {size} bytes; its span says {ref.nbytes}")
-        hashes = [read.span.hash_at(position) for position in share.pages]
+        hashes = [read.span.hash_at(page_no) for page_no in share.pages]
         check_part(part, self._group_roots[read.group], hashes, ref, unit)
         start, stop = part.span_of_heads(read.head_start, read.head_stop)
         rows = memoryview(data)[start:stop] if whole else await self._store.get_range(ref.path, start, stop)
-        wanted = set(read.positions)
+        wanted = set(read.page_nos)
         by_head = await asyncio.to_thread(read_units, part, rows, read.head_start, read.head_stop)
         return [
-            Unit(position, head, data_of_unit)
+            Unit(page_no, head, data_of_unit)
             for head, units in zip(range(read.head_start, read.head_stop), by_head, strict=True)
-            for position, data_of_unit in zip(share.pages, units, strict=True)
-            if position in wanted
+            for page_no, data_of_unit in zip(share.pages, units, strict=True)
+            if page_no in wanted
         ]
 
     async def note_read(self, found: Iterable[Found]) -> None:

@@ -15,7 +15,7 @@ def common_pages(one: Sequence[bytes], other: Sequence[bytes]) -> int:
     after them do.
     """
     shorter = min(len(one), len(other))
-    return bisect.bisect_left(range(shorter), True, key=lambda position: one[position] != other[position])
+    return bisect.bisect_left(range(shorter), True, key=lambda at: one[at] != other[at])
 
 
 def should_wait(

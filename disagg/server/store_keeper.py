@@ -261,7 +261,7 @@ class StoreKeeper:
         """How many of the upload's pages can be found now. Raises StoreError."""
         command = upload.command
         shares = [
-            tier.share(g, share.positions, [part for parts in upload.parts.values() for part in parts[g]])
+            tier.share(g, share.page_nos, [part for parts in upload.parts.values() for part in parts[g]])
             for g, share in enumerate(command.shares)
         ]
         span = tier.span(command.start, command.parent, command.hashes, command.before, shares)
@@ -340,8 +340,8 @@ class StoreKeeper:
         ):
             self._forget(next(iter(self._asks)))
         last = found[-1]
-        positions = tuple(_readable(found, g) for g in range(len(self._facts.scope.groups)))
-        self._say(StoreFound(ask.ask, max(ask.first, last.span.start + last.pages), positions, known))
+        page_nos = tuple(_readable(found, g) for g in range(len(self._facts.scope.groups)))
+        self._say(StoreFound(ask.ask, max(ask.first, last.span.start + last.pages), page_nos, known))
 
     def _forget(self, ask: int) -> None:
         _, found = self._asks.pop(ask, (None, []))
@@ -482,7 +482,7 @@ async def _without_errors(work: Coroutine[Any, Any, Any]) -> None:
 
 
 def _readable(found: Sequence[Found], g: int) -> tuple[int, ...]:
-    """The positions of a group's pages that are in these spans, as far as they are the sequence's."""
+    """The numbers of a group's pages that are in these spans, as far as they are the sequence's."""
     return tuple(
         sorted({at for each in found for at in each.span.shares[g].pages if at < each.span.start + each.pages})
     )

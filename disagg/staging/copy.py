@@ -109,8 +109,8 @@ def _spans(rows: PagedRows) -> list[tuple[_Span, int | torch.Tensor]]:
     start, stop = rows.piece.token_start, rows.piece.token_stop
     first_whole, last_whole = ceil_div(start, size), stop // size
 
-    def page(position: int) -> int:
-        return int(table[position - rows.first_page])
+    def page(page_no: int) -> int:
+        return int(table[page_no - rows.first_page])
 
     if first_whole > last_whole:  # within one page
         return [(_Span(0, stop - start, start % size), page(start // size))]

@@ -69,7 +69,7 @@ class LandedRows:
             self._spoiled.append(rows)
 
     def spoiled_pages(self, groups: Sequence[LayerGroup], page_tokens: int) -> dict[int, tuple[int, ...]]:
-        """Page positions, by attention group, in which bytes that never verified may be left.
+        """Page numbers, by attention group, in which bytes that never verified may be left.
 
         They may be any bytes, such as NaNs, which attention must not read even with weight zero. A page whose rows have all
         landed since is in order. States are written whole before anybody reads them.

@@ -127,5 +127,5 @@ def _longs(values: list[int]) -> torch.Tensor:
 
 
 def _first_page(position: int, window: int, page_tokens: int) -> int:
-    """Position of the first page that the token at `position` attends to."""
+    """Number of the first page that the token at `position` attends to."""
     return max(0, position + 1 - window) // page_tokens if window else 0

@@ -122,7 +122,7 @@ class Commands:
         for _, page in places:
             self._host_page(g, page)
         if not len(places) == len({at for at, _ in places}) == len({page for _, page in places}):
-            raise ProtocolError(f"a position or a page of group {g} is named twice")
+            raise ProtocolError(f"a page number or a page of group {g} is named twice")
 
     def _read(self, read: PartRead) -> None:
         self._group(read.group)

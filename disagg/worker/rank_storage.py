@@ -178,16 +178,16 @@ class RankStorage:
     async def _read(self, request: ReadParts) -> None:
         tier = self._tier(request.salt)
         places = [dict(of_group) for of_group in request.places]
-        filled: set[tuple[int, int, int]] = set()  # group, position, head
+        filled: set[tuple[int, int, int]] = set()  # group, page_no, head
 
         async def read(part: PartRead) -> None:
             unit = self._units[part.group]
             share = part.span.shares[part.group]
             async with self._reads.of((part.head_stop - part.head_start) * len(share.pages) * unit):
                 units = await tier.fetch(part)
-                wanted = [each for each in units if each.position in places[part.group]]
+                wanted = [each for each in units if each.page_no in places[part.group]]
                 await _beside(self._join, part.group, wanted, places[part.group])
-                filled.update((part.group, each.position, each.head) for each in wanted)
+                filled.update((part.group, each.page_no, each.head) for each in wanted)
 
         await _all([read(part) for part in request.reads])
         for g, of_group in enumerate(places):
@@ -196,7 +196,7 @@ class RankStorage:
 
     def _join(self, g: int, units: Sequence[Unit], places: dict[int, int]) -> None:
         for unit in units:
-            page = self._host.page(g, places[unit.position])
+            page = self._host.page(g, places[unit.page_no])
             join_unit(unit.data, unit.head - self._held[g].start, self._own[g], self._opened.page_tokens, page)
 
     # ---- both

@@ -37,7 +37,7 @@ MAX_UNKNOWN = 1 << 16  # notifications without an entry, and entries without a l
 
 @dataclass(frozen=True, slots=True)
 class _BoundPages:
-    """A leg's pages of one layer group, from page position `first` on. pages: the same ids, [n] int64 on the device."""
+    """A leg's pages of one layer group, from page number `first` on. pages: the same ids, [n] int64 on the device."""
 
     first: int
     ids: tuple[int, ...]
@@ -271,7 +271,7 @@ class Receiver:
         return self._mover.prepare_scatter(rows, self._entry(expected))
 
     def _pages_of(self, expected: ExpectPiece, leg: _Leg) -> tuple[torch.Tensor, int]:
-        """(the pages that hold a piece, position of the first). Raises ProtocolError if they are not bound."""
+        """(the pages that hold a piece, number of the first). Raises ProtocolError if they are not bound."""
         piece = expected.slice.piece
         shape, table = self._shapes[piece.group], leg.tables[piece.group]
         first_page = piece.token_start // shape.page_tokens
@@ -279,7 +279,7 @@ class Receiver:
         if first_page < table.first or stop_page > table.stop:
             bound = f"{table.first} to {table.stop}"
             raise ProtocolError(
-                f"{piece} of {expected.slice.key} was to land where only page positions {bound} are bound"
+                f"{piece} of {expected.slice.key} was to land where only page numbers {bound} are bound"
             )
         return table.pages[first_page - table.first : stop_page - table.first], first_page
 
@@ -324,9 +324,9 @@ class Receiver:
 
     def _blank_spoiled(self, leg: _Leg) -> None:
         """Pages go back without bytes that never verified."""
-        for group, positions in leg.rows.spoiled_pages(self._pool.groups, self._pool.page_tokens).items():
+        for group, page_nos in leg.rows.spoiled_pages(self._pool.groups, self._pool.page_tokens).items():
             table = leg.tables[group]
-            pages = self._mover.pages([table.ids[position - table.first] for position in positions])
+            pages = self._mover.pages([table.ids[page_no - table.first] for page_no in page_nos])
             leg.blanking.append(self._mover.zero(self._pool.views[group].bytes, pages))
 
     def _payload(self, expected: ExpectPiece) -> int:

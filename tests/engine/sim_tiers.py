@@ -47,7 +47,7 @@ from tests.engine.sim_pages import Cells, SimPages
 
 @dataclass
 class SimStore:
-    """parts: by path, {(head, position in the share): cells of that head}. spans: by the first page's hash."""
+    """parts: by path, {(head, place in the share): cells of that head}. spans: by the first page's hash."""
 
     parts: dict[str, dict[tuple[int, int], Cells]] = field(default_factory=dict)
     spans: dict[bytes, Span] = field(default_factory=dict)
@@ -145,21 +145,21 @@ class SimRankTiers:
         for g, places in enumerate(command.places):
             heads = heads_of(self._rank, self._facts.tp, self._facts.model.groups[g])
             reads = [read for read in command.reads if read.group == g]
-            for position, page in places:
+            for page_no, page in places:
                 cells: Cells = {}
                 for head in heads:
-                    found = [unit for read in reads if (unit := self._unit(read, head, position)) is not None]
+                    found = [unit for read in reads if (unit := self._unit(read, head, page_no)) is not None]
                     if not found:
-                        return f"head {head} of page {position} is nowhere"
+                        return f"head {head} of page {page_no} is nowhere"
                     cells.update({(row, layer, head - heads.start): cell for (row, layer, _), cell in found[0].items()})
                 self._host.put(g, page, cells)
         self._store.reads += 1
         return ""
 
-    def _unit(self, read: PartRead, head: int, position: int) -> Cells | None:
-        if position not in read.positions or not read.head_start <= head < read.head_stop:
+    def _unit(self, read: PartRead, head: int, page_no: int) -> Cells | None:
+        if page_no not in read.page_nos or not read.head_start <= head < read.head_stop:
             return None
-        return self._store.parts[read.ref.path][head, read.span.shares[read.group].pages.index(position)]
+        return self._store.parts[read.ref.path][head, read.span.shares[read.group].pages.index(page_no)]
 
 
 class SimKeeper:
@@ -204,7 +204,7 @@ class SimKeeper:
     def _reads(self, rank: int, found: list[Span], command: Fetch) -> tuple[PartRead, ...]:
         reads = []
         for g, places in enumerate(command.places):
-            left = {position for position, _ in places}
+            left = {page_no for page_no, _ in places}
             for span in found:
                 share = span.shares[g]
                 here = tuple(p for p in share.pages if p in left and p < span.stop)
@@ -228,11 +228,11 @@ class SimKeeper:
             found = [] if fails else self._store.walk(command.hashes)
             self._asks[command.ask] = found
             pages = found[-1].stop if found else 0
-            positions = tuple(
+            page_nos = tuple(
                 tuple({p for span in found for p in span.shares[g].pages if p < span.stop})
                 for g, _ in enumerate(self._facts.model.groups)
             )
-            self.events.append(StoreFound(command.ask, pages, positions if found else (), known=not fails))
+            self.events.append(StoreFound(command.ask, pages, page_nos if found else (), known=not fails))
         else:
             assert isinstance(command, Publish)
             self.events.append(StorePublished(command.op, self._publish(*self._uploads.pop(command.op))))
@@ -246,7 +246,7 @@ class SimKeeper:
                 b"",
                 0,
                 group.kv_heads,
-                share.positions,
+                share.page_nos,
                 tuple(ref for report in reports.values() for ref in report.parts[g]),
             )
             for g, (group, share) in enumerate(zip(self._facts.model.groups, upload.shares, strict=True))

@@ -180,9 +180,9 @@ class SimTransfer:
         leg = self.bound.pop(key, None)
         if leg is not None:  # pages go back without bytes that never verified
             groups, page_tokens = self._facts.model.groups, self._facts.memory.page_tokens
-            for g, positions in leg.rows.spoiled_pages(groups, page_tokens).items():
-                for position in positions:
-                    self._pages.blank(g, leg.tables[g].pages[position - leg.tables[g].first])
+            for g, page_nos in leg.rows.spoiled_pages(groups, page_tokens).items():
+                for page_no in page_nos:
+                    self._pages.blank(g, leg.tables[g].pages[page_no - leg.tables[g].first])
         self.events.append(Unbound(key))
 
     # ---- writes

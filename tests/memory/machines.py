@@ -442,7 +442,7 @@ def cache_machine(
             assert token == self.model.receivable(g, hashes, first, stop)
             cached = range(start, token // PAGE_TOKENS)
             pages = self.cache.pages(g, hashes, start, stop // PAGE_TOKENS)
-            assert pages[: len(cached)] == [self.model.page_of[g, hashes[position]] for position in cached]
+            assert pages[: len(cached)] == [self.model.page_of[g, hashes[page_no]] for page_no in cached]
 
         # ---- content goes
 

@@ -279,7 +279,7 @@ class CacheModel:
             return list(hashes[: n // page_tokens])
         if group.kind is GroupKind.WINDOW:
             tokens = range(max(0, n - group.window_tokens), n)
-            return [hashes[position] for position in sorted({token // page_tokens for token in tokens})]
+            return [hashes[page_no] for page_no in sorted({token // page_tokens for token in tokens})]
         if group.kind is GroupKind.STATE:
             return [hashes[n // page_tokens - 1]] if n % self.layout.checkpoint_tokens == 0 else None
         if group.kind is GroupKind.IMAGE:
@@ -307,7 +307,7 @@ class CacheModel:
     def receivable(self, g: int, hashes: Sequence[bytes], start: int, stop: int) -> int:
         """The first token of [start, stop) whose page is not cached, or stop: tried token by token."""
         for token in range(start, stop):
-            position = token // self.layout.page_tokens
-            if position >= len(hashes) or (g, hashes[position]) not in self.page_of:
+            page_no = token // self.layout.page_tokens
+            if page_no >= len(hashes) or (g, hashes[page_no]) not in self.page_of:
                 return token
         return stop

@@ -176,7 +176,7 @@ def test_where_prompts_are_seen_to_part_the_window_is_kept() -> None:
     ask(kv, one, 1)
     evict(kv, PASSED)
     assert ask(kv, other, 2) == 0, "the first time that they part there"
-    evict(kv, 10)  # of the second, positions 0 to 5 and 8 to 11: without 6 and 7, which are the window before 32
+    evict(kv, 10)  # of the second, pages 0 to 5 and 8 to 11: without 6 and 7, which are the window before 32
     assert ask(kv, third, 3) == 32
 
 

@@ -74,8 +74,8 @@ class Text:
             mark = hash((mark, token)) | 1  # never 0, which is blank
             self.marks.append(mark)
 
-    def page(self, position: int) -> list[int]:
-        return self.marks[position * PAGE_TOKENS : (position + 1) * PAGE_TOKENS]
+    def page(self, page_no: int) -> list[int]:
+        return self.marks[page_no * PAGE_TOKENS : (page_no + 1) * PAGE_TOKENS]
 
     def continued(self, num_tokens: int, choice: int) -> Text:
         """What a choice makes of the first tokens; choice 0 goes on as the text does."""
@@ -183,7 +183,7 @@ def machine(seen: collections.Counter[str]) -> type[RuleBasedStateMachine]:
         # ---- the model of the pool
 
         def _told(self, text: Text) -> Text:
-            self.texts.update((name, (text, position)) for position, name in enumerate(text.names))
+            self.texts.update((name, (text, page_no)) for page_no, name in enumerate(text.names))
             return text
 
         def _hashes(self, text: Text, num_tokens: int) -> list[bytes]:
@@ -202,9 +202,9 @@ def machine(seen: collections.Counter[str]) -> type[RuleBasedStateMachine]:
                             contents.pop(lost, None)
                 self.contents[g][page] = list(BLANK)
 
-        def _holds(self, g: int, page: int, position: int, text: Text, start: int, stop: int) -> bool:
-            """The page at this position holds tokens [start, stop) of the text, as far as they lie in it."""
-            first = position * PAGE_TOKENS
+        def _holds(self, g: int, page: int, page_no: int, text: Text, start: int, stop: int) -> bool:
+            """The page of this number holds tokens [start, stop) of the text, as far as they lie in it."""
+            first = page_no * PAGE_TOKENS
             low, high = max(start, first), min(stop, first + PAGE_TOKENS)
             content = self.contents[g].get(page, BLANK)
             return content[low - first : high - first] == text.marks[low:high]
@@ -215,9 +215,9 @@ def machine(seen: collections.Counter[str]) -> type[RuleBasedStateMachine]:
                 window = self.layout.groups[g].window_tokens
                 start = max(0, stop - window) if self.kinds[g] is GroupKind.WINDOW else 0
                 table = live.tables[g]
-                for position in range(start // PAGE_TOKENS, pages_for(stop, PAGE_TOKENS)):
-                    assert self._holds(g, table[position], position, live.text, start, stop), (
-                        f"group {g} position {position} of {stop} tokens"
+                for page_no in range(start // PAGE_TOKENS, pages_for(stop, PAGE_TOKENS)):
+                    assert self._holds(g, table[page_no], page_no, live.text, start, stop), (
+                        f"group {g} page number {page_no} of {stop} tokens"
                     )
             for g in self.states:
                 if stop:
@@ -242,8 +242,8 @@ def machine(seen: collections.Counter[str]) -> type[RuleBasedStateMachine]:
                     start = window_start(tokens, group.window_tokens, PAGE_TOKENS)
                 first = start // PAGE_TOKENS
                 pages = live.pages.pages(g, first, pages_for(tokens, PAGE_TOKENS))
-                for position, page in enumerate(pages, start=first):
-                    assert self._holds(g, page, position, live.text, start, tokens)
+                for page_no, page in enumerate(pages, start=first):
+                    assert self._holds(g, page, page_no, live.text, start, tokens)
 
         # ---- how sequences begin
 
@@ -391,13 +391,12 @@ def machine(seen: collections.Counter[str]) -> type[RuleBasedStateMachine]:
             ranges = []
             for g, landed in enumerate(arriving.landed):
                 whole = [
-                    position
-                    for position in range(arriving.num_tokens // PAGE_TOKENS)
-                    if g in self.paged
-                    and landed.issuperset(range(position * PAGE_TOKENS, (position + 1) * PAGE_TOKENS))
+                    page_no
+                    for page_no in range(arriving.num_tokens // PAGE_TOKENS)
+                    if g in self.paged and landed.issuperset(range(page_no * PAGE_TOKENS, (page_no + 1) * PAGE_TOKENS))
                 ]
                 seen["kept of a broken transfer"] += len(whole)
-                ranges.append([(position, position + 1) for position in whole])
+                ranges.append([(page_no, page_no + 1) for page_no in whole])
             arriving.pages.landed_partly(arriving.num_tokens, hashes, ranges)
             arriving.pages.close(self.clock)
 
@@ -548,11 +547,11 @@ def machine(seen: collections.Counter[str]) -> type[RuleBasedStateMachine]:
             for g, key in self.memory.cache.snapshot().stored:
                 page = self.memory.cache.find(g, key)
                 assert page is not None
-                text, position = self.texts[key]
+                text, page_no = self.texts[key]
                 if g in self.states:
-                    assert self.contents[g][page][0] == text.page(position)[-1], f"cached state {page} of group {g}"
+                    assert self.contents[g][page][0] == text.page(page_no)[-1], f"cached state {page} of group {g}"
                 else:
-                    assert self.contents[g][page] == text.page(position), f"cached page {page} of group {g}"
+                    assert self.contents[g][page] == text.page(page_no), f"cached page {page} of group {g}"
 
         def teardown(self) -> None:
             if not hasattr(self, "memory"):

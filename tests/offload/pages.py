@@ -59,39 +59,39 @@ async def store_span(
     start: int,
     stop: int,
     tp: int = 1,
-    positions: Sequence[Sequence[int]] | None = None,
+    page_nos: Sequence[Sequence[int]] | None = None,
 ) -> Span:
-    """Pages [start, stop), as `tp` ranks write them. positions: by group; all, but of a state the last."""
+    """Pages [start, stop), as `tp` ranks write them. page_nos: by group; all, but of a state the last."""
     scope = tier.scope
-    if positions is None:
-        positions = [(stop - 1,) if group.is_state else range(start, stop) for group in scope.groups]
+    if page_nos is None:
+        page_nos = [(stop - 1,) if group.is_state else range(start, stop) for group in scope.groups]
     shares = []
     for g, group in enumerate(scope.groups):
         parts = []
-        for rank in range(tp if positions[g] else 0):
+        for rank in range(tp if page_nos[g] else 0):
             heads = written_by(rank, tp, group)
             if not heads:
                 continue
             own = group.on_rank(tp)
-            pages = [rank_page(scope, g, hashes[position], rank, tp) for position in positions[g]]
+            pages = [rank_page(scope, g, hashes[page_no], rank, tp) for page_no in page_nos[g]]
             units = np.stack([cut_page(page, own, scope.page_tokens) for page in pages], axis=1)
             part = await tier.write_part(
-                g, [hashes[each] for each in positions[g]], heads.start, np.ascontiguousarray(units)
+                g, [hashes[each] for each in page_nos[g]], heads.start, np.ascontiguousarray(units)
             )
             parts.append(part)
-        shares.append(tier.share(g, positions[g], parts))
-    first = min([start, *(each[0] for each in positions if each)])
+        shares.append(tier.share(g, page_nos[g], parts))
+    first = min([start, *(each[0] for each in page_nos if each)])
     parent = hashes[start - 1] if start else scope.root
     return await tier.publish(tier.span(start, parent, hashes[start:stop], hashes[first:start], shares))
 
 
-async def load_page(tier: StorageTier, hashes: Sequence[bytes], g: int, position: int, rank: int, tp: int) -> Bytes:
+async def load_page(tier: StorageTier, hashes: Sequence[bytes], g: int, page_no: int, rank: int, tp: int) -> Bytes:
     """A rank's page, from storage. Raises Missed."""
     scope, group = tier.scope, tier.scope.groups[g]
     found = await tier.walk(hashes)
     heads = heads_of(rank, tp, group)
     units = {}
-    for read in tier.reads(found, g, [position], heads):
+    for read in tier.reads(found, g, [page_no], heads):
         units.update({unit.head: unit.data for unit in await tier.fetch(read)})
     own = group.on_rank(tp)
     out = np.empty(own.page_bytes(scope.page_tokens), np.uint8)

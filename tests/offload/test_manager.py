@@ -49,8 +49,8 @@ def spans(world: worlds.World) -> list[tuple[int, int]]:
     return [(upload.start, upload.start + len(upload.hashes)) for upload in world.uploads.values()]
 
 
-def positions(world: worlds.World, g: int) -> list[int]:
-    return sorted(position for upload in world.uploads.values() for position in upload.shares[g].positions)
+def page_nos(world: worlds.World, g: int) -> list[int]:
+    return sorted(page_no for upload in world.uploads.values() for page_no in upload.shares[g].page_nos)
 
 
 @named
@@ -230,11 +230,11 @@ def test_of_a_window_only_what_a_point_needs_is_stored_and_of_states_only_checkp
     world.settle()
     ends = [stop for _, stop in spans(world)]
     assert ends == [8, 16, 18, 22], "the last checkpoint within the prompt's 19 pages, and within the 23 at the end"
-    assert positions(world, 0) == list(range(22))
-    needed = {position for end in ends for position in world.rules.needed(1, end)}
-    assert positions(world, 1) == sorted(needed)
+    assert page_nos(world, 0) == list(range(22))
+    needed = {page_no for end in ends for page_no in world.rules.needed(1, end)}
+    assert page_nos(world, 1) == sorted(needed)
     assert len(needed) < 22, "what no branch can use is not stored"
-    assert positions(world, 2) == [end - 1 for end in ends]
+    assert page_nos(world, 2) == [end - 1 for end in ends]
     world.check_end()
 
 
@@ -246,15 +246,15 @@ def test_what_has_left_a_window_makes_no_point_but_does_not_break_the_chain() ->
     sequence = world.sequences["a"]
     for g in world.groups:
         first = world.rules.needed(g, 12).start
-        for position in range(first, 12):
-            world._have(sequence.tables[g], g, position, sequence)
+        for page_no in range(first, 12):
+            world._have(sequence.tables[g], g, page_no, sequence)
     sequence.written = 24
     world.do(world.manager.progress("a", 24, world.view("a")))
     world.finish("a")
     world.settle()
     assert spans(world) == [(0, 4), (4, 8), (8, 12)]
-    assert positions(world, 0) == list(range(12))
-    assert positions(world, 1) == [10, 11] and positions(world, 2) == list(range(7, 12))
+    assert page_nos(world, 0) == list(range(12))
+    assert page_nos(world, 1) == [10, 11] and page_nos(world, 2) == list(range(7, 12))
     world.check_end()
 
 
@@ -324,8 +324,8 @@ def test_where_a_page_of_full_attention_is_gone_nothing_is_offloaded_from_there_
     world = new_world("full", ranks=1, stride_tokens=4)
     world.begin("a", range(12))
     sequence = world.sequences["a"]
-    for position in (0, 1, 2, 4, 5):
-        world._have(sequence.tables[0], 0, position, sequence)
+    for page_no in (0, 1, 2, 4, 5):
+        world._have(sequence.tables[0], 0, page_no, sequence)
     sequence.written = 12
     world.do(world.manager.progress("a", 12, world.view("a")))
     world.finish("a")
@@ -342,10 +342,10 @@ def test_what_goes_on_from_an_evicted_page_of_the_host_goes_with_it_unless_someb
     pool = worlds.HostPool(layout_of("full"), 4, lost.append)
     taken = pool.take([4])
     assert taken is not None
-    for position, page in enumerate(taken[0]):
-        pool.name(0, page, hashes[position], hashes[position - 1] if position else ROOT)
-    for position in (0, 1, 2):
-        pool.release([(0, position, taken[0][position])])
+    for page_no, page in enumerate(taken[0]):
+        pool.name(0, page, hashes[page_no], hashes[page_no - 1] if page_no else ROOT)
+    for page_no in (0, 1, 2):
+        pool.release([(0, page_no, taken[0][page_no])])
     assert pool.take([1]) is not None
     assert [pool.find(0, each) is not None for each in hashes] == [False, False, False, True]
     assert set(lost) == set(hashes[:3]) and pool.evicted == 3
@@ -432,7 +432,7 @@ def test_a_page_of_a_window_that_goes_to_the_host_only_is_not_taken_for_stored()
     world.settle()
     needed = world.rules.needed(1, 5)
     assert needed.start == 3
-    assert [position for position in needed if world.stored[1, hashes[position]]] == list(needed)
+    assert [page_no for page_no in needed if world.stored[1, hashes[page_no]]] == list(needed)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -485,8 +485,8 @@ def test_on_the_real_allocator_every_holder_is_gone_at_the_end() -> None:
     pages = gpu.allocate(0, 10, owner=1)
     assert pages is not None
     manager.begin("a", ROOT, hashes, 12)
-    out = manager.progress("a", 20, lambda g, position: pages[position])
-    out += manager.finish("a", 20, lambda g, position: pages[position])
+    out = manager.progress("a", 20, lambda g, page_no: pages[page_no])
+    out += manager.finish("a", 20, lambda g, page_no: pages[page_no])
     for each in out:
         if isinstance(each, Pin):
             gpu.share(0, [page.page for page in each.pages])
@@ -495,6 +495,6 @@ def test_on_the_real_allocator_every_holder_is_gone_at_the_end() -> None:
     copies = [each.op for each in out if isinstance(each, Copy)]
     for each in manager.copied(0, copies[-1]):
         assert isinstance(each, Unpin)
-        gpu.release(0, [page.page for page in each.pages], 2, [page.position + 1 for page in each.pages])
+        gpu.release(0, [page.page for page in each.pages], 2, [page.page_no + 1 for page in each.pages])
     assert gpu.all_holders() == {} and gpu.used_large == 0
     assert not [each for each in out if isinstance(each, Upload | Publish | Discard)]

@@ -114,7 +114,7 @@ OF_MANAGER = (
         "OffloadManager._begin_span",
         replaced(
             "self._copying[op] = span",
-            "self._copying[op] = span; [self.host.name(page.group, at, *span.names[page.group, page.position]) "
+            "self._copying[op] = span; [self.host.name(page.group, at, *span.names[page.group, page.page_no]) "
             "for page, at in span.moved]",
         ),
     ),
@@ -168,7 +168,7 @@ OF_HOST = (
     Mutation(
         "the shortest prefix goes first",
         "HostPool.release",
-        replaced("lengths.append(position + 1)", "lengths.append(-position)"),
+        replaced("lengths.append(page_no + 1)", "lengths.append(-page_no)"),
     ),
 )
 TABLE = [

@@ -53,9 +53,9 @@ async def test_what_one_tp_size_wrote_every_other_reads(directory: ObjectStore, 
             for g, group in enumerate(EVERYTHING.groups):
                 if not group.is_state and group.kv_heads % tp and tp % group.kv_heads:
                     continue
-                for position in (9,) if group.is_state else (0, 3, 7, 9):
-                    page = await load_page(reader, hashes, g, position, rank, tp)
-                    assert (page == rank_page(EVERYTHING, g, hashes[position], rank, tp)).all()
+                for page_no in (9,) if group.is_state else (0, 3, 7, 9):
+                    page = await load_page(reader, hashes, g, page_no, rank, tp)
+                    assert (page == rank_page(EVERYTHING, g, hashes[page_no], rank, tp)).all()
         assert not reader.misses
     found = await survey(directory)
     assert statistics(found).pages == statistics(found).distinct_pages == 10 + 10 + 2
@@ -130,7 +130,7 @@ def test_a_hit_is_valid_in_every_group_and_the_longest(
         tier = tier_of(store, model)
         start = 0
         for stop in cuts:
-            positions = []
+            page_nos = []
             for g, group in enumerate(model.groups):
                 pages = (
                     set(range(start, stop)) if g == 0 else data.draw(st.sets(st.integers(max(0, start - 1), stop - 1)))
@@ -139,8 +139,8 @@ def test_a_hit_is_valid_in_every_group_and_the_longest(
                 if group.is_state:
                     pages &= {stop - 1}
                 stored[g] |= pages
-                positions.append(sorted(pages))
-            await store_span(tier, hashes, start, stop, positions=positions)
+                page_nos.append(sorted(pages))
+            await store_span(tier, hashes, start, stop, page_nos=page_nos)
             start = stop
         cap = data.draw(st.integers(0, 40))
         found = await tier.walk(hashes)

@@ -44,7 +44,7 @@ def layout_of(model: str) -> PoolLayout:
 
 @dataclass(eq=False)
 class Running:
-    """tokens: the prompt and what was sampled; the last one sampled is not written. tables: by group, pages by position."""
+    """tokens: the prompt and what was sampled; the last one sampled is not written. tables: by group, pages by number."""
 
     name: str
     tokens: list[int]
@@ -135,18 +135,18 @@ class World:
                 if stop % CHECKPOINT_TOKENS == 0:
                     self._have(table, g, stop // PAGE_TOKENS - 1, sequence)
                 continue
-            for position in range(sequence.written // PAGE_TOKENS, -(-stop // PAGE_TOKENS)):
-                if position not in table:
-                    table[position] = self._new_page()
-                if (position + 1) * PAGE_TOKENS <= stop:
-                    self.gpu[table[position]] = g, sequence.hashes[position]
+            for page_no in range(sequence.written // PAGE_TOKENS, -(-stop // PAGE_TOKENS)):
+                if page_no not in table:
+                    table[page_no] = self._new_page()
+                if (page_no + 1) * PAGE_TOKENS <= stop:
+                    self.gpu[table[page_no]] = g, sequence.hashes[page_no]
         sequence.written = stop
         self.do(self.manager.progress(name, stop, self.view(name)))
         self._leave_windows(sequence)
 
-    def _have(self, table: dict[int, int], g: int, position: int, sequence: Running) -> None:
-        table[position] = self._new_page()
-        self.gpu[table[position]] = g, sequence.hashes[position]
+    def _have(self, table: dict[int, int], g: int, page_no: int, sequence: Running) -> None:
+        table[page_no] = self._new_page()
+        self.gpu[table[page_no]] = g, sequence.hashes[page_no]
 
     def _leave_windows(self, sequence: Running) -> None:
         """What the model does not need any more is let go of; of states all but the newest checkpoint."""
@@ -155,16 +155,16 @@ class World:
             if self.kinds[g] is GroupKind.FULL:
                 continue
             least = self.rules.needed(g, self.rules.last_point(full) if self.kinds[g] is GroupKind.STATE else full)
-            for position in [each for each in sequence.tables[g] if least and each < least.start]:
-                self._let_go(sequence.tables[g].pop(position))
+            for page_no in [each for each in sequence.tables[g] if least and each < least.start]:
+                self._let_go(sequence.tables[g].pop(page_no))
 
     def view(self, name: str) -> Callable[[int, int], int | None]:
         sequence = self.sequences[name]
-        return lambda g, position: sequence.tables[g].get(position)
+        return lambda g, page_no: sequence.tables[g].get(page_no)
 
     def finish(self, name: str, *, tail: bool = True) -> None:
         sequence = self.sequences.pop(name)
-        view = lambda g, position: sequence.tables[g].get(position)  # noqa: E731
+        view = lambda g, page_no: sequence.tables[g].get(page_no)  # noqa: E731
         self.do(self.manager.finish(name, sequence.written, view, tail=tail))
         for table in sequence.tables:
             for page in table.values():
@@ -223,10 +223,10 @@ class World:
         may_go = (hashes[upload.start :][: len(upload.hashes)] for hashes in self.to_be_stored)
         assert list(upload.hashes) in may_go, "what is kept on the host only is stored"
         for g, share in enumerate(upload.shares):
-            assert self.kinds[g] is not GroupKind.FULL or list(share.positions) == pages, (
+            assert self.kinds[g] is not GroupKind.FULL or list(share.page_nos) == pages, (
                 "a span has not all of its pages"
             )
-            assert len(share.positions) == len(share.hashes) == len(share.host_pages)
+            assert len(share.page_nos) == len(share.hashes) == len(share.host_pages)
 
     def _do_publish(self, publish: Publish) -> None:
         upload = self.uploads[publish.op]

@@ -74,20 +74,18 @@ class Ranks:
         units = {}
         try:
             for read in command.reads:
-                units.update(
-                    {(read.group, each.position, each.head): each.data for each in await self.tier.fetch(read)}
-                )
+                units.update({(read.group, each.page_no, each.head): each.data for each in await self.tier.fetch(read)})
         except Missed as missed:
             return PartsRead(command.op, str(missed), 0, 0.0)
         for g, places in enumerate(command.places):
             group = self.scope.groups[g]
             own, heads = group.on_rank(self.tp), heads_of(rank, self.tp, group)
-            for position, _ in places:
+            for page_no, _ in places:
                 out = np.empty(own.page_bytes(self.scope.page_tokens), np.uint8)
-                if any((g, position, head) not in units for head in heads):
+                if any((g, page_no, head) not in units for head in heads):
                     return PartsRead(command.op, "a page is not whole", 0, 0.0)
-                join_page([units[g, position, head] for head in heads], own, self.scope.page_tokens, out)
-                assert (out == rank_page(self.scope, g, hashes[position], rank, self.tp)).all()
+                join_page([units[g, page_no, head] for head in heads], own, self.scope.page_tokens, out)
+                assert (out == rank_page(self.scope, g, hashes[page_no], rank, self.tp)).all()
         return PartsRead(command.op, "", 1, 0.0)
 
 
@@ -147,9 +145,9 @@ class Server:
         return found
 
     async def fetch(
-        self, op: int, ask: int, tokens: Sequence[int], positions: Sequence[Sequence[int]]
+        self, op: int, ask: int, tokens: Sequence[int], page_nos: Sequence[Sequence[int]]
     ) -> list[PartsRead]:
-        self.keeper.do(Fetch(op, ask, tuple(tuple((at, at) for at in group) for group in positions)))
+        self.keeper.do(Fetch(op, ask, tuple(tuple((at, at) for at in group) for group in page_nos)))
         reports = []
         for rank, command in self.taken():
             assert isinstance(command, ReadParts) and command.op == op
@@ -163,8 +161,8 @@ def upload_of(op: int, tokens: Sequence[int], start: int, stop: int) -> Upload:
     hashes = chain(SCOPE, tokens)
     shares = []
     for group in SCOPE.groups:
-        positions = (stop - 1,) if group.is_state else tuple(range(start, stop))
-        shares.append(UploadShare(positions, tuple(hashes[at] for at in positions), positions))
+        page_nos = (stop - 1,) if group.is_state else tuple(range(start, stop))
+        shares.append(UploadShare(page_nos, tuple(hashes[at] for at in page_nos), page_nos))
     parent = hashes[start - 1] if start else SCOPE.root
     return Upload(op, "", start, parent, tuple(hashes[start:stop]), (), tuple(shares))
 

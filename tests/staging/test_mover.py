@@ -24,7 +24,7 @@ SHAPE = PageShape(2, 2, 4, 8, 2)
 PIECE = Piece(0, 0, 2, 5, 14)
 HEAD = HeadSlice(0, 0, 1, 0, 1)  # the second of the one pool becomes the first of the other
 NBYTES = framed_bytes(SHAPE.payload_bytes(PIECE, 1))
-PAGES, FIRST_PAGE = (3, 0, 5), 1  # page positions 1, 2 and 3 of a sequence
+PAGES, FIRST_PAGE = (3, 0, 5), 1  # page numbers 1, 2 and 3 of a sequence
 SEED = 99
 
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="on CPU, kernels need the interpreter")

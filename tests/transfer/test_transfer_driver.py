@@ -78,7 +78,7 @@ def test_nothing_is_scattered_outside_of_what_was_bound(hub: Hub, piece: Piece, 
     pair = Pair(hub)
     pair.bind(GroupPages(2, (9,)), GroupPages(2, (11,)), GroupPages(0, (400,)))
     before = pair.dst_pool.bytes.clone()
-    with pytest.raises(ProtocolError, match="page positions"):
+    with pytest.raises(ProtocolError, match="page numbers"):
         pair.move(piece, pages)
     assert torch.equal(pair.dst_pool.bytes, before)
 

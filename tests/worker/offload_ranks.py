@@ -89,54 +89,52 @@ class Rank:
 class StoredPages:
     """A sequence's pages in the host pools of ranks, in one of several places, each page in a large page of its own.
 
-    positions: by group; all, but of a state the last.
+    page_nos: by group; all, but of a state the last.
     """
 
     def __init__(self, scope: Scope, hashes: Sequence[bytes]) -> None:
         self.scope, self.hashes = scope, list(hashes)
-        self.positions = [(len(hashes) - 1,) if group.is_state else tuple(range(len(hashes))) for group in scope.groups]
+        self.page_nos = [(len(hashes) - 1,) if group.is_state else tuple(range(len(hashes))) for group in scope.groups]
 
-    def at(self, rank: Rank, g: int, position: int, place: int) -> int:
+    def at(self, rank: Rank, g: int, page_no: int, place: int) -> int:
         per_large = rank.driver._host.num_pages(g) // HOST_LARGE
-        return ((place * len(self.scope.groups) + g) * MOST_PAGES + position) * per_large
+        return ((place * len(self.scope.groups) + g) * MOST_PAGES + page_no) * per_large
 
     def fill(self, rank: Rank, place: int = 0) -> None:
-        for g, position in self.pages():
-            rank.host(g, self.at(rank, g, position, place))[:] = rank_page(
-                self.scope, g, self.hashes[position], rank.rank, rank.tp
+        for g, page_no in self.pages():
+            rank.host(g, self.at(rank, g, page_no, place))[:] = rank_page(
+                self.scope, g, self.hashes[page_no], rank.rank, rank.tp
             )
 
     def differs(self, rank: Rank, place: int = 0) -> list[tuple[int, int]]:
         """Pages that are not what they must be."""
         return [
-            (g, position)
-            for g, position in self.pages()
+            (g, page_no)
+            for g, page_no in self.pages()
             if (
-                rank.host(g, self.at(rank, g, position, place))
-                != rank_page(self.scope, g, self.hashes[position], rank.rank, rank.tp)
+                rank.host(g, self.at(rank, g, page_no, place))
+                != rank_page(self.scope, g, self.hashes[page_no], rank.rank, rank.tp)
             ).any()
         ]
 
     def pages(self) -> list[tuple[int, int]]:
-        return [(g, position) for g, positions in enumerate(self.positions) for position in positions]
+        return [(g, page_no) for g, page_nos in enumerate(self.page_nos) for page_no in page_nos]
 
     def writing(self, op: int, rank: Rank, place: int = 0) -> WriteParts:
         return WriteParts(
             op,
             self.scope.salt,
             tuple(
-                GroupParts(
-                    tuple(self.hashes[p] for p in positions), tuple(self.at(rank, g, p, place) for p in positions)
-                )
-                for g, positions in enumerate(self.positions)
+                GroupParts(tuple(self.hashes[p] for p in page_nos), tuple(self.at(rank, g, p, place) for p in page_nos))
+                for g, page_nos in enumerate(self.page_nos)
             ),
         )
 
     def span(self, tier: StorageTier, parts: Sequence[tuple[tuple[PartRef, ...], ...]]) -> Span:
         """parts: by rank and group."""
         shares = [
-            tier.share(g, positions, [ref for of_rank in parts for ref in of_rank[g]])
-            for g, positions in enumerate(self.positions)
+            tier.share(g, page_nos, [ref for of_rank in parts for ref in of_rank[g]])
+            for g, page_nos in enumerate(self.page_nos)
         ]
         return tier.span(0, self.scope.root, self.hashes, (), shares)
 
@@ -145,10 +143,10 @@ class StoredPages:
         reads = [
             read
             for g, group in enumerate(self.scope.groups)
-            for read in tier.reads(found, g, self.positions[g], heads_of(rank.rank, rank.tp, group))
+            for read in tier.reads(found, g, self.page_nos[g], heads_of(rank.rank, rank.tp, group))
         ]
         places = tuple(
-            tuple((p, self.at(rank, g, p, place)) for p in positions) for g, positions in enumerate(self.positions)
+            tuple((p, self.at(rank, g, p, place)) for p in page_nos) for g, page_nos in enumerate(self.page_nos)
         )
         return ReadParts(op, self.scope.salt, tuple(reads), places)
 

@@ -39,11 +39,11 @@ def start_of(tables: tuple[GroupPages, ...], tokens: list[int], computed: int) -
     return SequenceStart(0, tuple(tokens), len(PROMPT), computed, tables, params, (SamplerStart(0, 0),))
 
 
-def pages_of(executor: Executor, positions: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """Per group, the pages at those positions: each the first of a large page of its own."""
+def pages_of(executor: Executor, page_nos: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Per group, the pages of those numbers: each the first of a large page of its own."""
     num_groups, pool = len(executor.groups), executor.pool
     return tuple(
-        tuple((group + num_groups * position) * (view.num_pages // pool.num_large) for position in positions)
+        tuple((group + num_groups * page_no) * (view.num_pages // pool.num_large) for page_no in page_nos)
         for group, view in enumerate(pool.views)
     )
 

@@ -99,7 +99,7 @@ REFUSED: dict[str, TierCommand] = {
     ),
     "too few places": ReadParts(0, "", (), ((),)),
     "a place": ReadParts(0, "", (), (((0, -1),), (), ())),
-    "a position twice": ReadParts(0, "", (), (((4, 0), (4, 1)), (), ())),
+    "a page number twice": ReadParts(0, "", (), (((4, 0), (4, 1)), (), ())),
     "a page twice": ReadParts(0, "", (), (((4, 0), (5, 0)), (), ())),
     "a part of no group": reading(group=3),
     "heads that the part has not": reading(start=1),

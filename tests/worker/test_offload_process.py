@@ -115,48 +115,48 @@ async def test_pages_go_from_storage_to_the_pool_and_back(tmp_path: Path) -> Non
         assert opened == OffloadOpen(0, NUM_LARGE * layout.large_bytes, "plain: there is no GPU")
 
         hashes = chain(scope, range(2 * PAGE_TOKENS))
-        positions = [(1,) if group.is_state else (0, 1) for group in scope.groups]
+        page_nos = [(1,) if group.is_state else (0, 1) for group in scope.groups]
         # Each group in large pages of its own; on the host in others than in the pool.
-        pool = [[(4 * g + p) * layout.per_large[g] for p in range(2)] for g in range(len(positions))]
-        host = [[(4 * g + 2 + p) * layout.per_large[g] for p in range(2)] for g in range(len(positions))]
+        pool = [[(4 * g + p) * layout.per_large[g] for p in range(2)] for g in range(len(page_nos))]
+        host = [[(4 * g + 2 + p) * layout.per_large[g] for p in range(2)] for g in range(len(page_nos))]
         there = tier_at(url, scope)
         span = await store_span(there, hashes, 0, 2)
         reads = [
             read
             for g, group in enumerate(scope.groups)
-            for read in there.reads([Found(span, 2)], g, positions[g], range(group.kv_heads))
+            for read in there.reads([Found(span, 2)], g, page_nos[g], range(group.kv_heads))
         ]
-        places = tuple(tuple((p, host[g][p]) for p in each) for g, each in enumerate(positions))
+        places = tuple(tuple((p, host[g][p]) for p in each) for g, each in enumerate(page_nos))
         read = await worker.ask(ReadParts(0, "", tuple(reads), places))
         assert isinstance(read, PartsRead) and read.error == "" and read.nbytes > 0
 
-        moves = tuple(PageMove(g, pool[g][p], host[g][p]) for g, each in enumerate(positions) for p in each)
+        moves = tuple(PageMove(g, pool[g][p], host[g][p]) for g, each in enumerate(page_nos) for p in each)
         copied = await worker.ask(CopyIn(0, moves))
         assert isinstance(copied, CopiedIn) and (copied.last, copied.nbytes) == (0, read.nbytes)
         # To pages of the host that nothing has been read into.
-        spare = [[(4 * g + p) * layout.per_large[g] for p in range(2)] for g in range(len(positions))]
-        back = tuple(PageMove(g, pool[g][p], spare[g][p]) for g, each in enumerate(positions) for p in each)
+        spare = [[(4 * g + p) * layout.per_large[g] for p in range(2)] for g in range(len(page_nos))]
+        back = tuple(PageMove(g, pool[g][p], spare[g][p]) for g, each in enumerate(page_nos) for p in each)
         copied = await worker.ask(CopyOut(0, back))
         assert isinstance(copied, CopiedOut) and (copied.last, copied.nbytes) == (0, read.nbytes)
 
         groups = tuple(
             GroupParts(tuple(hashes[p] for p in each), tuple(spare[g][p] for p in each))
-            for g, each in enumerate(positions)
+            for g, each in enumerate(page_nos)
         )
         written = await worker.ask(WriteParts(0, "another", groups))
         assert isinstance(written, PartsWritten) and written.error == ""
         other = Scope(scope.weights, scope.dtype, PAGE_TOKENS, scope.groups, "another")
         tier = tier_at(url, other)
-        shares = [tier.share(g, each, written.parts[g]) for g, each in enumerate(positions)]
+        shares = [tier.share(g, each, written.parts[g]) for g, each in enumerate(page_nos)]
         copy = tier.span(0, other.root, hashes, (), shares)
         for g, group in enumerate(scope.groups):
             found = await asyncio.gather(
-                *(tier.fetch(each) for each in tier.reads([Found(copy, 2)], g, positions[g], range(group.kv_heads)))
+                *(tier.fetch(each) for each in tier.reads([Found(copy, 2)], g, page_nos[g], range(group.kv_heads)))
             )
-            units = {(unit.position, unit.head): bytes(unit.data) for part in found for unit in part}
-            for position in positions[g]:
-                for head, unit in enumerate(cut_page(whole_page(scope, g, hashes[position]), group, PAGE_TOKENS)):
-                    assert units[position, head] == bytes(unit)
+            units = {(unit.page_no, unit.head): bytes(unit.data) for part in found for unit in part}
+            for page_no in page_nos[g]:
+                for head, unit in enumerate(cut_page(whole_page(scope, g, hashes[page_no]), group, PAGE_TOKENS)):
+                    assert units[page_no, head] == bytes(unit)
 
         (dumped,) = await worker.workers.call(Dump(), PATIENCE_S)
         assert isinstance(dumped, Dumped)

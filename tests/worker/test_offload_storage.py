@@ -96,7 +96,7 @@ def test_replicated_heads_are_written_by_the_first_that_holds_them(url: str, mad
 def test_groups_without_pages_have_no_parts(url: str, made: list[Rank]) -> None:
     made.append(Rank(SCOPE, url=url))
     pages = sequence()
-    pages.positions = [(0, 1), (), ()]
+    pages.page_nos = [(0, 1), (), ()]
     pages.fill(made[0])
     written = made[0].ask(pages.writing(0, made[0]), PartsWritten)
     assert [len(refs) for refs in written.parts] == [1, 0, 0]

@@ -304,7 +304,7 @@ class _Single:
 def _single(
     row: int, pages: torch.Tensor, first_page: int, length: int, window: int | None, page_tokens: int
 ) -> _Single:
-    """pages: from page position `first_page` on; length: tokens of the sequence, the row's own among them."""
+    """pages: from page number `first_page` on; length: tokens of the sequence, the row's own among them."""
     skipped = first_page * page_tokens
     first_token = 0 if window is None else max(0, length - window)
     needed = pages[: ceil_div(length, page_tokens) - first_page]
@@ -372,7 +372,7 @@ def _padded_buckets(work: DecodeWork, view: AttentionPages, window: int | None) 
 def _chunk(
     run: PrefillRun, pages: torch.Tensor, first_page: int, view: AttentionPages, window: int | None, for_gpu: bool
 ) -> Chunk:
-    """pages: [at least as many as the run reaches], from page position `first_page` on."""
+    """pages: [at least as many as the run reaches], from page number `first_page` on."""
     rows = slice(run.start, run.start + run.num_tokens)
     if window is not None and window >= run.total_tokens:
         window = None
