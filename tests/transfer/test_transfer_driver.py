@@ -224,7 +224,7 @@ def test_only_the_writer_of_an_entry_is_listened_to(hub: Hub, early: bool) -> No
     stranger = LoopbackBackend("Q/0", hub)
     if not early:
         pair.tell(pair.dst, expect)
-    stranger.notify(stranger.add_peer(pair.opened.metadata), notification_of(expect.entry_id))
+    stranger.say(stranger.add_peer(pair.opened.metadata), notification_of(expect.entry_id))
     stranger.poll()
     pair.dst.turn()
     if early:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 
 from disagg.transfer.backends.base import (
-    MAX_UNHEARD,
     BackendError,
     FailedWrite,
     Memory,
@@ -62,7 +61,6 @@ class LoopbackBackend:
         self._writes: dict[int, _Write] = {}
         self._failed: list[FailedWrite] = []
         self._wired: list[Wired] = []
-        self._unheard: dict[str, int] = {}  # by name of the peer
         with hub.lock:
             self._life = f"loopback {name} {id(self)}"
             hub.agents[self._life] = self
@@ -136,14 +134,12 @@ class LoopbackBackend:
 
         return begin
 
-    def notify(self, peer: Peer, notification: bytes) -> bool:
+    def say(self, peer: Peer, notification: bytes) -> None:
+        """See say.py."""
         with self._hub.lock:
             target = self._target(peer)
-            if target is None or self._unheard.get(peer.name, 0) >= MAX_UNHEARD:
-                return False
+            assert target is not None
             target.inbox.append((self._name, notification))
-            self._unheard[peer.name] = self._unheard.get(peer.name, 0) + 1
-            return True
 
     def poll(self) -> Polled:
         completed = []
@@ -164,10 +160,7 @@ class LoopbackBackend:
                     target.inbox.append((self._name, write.message))
                     completed.append(handle)
                     del self._writes[handle]
-                    self._unheard.pop(write.peer.name, None)
             notifications = tuple(self.inbox)
-            for sender, _ in notifications:
-                self._unheard.pop(sender, None)
             self.inbox.clear()
         failed, self._failed = tuple(self._failed), []
         gone, self._newly_gone = tuple(self._newly_gone), []

@@ -12,6 +12,7 @@ from typing import Any
 
 from disagg.transfer.backends.base import BackendError, TransferBackend, create
 from tests.transfer_backends.memory import HostMemory
+from tests.transfer_backends.say import say
 
 UCX = {"ucx_tls": "posix,cma,tcp", "ucx_net_devices": "lo", "log_level": "FATAL"}
 
@@ -60,7 +61,7 @@ def serve(connection: Connection, backend: TransferBackend, nbytes: int, spin: b
         "write": lambda to, offset, remote, remote_offset, n, message: backend.prepare_write(
             peers[to], region, offset, remote, remote_offset, n, message
         )(),
-        "notify": lambda to, message: backend.notify(peers[to], message),
+        "say": lambda to, message: say(backend, peers[to], message),
         "notifications": lambda: drain(kept),
         "results": lambda: drain(results),
         "spin": set_spin,
@@ -73,9 +74,9 @@ def serve(connection: Connection, backend: TransferBackend, nbytes: int, spin: b
             if message.startswith(b"verify "):
                 offset, n, value = map(int, message.split()[1:])
                 same = memory.view[offset : offset + n] == bytes([value]) * n
-                backend.notify(peers[sender], b"same" if same else b"different")
+                say(backend, peers[sender], b"same" if same else b"different")
             elif message.startswith(b"echo "):
-                backend.notify(peers[sender], message[5:])
+                say(backend, peers[sender], message[5:])
             else:
                 kept.append((sender, message))
         idle_s = 0.0 if spin or polled.notifications else 0.0005

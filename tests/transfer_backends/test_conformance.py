@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from disagg.transfer.backends.base import (
-    MAX_UNHEARD,
     WARM_UP_BYTES,
     BackendError,
     FailedWrite,
@@ -29,6 +28,7 @@ from disagg.transfer.backends.base import (
 from tests.transfer_backends.loopback import Hub, LoopbackBackend
 from tests.transfer_backends.memory import HostMemory
 from tests.transfer_backends.peer import UCX, run_process, serve
+from tests.transfer_backends.say import say
 
 MIB = 1 << 20
 REGION_BYTES = 8 * MIB
@@ -248,7 +248,7 @@ def test_the_notification_follows_the_data(cluster: Cluster, left: Both) -> None
         cluster.fill(0, bytes([value]) * MIB)
         cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, MIB, b"verify 0 %d %d" % (MIB, value))()
         assert cluster.answer() == b"same", f"write {value} was announced before it had landed"
-    cluster.me.notify(peer, b"verify 0 %d 41" % MIB)
+    say(cluster.me, peer, b"verify 0 %d 41" % MIB)
     assert cluster.answer() == b"different", "the peer's comparison can fail"
 
 
@@ -300,11 +300,11 @@ def test_peers_write_here_too_and_say_who_they_are(cluster: Cluster, left: Both,
 def test_notifications_of_any_size_arrive(cluster: Cluster, left: Both, nbytes: int) -> None:
     remote, peer = left
     message = pattern(nbytes, 9)
-    cluster.me.notify(peer, message)
+    say(cluster.me, peer, message)
     assert cluster.until_kept(remote, 1) == [("me", message)]
     cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, 64, message)()
     assert cluster.until_kept(remote, 1) == [("me", message)]
-    cluster.me.notify(peer, b"echo " + message)
+    say(cluster.me, peer, b"echo " + message)
     assert cluster.answer() == message
 
 
@@ -312,7 +312,7 @@ def test_notifications_of_a_peer_keep_their_order(cluster: Cluster, left: Both) 
     remote, peer = left
     messages = [b"%d" % i for i in range(200)]
     for message in messages:
-        cluster.me.notify(peer, message)
+        say(cluster.me, peer, message)
     assert [message for _, message in cluster.until_kept(remote, 200)] == messages
 
 
@@ -362,7 +362,6 @@ def test_a_write_to_a_removed_peer_fails_cleanly_and_the_peer_can_be_added_again
     cluster.me.remove_peer(peer)
     cluster.me.remove_peer(peer)
     handle = cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, 64, b"late")()
-    cluster.me.notify(peer, b"late")
     cluster.me.warm_up(peer)
     cluster.until(lambda: handle in cluster.failed)
     assert "removed" in cluster.failed[handle].reason
@@ -390,7 +389,6 @@ def test_a_killed_peer_fails_its_writes_long_before_a_keepalive_and_its_successo
     cluster.poll()
     remote.kill()
     after = cluster.me.prepare_write(peer, cluster.region, 0, remote.region, 0, 4096, b"doomed")()
-    cluster.me.notify(peer, b"doomed")
     cluster.until(lambda: cluster.gone and all(h in cluster.failed for h in [*in_flight, after]), NOTICED_S)
     assert cluster.gone == [peer], "said once"
 
@@ -448,24 +446,6 @@ def test_a_frozen_peer_blocks_nobody_else_and_its_writes_are_neither_done_nor_fa
     frozen.kill()
 
 
-def test_what_is_said_to_a_frozen_peer_has_a_bound(cluster: Cluster) -> None:
-    frozen = cluster.spawn("deaf")
-    peer = cluster.join(frozen)
-    warm = cluster.me.prepare_write(peer, cluster.region, 0, frozen.region, 0, 64, b"")()
-    cluster.until(lambda: warm in cluster.completed)
-    frozen.freeze()
-    assert all(cluster.me.notify(peer, b"%d" % i) for i in range(MAX_UNHEARD))
-    assert not cluster.me.notify(peer, b"one too many")
-    frozen.thaw()
-    heard = cluster.until_kept(frozen, MAX_UNHEARD + 1)  # the write's, and these
-    assert [message for _, message in heard if message][-1] == b"%d" % (MAX_UNHEARD - 1)
-    assert cluster.gone == []
-    frozen.ask("notify", "me", b"I hear")
-    cluster.until(lambda: cluster.notifications)
-    assert cluster.me.notify(peer, b"again"), "it lives"
-    frozen.kill()
-
-
 def test_removing_a_peer_with_writes_in_flight_fails_them_and_nothing_else(cluster: Cluster, left: Both) -> None:
     remote = cluster.spawn("leaving")
     peer = cluster.join(remote)
@@ -487,7 +467,7 @@ def test_warming_up_is_seen_by_nobody(cluster: Cluster) -> None:
     peer = cluster.join(remote)
     assert isinstance(peer, Peer)
     cluster.until(lambda: not cluster.me.outstanding)
-    cluster.me.notify(peer, b"first")
+    say(cluster.me, peer, b"first")
     assert cluster.until_kept(remote, 1) == [("me", b"first")]
     assert remote.ask("read", 0, REGION_BYTES - WARM_UP_BYTES) == bytes(REGION_BYTES - WARM_UP_BYTES)
     assert all(handle >= 0 for handle in cluster.completed)

@@ -22,7 +22,6 @@ from msgspec import Struct
 
 HOST = -1  # device index of host memory
 WARM_UP_BYTES = 16
-MAX_UNHEARD = 4096  # notifications on their way to a peer of which nothing is heard
 
 
 class BackendError(Exception):
@@ -142,14 +141,6 @@ class TransferBackend(Protocol):
 
         What is returned begins it, and returns a handle that a later `poll` reports. A peer that is removed or gone makes
         the write fail, there too; only a range outside of a region raises (ValueError), when it is prepared.
-        """
-        ...
-
-    def notify(self, peer: Peer, notification: bytes) -> bool:
-        """Send bytes alone. False if they are lost: the peer is removed or gone, or seems frozen.
-
-        It seems frozen when MAX_UNHEARD notifications have been sent since it last notified us or a write to it completed;
-        what is sent to a frozen peer is kept here, so there is a bound to it.
         """
         ...
 

@@ -28,7 +28,6 @@ import msgspec
 
 from disagg.transfer.backends.base import (
     HOST,
-    MAX_UNHEARD,
     NOTHING,
     WARM_UP_BYTES,
     BackendError,
@@ -138,7 +137,6 @@ class NixlBackend:
         self._next_wire_up = 0  # their handles are negative, and reported to nobody
         self._writes: dict[int, tuple[Peer, Any]] = {}
         self._aborting: dict[int, tuple[FailedWrite, Any]] = {}  # failed, and not released yet
-        self._unheard: dict[Peer, int] = {}  # notifications since the peer last showed that it lives
         self._failed: list[FailedWrite] = []  # to be reported by the next poll, like the following
         self._newly_gone: list[Peer] = []
         self._ways = Ways()
@@ -216,7 +214,6 @@ class NixlBackend:
         if self._peers.get(peer.name) == peer:
             del self._peers[peer.name]
             self._gone.discard(peer)
-            self._unheard.pop(peer, None)
             self._ways.forget(peer)
             self._agent.remove_remote_agent(peer.name)
 
@@ -258,27 +255,12 @@ class NixlBackend:
 
         return begin
 
-    def notify(self, peer: Peer, notification: bytes) -> bool:
-        unheard = self._unheard.get(peer, 0)
-        if not self._usable(peer) or unheard >= MAX_UNHEARD:
-            return False
-        try:
-            self._agent.send_notif(peer.name, _CALLER + notification)
-        except self._errors as error:
-            self._lost(peer, error)
-            return False
-        self._unheard[peer] = unheard + 1
-        return True
-
     def poll(self) -> Polled:
         self._check_thread()
         arrived = self._agent.get_new_notifs()
         self._read_log(time.monotonic())
         if not (arrived or self._writes or self._aborting or self._failed or self._newly_gone):
             return NOTHING
-        for peer_name in arrived:
-            if peer_name in self._peers:
-                self._unheard.pop(self._peers[peer_name], None)
         notifications = tuple(
             (peer_name, message[1:])
             for peer_name, messages in arrived.items()
@@ -298,7 +280,6 @@ class NixlBackend:
             del self._writes[handle]
             if state == "DONE":
                 self._release(transfer)
-                self._unheard.pop(peer, None)
                 completed.append(handle)
                 if handle < 0:
                     self._read_log()
