@@ -522,7 +522,7 @@ def test_its_loss_replays_at_once_and_counts_as_one_crash() -> None:
     tokens(m, "m0", 0, 0, 5)
     assert need(lost(m, "m0", crashed=True)).avoid == frozenset({"m0"})
     m.handle(r.PairPicked(pair("m1", "m1"), 50.0))
-    assert isinstance(failure(lost(m, "m1", crashed=True)), RequestFailed), "two groups died of it"
+    assert isinstance(failure(lost(m, "m1", crashed=True)), RequestFailed), "two incarnations died of it"
 
 
 def test_a_stop_string_and_a_client_that_goes_abort_it_once() -> None:
