@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from disagg.types.arithmetic import ceil_div
+
 BLOCK = 256
 
 
@@ -29,7 +31,7 @@ def launch(arrived: Tensor, columns: Tensor, pages: Sequence[Tensor], tables: Se
     left = columns.numel()
     for part, table in zip(pages, tables, strict=True):
         rows, width = part.shape
-        grid = (rows + -(-left // BLOCK),)
+        grid = (rows + ceil_div(left, BLOCK),)
         kernels._spread[grid](
             arrived, columns, part, table, rows, width, table.stride(0), left, BLOCK=BLOCK, num_warps=2
         )
