@@ -63,18 +63,25 @@ def test_make_alone_lists_every_target() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "selection"),
+    ("target", "selections"),
     [
-        ("test", 'pytest -m "cluster and not slow and not short"'),
-        ("check", 'pytest -n 2 --dist worksteal -m "not slow and not cluster and not long"'),
+        (
+            "test",
+            [
+                'pytest -n 2 --dist worksteal -m "not slow and not short and not cluster"',
+                'pytest -m "cluster and not slow and not short"',
+            ],
+        ),
+        ("check", ['pytest -n 2 --dist worksteal -m "not slow and not cluster and not long"']),
     ],
 )
-def test_tests_are_run_after_lint_types_and_contracts(target: str, selection: str) -> None:
+def test_tests_are_run_after_lint_types_and_contracts(target: str, selections: list[str]) -> None:
     commands = make("--dry-run", target).splitlines()
-    wanted = ["ruff check", "ruff format --check", "mypy", "lint-imports", selection]
+    wanted = ["ruff check", "ruff format --check", "mypy", "lint-imports", *selections]
     at = [next(i for i, command in enumerate(commands) if command.endswith(each)) for each in wanted]
     assert at == sorted(at)
     assert at[-1] == len(commands) - 1, "pytest's closing line must come last"
+    assert [i for i, command in enumerate(commands) if "pytest" in command] == at[4:], "no test is run before them"
 
 
 def test_every_test_that_is_not_slow_is_in_one_of_the_two_runs_of_make_test() -> None:
