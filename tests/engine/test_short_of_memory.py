@@ -728,27 +728,37 @@ def test_a_long_prompt_does_not_wait_for_one_that_shares_its_window() -> None:
     assert computed(out) == {"long", "its beginning"}
 
 
-def gives_way_and_goes_on(decode: Decode, leg: StartLeg) -> list[Instruction]:
-    """It runs alone, gives way after a while, and goes on to its end."""
+def gives_way_to(decode: Decode, leg: StartLeg, *others: StartLeg) -> list[Instruction]:
+    """The one runs alone, has no page for its next token while transfers hold the others', and goes on when those have ended."""
     out = decode.joined(leg)
-    out += compute_until(decode, lambda out: len(indices(out, leg.key.request_id)) > 16)
-    decode.batch.give_way("memory")
+    grants = [decode.granted(other) for other in others]
+    out += compute_until_parked(decode)
+    assert parked(decode) == [(leg.key.request_id, 0)]
+    assert len(indices(out, leg.key.request_id)) < leg.params.max_tokens
+    for other, grant in zip(others, grants, strict=True):
+        out += decode.arrived(other, grant) + decode.event(Unbound(other.key))
     out += decode.compute_all()
     assert decode.engine.counters.preemptions == {"memory": 1}
     assert decode.engine.counters.recomputed_tokens > 0
+    assert outcomes(out) == [Outcome.DONE] * (1 + len(others))
     return out
 
 
 def test_what_just_fits_goes_on_after_it_gave_way() -> None:
-    decode = Decode(facts(num_large=8, link_idle_s=1000.0))
+    decode = Decode(facts(num_large=8, spare_tokens=0, link_idle_s=1000.0))
+    leg, other = leg_for_decode("b", 3, max_tokens=30), leg_for_decode("c", 4, first_token=80, max_tokens=2)
     assert decode.engine.max_tokens_in_pool == 32, "all of it but the last output's"
-    out = gives_way_and_goes_on(decode, leg_for_decode("b", 3, max_tokens=30))
+    out = gives_way_to(decode, leg, other)
     assert indices(out, "b") == list(range(30))
 
 
 def test_what_is_computed_again_is_computed_in_no_larger_chunks_than_its_window_has_pages_for() -> None:
     small = facts(WINDOW, num_large=10, max_slots=60, spare_tokens=0, max_model_len=200, prefix_cache=False)
-    out = gives_way_and_goes_on(Decode(changed(small, link_idle_s=1000.0)), leg_for_decode("b", 100, max_tokens=30))
+    leg = leg_for_decode("b", 100, max_tokens=30)
+    holder = leg_for_decode("c", 6, first_token=200, choices=8, max_tokens=2)  # two pages until its choices run
+    more = [leg_for_decode(name, tokens, first_token=300, max_tokens=2) for name, tokens in (("d", 9), ("e", 5))]
+    out = gives_way_to(Decode(changed(small, link_idle_s=1000.0)), leg, holder, *more)
+    assert all(indices(out, "c", choice) == [0, 1] for choice in range(8))
     assert max(run.num_tokens for run in runs_of(out)) == 8
     assert indices(out, "b") == list(range(30))
 
