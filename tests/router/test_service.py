@@ -825,7 +825,7 @@ async def test_closing_ends_the_rest_when_the_time_is_over(cluster: Cluster) -> 
 
 
 async def test_status_is_what_operators_were_promised(cluster: Cluster) -> None:
-    router = await cluster.up(NORMAL)
+    router = await cluster.up(NORMAL, name="router-0")
     status = router.status()
     promised = {"name", "role", "tp", "pid", "worker_pids", "state", "running", "waiting", "pages_used", "pages_total"}
     assert [promised <= set(server) for server in status["servers"]] == [True, True]
@@ -834,8 +834,14 @@ async def test_status_is_what_operators_were_promised(cluster: Cluster) -> None:
         ("d0", "decode", "ready", 64),
     ]
     [me] = status["routers"]
-    assert (me["pid"], me["inflight"], me["error"]) == (os.getpid(), 0, "")
+    assert (me["name"], me["pid"], me["inflight"], me["error"]) == ("router-0", os.getpid(), 0, "")
+
+
+async def test_a_router_that_was_given_no_name_shows_the_one_that_servers_know_it_by(cluster: Cluster) -> None:
+    router = await cluster.up(NORMAL)
+    [me] = router.status()["routers"]
     assert me["name"].startswith("router-")
+    assert {hello.router_name for server in cluster.servers.values() for hello in server.greetings} == {me["name"]}
 
 
 async def test_status_shows_a_servers_memory_and_how_much_its_prefix_cache_has(cluster: Cluster) -> None:
