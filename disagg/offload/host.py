@@ -40,7 +40,7 @@ class HostPool:
         self._hash_of: dict[tuple[int, int], bytes] = {}  # by group and page, of pages that are known
         self._groups_of: dict[bytes, set[int]] = {}  # by hash: the groups that have a page of that name
         self._parent: dict[bytes, bytes] = {}
-        self._children: dict[bytes, set[bytes]] = {}
+        self._children: dict[bytes, dict[bytes, None]] = {}
         self._pending: list[bytes] = []  # hashes of pages of full attention that were evicted just now
         self._gone = gone
         self._owner = 0
@@ -94,7 +94,7 @@ class HostPool:
         self._hash_of[g, page] = page_hash
         self._groups_of.setdefault(page_hash, set()).add(g)
         self._parent[page_hash] = parent
-        self._children.setdefault(parent, set()).add(page_hash)
+        self._children.setdefault(parent, {})[page_hash] = None
 
     def release(self, pages: Iterable[Placed]) -> None:
         """Let go of them, used until now. Pages without a name are free from then on."""
@@ -127,7 +127,7 @@ class HostPool:
             del self._groups_of[page_hash]
             parent = self._parent.pop(page_hash)
             siblings = self._children[parent]
-            siblings.discard(page_hash)
+            siblings.pop(page_hash, None)
             if not siblings:
                 del self._children[parent]
         self._gone(page_hash)

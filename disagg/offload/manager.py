@@ -67,7 +67,7 @@ class OffloadManager:
         self._most_lingering = most_lingering
         self._flows: dict[str, Flow] = {}
         self._lingering: list[Flow] = []
-        self._keepers: set[Flow] = set()  # sequences that have not let go of the host's pages
+        self._keepers: dict[Flow, None] = {}  # sequences that have not let go of the host's pages
         self._in_flight = InFlightSpans()
         self._copied: OrderedDict[bytes, None] = OrderedDict()  # pages whose content, if there is any, is on the host
         self._stored: OrderedDict[bytes, None] = OrderedDict()
@@ -98,7 +98,7 @@ class OffloadManager:
         assert request not in self._flows, f"{request} has begun already"
         prompt_end = self._rules.prompt_end(prompt_tokens)
         flow = self._flows[request] = Flow(root, hashes, prompt_end, salt, to_storage=to_storage)
-        self._keepers.add(flow)
+        self._keepers[flow] = None
 
     def progress(self, request: str, written: int, view: View) -> list[Instruction]:
         """More of a sequence is written. To be called before the sequence lets go of what left a window."""
@@ -269,7 +269,7 @@ class OffloadManager:
         flow.gone = True
         if not flow.open:
             self._release_kept(flow)
-            self._keepers.discard(flow)
+            self._keepers.pop(flow, None)
 
     def _make_span(self, flow: Flow, stop: int, view: View) -> bool:
         """Pages [flow.at, stop). False: not now, and nothing has changed."""
@@ -494,7 +494,7 @@ class OffloadManager:
         holding = [[*others], *(span.held for span in spans), *(flow.kept for flow in self._keepers)]
         held = Counter((g, page) for placed in holding for g, _, page in placed)
         assert held == self.host.holders(), "pages of the host that are held, and who holds them, differ"
-        assert {*self._flows.values(), *self._lingering} <= self._keepers
-        assert all(flow.open > 0 for flow in self._keepers - {*self._flows.values(), *self._lingering})
+        assert {*self._flows.values(), *self._lingering} <= self._keepers.keys()
+        assert all(flow.open > 0 for flow in self._keepers.keys() - {*self._flows.values(), *self._lingering})
         assert set(self._in_flight.hashes.values()) <= spans
         assert {key: span for span in spans for key in span.keys} == self._in_flight.keys

@@ -65,9 +65,7 @@ FULL = LayerGroup("full", (0, 1), 2, 1, "float32")
 STATE = LayerGroup.of_states("state", (2,), (StatePart("conv", (2,), "float32"),))
 STALL_S = 8.0  # the router's patience where prefill failed or a dispatch was lost
 FAILURES = ("its peer was removed", "its peer is not known here", "its peer has exited", "the wire broke")  # of writes
-# Faults are bounded, so attempts are: more is a livelock. Where the arena is quarantined, workers are restarted, which costs
-# everybody an attempt: 11 to 53 were seen with one seed, by the order in which sets are walked.
-MAX_ATTEMPTS = 400
+MAX_ATTEMPTS = 40  # faults are bounded, so attempts are, but for those that this world itself costs: more is a livelock
 
 
 def window(tokens: int) -> LayerGroup:
@@ -373,6 +371,9 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     attempt: int = 0
+    credited: int = (
+        0  # attempts that may have been lost as this world restarted workers, which is no fault of its profile
+    )
     moves: int = 0  # attempts that went on elsewhere, with all of their KV
     asked: int = 0  # the attempt that decode was asked to hand over
     handed_over: set[LegKey] = field(default_factory=set)
@@ -684,7 +685,7 @@ class World:
     def _start(self, request: Request, source: Server | None = None) -> None:
         """The next attempt: one leg for each distinct prefix. source: who has the KV of the one before, and hands it over."""
         moves, request.attempt = request.attempt, request.attempt + 1
-        assert request.attempt < MAX_ATTEMPTS, f"{request.request_id} is tried for ever"
+        assert request.attempt - request.credited < MAX_ATTEMPTS, f"{request.request_id} is tried for ever"
         request.stalled_since_s = None
         request.legs, request.held = {}, {}
         taking = [server for server in self.decodes if server is not self.draining]
@@ -813,6 +814,8 @@ class World:
             ):  # only the end of those workers brings the arena back: somebody restarts them
                 for prefill in self.prefills:
                     self.lose_workers(prefill)
+                for each in self.requests:
+                    each.credited += not each.done
             self._replay(request)
 
     def _drain(self) -> None:
@@ -892,9 +895,9 @@ class World:
                 maybe("greeting", True, lambda x=link: self._greeted(x))  # type: ignore[misc]
                 continue
             for end in (link.prefill, link.decode):
-                maybe((id(end), "link"), end.queue, lambda e=end: self._deliver(e))  # type: ignore[misc]
+                maybe((end.number, "link"), end.queue, lambda e=end: self._deliver(e))  # type: ignore[misc]
                 if end.up and not link.other(end).up:
-                    weight = self._weight((id(link), "loss")) / 3
+                    weight = self._weight((end.number, "loss")) / 3
                     out.append((weight, lambda x=link, e=end: self._lose_end(x, e, "lost at the other end")))  # type: ignore[misc]
         return out
 
