@@ -143,16 +143,19 @@ def test_a_line_that_does_not_end_is_kept_as_it_is(pumped: Pumped) -> None:
 
 
 def test_what_native_code_writes_is_kept_and_bounded_too(pumped: Pumped) -> None:
-    """Not a line of ours, no logging, no Python, and more than both files hold."""
-    line = "x" * 60
-    loop = f"n=0; while [ $n -lt 80000 ]; do echo {line} >&2; n=$((n+1)); done"
+    """Not a line of ours, no logging, no Python, and more than both files hold; never more at once than a pipe holds."""
+    lines, burst = [f"{'x' * 60} {number}" for number in range(80_000)], 5_000
+    loop = f"n=$0; while [ $n -lt $(($0+{burst})) ]; do echo {'x' * 60} $n >&2; n=$((n+1)); done"
     with os.fdopen(pumped.pump.open("d0"), "wb") as output:
-        subprocess.run(["sh", "-c", loop], stderr=output, check=True, timeout=DEADLINE_S)
-    last = pumped.pump.last_lines("d0", DEADLINE_S)
-    assert len(last) <= LAST_LINES
+        for first in range(0, len(lines), burst):
+            subprocess.run(["sh", "-c", loop, str(first)], stderr=output, check=True, timeout=DEADLINE_S)
+            until(lambda stop=first + burst: len(pumped.shown.lines) == stop)  # type: ignore[misc]
+    assert pumped.pump.last_lines("d0", DEADLINE_S) == lines[-LAST_LINES:]
     files = sorted(pumped.log.parent.iterdir())
     assert [file.name for file in files] == ["d0.log", "d0.log.1"]
-    assert all(file.stat().st_size <= 1 << 20 for file in files)
+    assert all(0 < file.stat().st_size <= 1 << 20 for file in files)
+    there = files[1].read_text().splitlines() + files[0].read_text().splitlines()
+    assert there == lines[-len(there) :]
 
 
 def test_a_child_never_waits_for_the_pump(tmp_path: Path) -> None:
