@@ -66,7 +66,6 @@ def close_after_writing_to_a_dead_peer() -> None:
     backend.close()
 
 
-@pytest.mark.long
 def test_closing_right_after_a_write_to_a_dead_peer_does_not_abort_the_process() -> None:
     process = multiprocessing.get_context("spawn").Process(target=close_after_writing_to_a_dead_peer)
     process.start()
