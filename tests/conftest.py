@@ -22,9 +22,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:  # each of those that run side by side computes on one core
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# How long an example takes says what else the machine does, not whether it is right. What is drawn is the same each time, so
-# that a change is judged by what it changes; `--hypothesis-profile explore` draws anew, which is how those that nobody thought
-# of are found.
+# How long an example takes, or is drawn (too_slow), says what else the machine does, not whether it is right. Which tests meet
+# too_slow changes with that, too, so it is off for all and not where it was met. What is drawn is the same each time, so that a
+# change is judged by what it changes; `--hypothesis-profile explore` draws anew, which is how those that nobody thought of are
+# found.
 settings.register_profile("untimed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")

@@ -270,6 +270,8 @@ def put_into_tests(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], No
 
     def put(copy: ModuleType) -> None:
         monkeypatch.setattr(machines, "campaign", partial(machines.campaign, shrink=False))
+        # The check is of queues, too, so it would notice before any page comes out in a wrong order: what is shown here is
+        # that the order itself is noticed, as it is of a mutated allocator or cache.
         if copy.__name__.startswith(eviction.__name__):
             monkeypatch.setattr(allocator.PageAllocator, "check_integrity", lambda self: None)
             for module in (allocator, small_pages):  # that make queues
