@@ -104,7 +104,7 @@ class Crowd:
             self._by_phase[new][connection] = None
 
     def make_room(self) -> bool:
-        """For one more connection: whoever waits for a client gives way to who comes. False: everybody is being served."""
+        """Makes room for one more connection, by closing one that waits for its client. False: all are being served."""
         if len(self) < self.bounds.max_connections:
             return True
         for phase in ROOM:

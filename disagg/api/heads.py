@@ -40,7 +40,7 @@ def host_of_target(target: bytes) -> bytes | None:
 
 
 def fault_of_target_host(host: bytes) -> Refusal | None:
-    """host: of `host_of_target`. None: it is one, without a user's name."""
+    """The refusal of a request target's host (from `host_of_target`); None if it is a host without a user name."""
     if host and _HOST.fullmatch(host):
         return None
     why = f"the request's target names {_shown(host)}, which is no host"

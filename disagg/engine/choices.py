@@ -178,7 +178,7 @@ class Choices(Onward):
         return self._ages - 1
 
     def kv_here(self, leg: Leg, tokens: tuple[FirstToken, ...], num_slots: int, now: Now) -> bool:
-        """The prompt's KV and first tokens are here, and so many slots. True if some choice goes on."""
+        """The prompt's KV, its first tokens and num_slots slots are here. True if some choice goes on."""
         answer = self._answers[leg.key]
         answer.here_unix_s = now.unix_s
         answer.first_tokens = {token.choice: token for token in tokens}

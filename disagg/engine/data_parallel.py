@@ -276,7 +276,7 @@ class CacheUnion:
         self._holders: dict[tuple[int, bytes], int] = {}  # in how many
 
     def told(self, news: Iterable[KvEvents]) -> KvEvents:
-        """What this changes for all of them together."""
+        """The news for the union: what is now in some cache, and what is in none any more."""
         before: dict[tuple[int, bytes], bool] = {}
         for events in news:
             for pages, by in ((events.stored, 1), (events.removed, -1)):

@@ -88,7 +88,7 @@ class Lookahead:
 
 
 def running_on(sequence: Sequence) -> Growing:
-    """Of one that holds pages. The KV of its last token is never written."""
+    """How a sequence that holds pages will grow. The KV of its last token is never written."""
     assert sequence.pages is not None
     total = sequence.limit - 1
     return Growing(
@@ -99,6 +99,6 @@ def running_on(sequence: Sequence) -> Growing:
 
 
 def after_grant(num_tokens: int, total_tokens: int, spare_tokens: int, shared_tokens: int, page_tokens: int) -> Growing:
-    """Of a choice that will go on after num_tokens, for which it has pages, and for spare_tokens more."""
+    """How a choice will grow after its grant, which gives it pages for num_tokens and for spare_tokens more."""
     room = pages_for(num_tokens + spare_tokens, page_tokens) * page_tokens
     return Growing(total_tokens - num_tokens, room - num_tokens, total_tokens - shared_tokens)

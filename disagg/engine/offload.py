@@ -106,7 +106,7 @@ class Offload:
             self.manager.found(hashes, pages, keys)
 
     def advanced(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many more tokens of it are written, and what is whole is in the cache."""
+        """num_tokens more of the sequence are written; its full pages are in the cache."""
         if sequence.is_prompt or _name(sequence) in self._asking:
             return
         if (sequence.computed - self._lag_tokens) % self._page_tokens < num_tokens:  # a page was filled

@@ -120,7 +120,7 @@ class KindPages(Protocol):
         """See `SequencePages.landed_partly`."""
 
     def take_checkpoint(self, full_pages: int, hashes: Sequence[bytes], landed: bool, step: int) -> None:
-        """No rank writes into the last checkpoint any more, which is a prefix of so many full pages."""
+        """No rank writes into the last checkpoint any more: it is the state after full_pages full pages."""
 
     def fork(self, *, partial: bool) -> tuple[KindPages, tuple[int, int] | None]:
         """Another one that goes on from here. partial: the last page is not full, so it is copied: (from, to)."""

@@ -195,13 +195,13 @@ class Pool:
         return self.bytes.device
 
     def attention(self, group: int) -> AttentionPages:
-        """The view of a group, by its index, that is one of attention layers."""
+        """The view of group `group`, which is one of attention layers."""
         view = self.views[group]
         assert isinstance(view, AttentionPages), f"group {view.group.name} holds states"
         return view
 
     def states(self, group: int) -> StatePages:
-        """The view of a group, by its index, that is one of recurrent layers."""
+        """The view of group `group`, which is one of recurrent layers."""
         view = self.views[group]
         assert isinstance(view, StatePages), f"group {view.group.name} holds no states"
         return view

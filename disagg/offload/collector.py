@@ -23,7 +23,7 @@ MOST_JOB_BYTES = 1 << 20
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Which store, and what may be left of it."""
+    """A store, and how many bytes may stay in it."""
 
     url: str
     options: dict[str, OptionValue]

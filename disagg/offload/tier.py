@@ -267,7 +267,7 @@ class StorageTier:
                 return PartRef(path, head_start, head_start + heads, nbytes)
 
     def share(self, g: int, pages: Sequence[int], parts: Sequence[PartRef]) -> Share:
-        """What a span says of a group whose pages these parts hold."""
+        """What a span says of group g: `parts` hold its pages."""
         by_head = tuple(sorted(parts, key=lambda part: part.head_start))
         return Share(self._group_roots[g], self._units[g], self.scope.groups[g].kv_heads, tuple(pages), by_head)
 

@@ -38,7 +38,7 @@ class Held:
         self.bytes = 0
 
     def add(self, count: int, new: bool = False) -> None:
-        """new: of a request that is not accepted yet. Raises Overloaded."""
+        """Counts `count` bytes more. new: the request is not accepted yet, and may fill half of the budget. Raises Overloaded."""
         budget = self._budget
         most = budget.total_bytes // 2 if new else budget.total_bytes
         if self.bytes + count > SMALL_BYTES and budget.used_bytes + count > most:

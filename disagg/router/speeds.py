@@ -129,5 +129,5 @@ class Speeds:
 
     @property
     def usual(self) -> Speed:
-        """Of all of them."""
+        """The line of all servers together."""
         return self._all.line()

@@ -136,8 +136,7 @@ class Dispatch:
         self.recorder.up(engine, self._clock())
 
     def detach(self, reason: str, outcome: Outcome = Outcome.WORKER_LOST) -> AnyEngine | None:
-        """There are no workers any more: every leg ends so, and nothing else that the engine wants can be done. The engine that
-        was."""
+        """The workers are gone. Ends every leg with `outcome`, does nothing else that the engine wants, and returns it."""
         engine, self.engine, self._workers, self._store = self.engine, None, None, None
         if engine is not None:
             for instruction in engine.end_all(outcome, reason):

@@ -147,7 +147,7 @@ class StoreKeeper:
             self._trial = self._start(self._try_store())
 
     async def close(self) -> None:
-        """Nothing is said from now on, and within CLOSE_S nothing is done any more."""
+        """Says nothing to the engine from now on, and ends all work within CLOSE_S."""
         self._closed = True
         tasks = set(self._tasks)
         for task in tasks:

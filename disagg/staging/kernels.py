@@ -438,9 +438,9 @@ class Launcher:
         return self._compiled[alike]
 
     def bind(self, launch: Launch) -> Callable[[torch.Tensor, torch.Tensor, bool], None]:
-        """The same launch, but for its staging, its verdict and whether it is ordered, with which to call what is returned.
+        """Prepares the launch. The result takes what each launch has of its own: staging, verdict, and whether it is ordered.
 
-        The tensors are aligned as the launch's own, and staging is as long.
+        These tensors are aligned as the launch's own, and staging is as long.
         """
         compiled = self.compiled(launch)
         if not isinstance(compiled, CompiledKernel):  # Triton's interpreter

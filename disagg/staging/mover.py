@@ -70,14 +70,14 @@ class Mover(Protocol):
         """Do now what the first moves between these would otherwise wait for (compiling). Moves nothing."""
 
     def prepare_gather(self, rows: PagedRows, out: torch.Tensor) -> Callable[[torch.Tensor], Move]:
-        """A gather but for its beginning, which is to call what is returned with the memory to gather into.
+        """Prepares a gather; calling the result with the memory to gather into begins it.
 
         That memory is aligned as `out` is. Until the move is done nobody else may write it, nor the pages. Preparing is most
         of what a move costs the host, and needs no final KV.
         """
 
     def prepare_scatter(self, rows: PagedRows, staging: torch.Tensor) -> Callable[[], Move]:
-        """A scatter but for its beginning, which is to call what is returned, once. Needs nothing to have arrived.
+        """Prepares a scatter; calling the result, once, begins it. Preparing needs nothing to have arrived.
 
         Nobody may read the pages before the move is done and ok.
         """
@@ -134,7 +134,7 @@ class TorchMover:
         return torch.tensor(page_ids, dtype=torch.int64, device=self._device)
 
     def prepare(self, pool: torch.Tensor, shape: PageShape, staging: torch.Tensor) -> None:
-        """Nothing is compiled."""
+        """Does nothing: this mover compiles nothing."""
 
     def prepare_gather(self, rows: PagedRows, out: torch.Tensor) -> Callable[[torch.Tensor], Move]:
         def begin(into: torch.Tensor) -> Move:

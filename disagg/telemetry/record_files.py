@@ -61,7 +61,7 @@ class RecordFiles:
         self._thread.start()
 
     def put(self, name: str, table: Callable[[], Any]) -> None:
-        """name: of the file, which is new. table: makes it, on the thread."""
+        """Has the thread write what `table` returns to a new file of this name. `table` is called on the thread."""
         try:
             self._queue.put_nowait((name, table))
         except queue.Full:

@@ -187,7 +187,7 @@ class Receiver:
         return False
 
     def notified(self, entry_id: int, sender: str) -> None:
-        """The bytes of an entry are in place, says an agent. Ignores one whose entry it is not."""
+        """An agent says that an entry's bytes are in place. Ignores every agent but the entry's writer."""
         expected = self._expected.get(entry_id) or self._abandoned.get(entry_id)
         if expected is None:
             # The engine's ExpectPiece is on its way, by another road than the bytes.

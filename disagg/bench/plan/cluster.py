@@ -89,7 +89,8 @@ class Noise:
 
 
 class Step(Struct):
-    """In flight. prompts: whose last chunk it computes. number: of those that decode, from which tokens are found."""
+    """A step in flight. prompts: those whose last chunk it computes. number: of the step of those that decode, by which tokens
+    are found."""
 
     end_s: float
     prompts: list[Job]

@@ -82,7 +82,7 @@ def merge(rows: Iterable[Mapping[str, Any]]) -> list[Answer]:
 
 
 def busiest(answers: list[Answer], most: int) -> list[Answer]:
-    """So many that follow each other, from about where most were under way at once."""
+    """The `most` consecutive answers around the moment when most were under way."""
     if len(answers) <= most:
         return answers
     moments = [(answer.arrival_s, 1, n) for n, answer in enumerate(answers)]

@@ -49,7 +49,7 @@ class Answered(Struct, frozen=True):
 
 
 class Failed(Struct, frozen=True):
-    """A request that was not. cause: a few words that equal ones have in common; detail: what else there is to say."""
+    """A request that failed. cause: a few words that equal failures have in common; detail: what else there is to say."""
 
     sent_s: float
     ended_s: float

@@ -54,7 +54,7 @@ class Slo(Struct, frozen=True):
         return f"{limits} for {100 * self.share:g}%"
 
     def excess(self, times: Mapping[str, Sequence[float]], failed: int = 0) -> dict[str, tuple[float, float]]:
-        """(found, limit) by name, of what is over. A request that failed was late: its TTFT is infinite."""
+        """Limits that were exceeded: name -> (found, limit). A request that failed was late: its TTFT is infinite."""
         over = {}
         for name, limit_s in self.limits_s.items():
             values = list(times[name]) + ([math.inf] * failed if name in ("ttft", "e2e") else [])

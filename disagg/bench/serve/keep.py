@@ -23,7 +23,7 @@ def try_to_write(file: Path) -> None:
 
 
 def keep(file: Path, content: bytes) -> None:
-    """In place of what the file had. Raises DisaggError, and then what it had is there still, where that can be."""
+    """Replaces the file's content. Raises DisaggError; the old content then stays where that is possible."""
     target, part = file.resolve(), _part(file)
     try:
         if target.exists() and not target.is_file():  # such as /dev/stdout

@@ -33,7 +33,7 @@ PINGS = 32
 
 
 class Offer(Struct, frozen=True, tag="offer"):
-    """First thing that who dials says. version: of the code, which both ends must share. ranks: of the decode side."""
+    """The dialling end's first message. version: of the code, which both ends must share. ranks: of the decode side."""
 
     version: str
     ranks: int
@@ -106,7 +106,7 @@ class Wire:
             raise DisaggError(f"the other end cannot be told: {error}") from error
 
     def receive(self, timeout_s: float) -> Message | None:
-        """None if nothing begins to come in time."""
+        """The next message; None if none begins within timeout_s."""
         try:
             if not self.connection.poll(timeout_s):
                 return None

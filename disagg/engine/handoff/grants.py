@@ -59,7 +59,7 @@ class Grants:
         return set(self._waiting)
 
     def leave(self, transfer: Receiving, cost: float | None = None) -> None:
-        """If it waits for a grant. cost: of what it was granted, None if it was not."""
+        """Takes a leg out of the queue if it waits there. cost: of what it was granted; None if it got no grant."""
         turn, link = transfer.turn, transfer.link
         if turn is None:
             return

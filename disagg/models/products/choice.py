@@ -31,7 +31,7 @@ class OneRow:
 
 @dataclass(frozen=True, slots=True)
 class FewRows:
-    """Of models/products/kernels._few_rows. rows: how many a program has room for; parts: of the depth."""
+    """How models/products/kernels._few_rows is launched. rows: for how many a program has room; parts: of the depth."""
 
     rows: int
     block_n: int

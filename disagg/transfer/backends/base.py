@@ -135,12 +135,11 @@ class TransferBackend(Protocol):
         nbytes: int,
         notification: bytes,
     ) -> Callable[[], int]:
-        """A write but for its beginning, which is to call what is returned, once, or never; preparing is half of what a write
-        costs the host, and needs no source that is ready. The peer sees `notification`, which may be empty, when all bytes
-        are in place.
+        """Prepares a write; calling the result, at most once, begins it and returns a handle that a later `poll` reports.
 
-        What is returned begins it, and returns a handle that a later `poll` reports. A peer that is removed or gone makes
-        the write fail, there too; only a range outside of a region raises (ValueError), when it is prepared.
+        Preparing is half of what a write costs the host, and needs no final source. The peer sees `notification`, which may
+        be empty, when all bytes are in place. A peer that is removed or gone makes the write fail, also one that is prepared
+        already. Preparing raises ValueError for a range outside of a region.
         """
         ...
 
