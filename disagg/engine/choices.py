@@ -78,8 +78,8 @@ class Choices(Onward):
     # ---- what the engine calls
 
     def refusal(self, start: StartLeg) -> str:
-        total = self.total_tokens(start)
-        if answer_fits(self._facts, self._core.pool.kv, total, len(start.token_ids)):
+        total, chunk_tokens = self.total_tokens(start), self._facts.scheduling.chunk_tokens
+        if answer_fits(self._core.pool.kv, total, chunk_tokens, len(start.token_ids)):
             return ""
         return (
             f"prompt and max_tokens come to {total} tokens for each of {len(start.choices)} choices; the "

@@ -35,16 +35,25 @@ class Core:
         self.counters = Counters()
         self.bubbles = Bubbles(facts.pp)
         self.out: list[Instruction] = []
-        self.pool = EnginePool(facts, self.counters, sharing.fits_alone, sharing.common_late_tokens)
+        self.pool = EnginePool(
+            facts.model,
+            facts.memory,
+            facts.scheduling,
+            facts.pp,
+            self.counters,
+            sharing.fits_alone,
+            sharing.common_late_tokens,
+        )
+        kv = self.pool.kv
         self.tiers: Tiers | None = None
         if facts.offload is not None:
-            self.tiers = Tiers(facts, self.pool.kv, self.counters, self.out, lambda: self.batch.pipeline.clock)
-        self.batch = Batch(facts, self.pool.kv, self.counters, sharing.policy, sharing.step_tokens, self.tiers)
+            self.tiers = Tiers(facts.offload, facts.tp, kv, self.counters, self.out, lambda: self.batch.pipeline.clock)
+        self.batch = Batch(facts, kv, self.counters, sharing.policy, sharing.step_tokens, self.tiers)
         self.legs = Legs(self.counters, self.batch.pipeline, self.out)
         self.turns = Turns(facts.scheduling, self.batch, self.legs)
-        self.lookahead = Lookahead(facts, self.pool.kv, self.batch)
+        self.lookahead = Lookahead(facts.scheduling.lookahead_tokens, kv, self.batch)
         delayer, scheduling = None, facts.scheduling
         if gather is not None and scheduling.prefill_delay_passes:
             limits = Limits(scheduling.prefill_delay_passes, scheduling.max_running, scheduling.prefill_delay_low_usage)
             delayer = PrefillDelayer(limits, gather)
-        self.passes = Passes(delayer, self.batch, self.pool.kv, self.counters)
+        self.passes = Passes(delayer, self.batch, kv, self.counters)

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from disagg.engine.asks import Asks
-from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Instruction, ToStore, ToTransfer
 from disagg.engine.offload import Offload
 from disagg.memory.kv_memory import KvMemory
@@ -79,27 +78,27 @@ class Loads:
 
     def __init__(
         self,
-        facts: EngineFacts,
+        stores: bool,
+        ranks: int,
         memory: KvMemory,
         offload: Offload,
         asks: Asks,
         out: list[Instruction],
         clock: Callable[[], int],
     ) -> None:
-        assert facts.offload is not None
         self._memory = memory
-        self._layout = facts.memory.layout
-        self._page_tokens = facts.memory.page_tokens
+        self._layout = memory.layout
+        self._page_tokens = memory.layout.page_tokens
         self._offload = offload
-        self._stores = facts.offload.storage
+        self._stores = stores
         self._out = out
         self._clock = clock
-        self._ranks = facts.tp
+        self._ranks = ranks
         self._loads: dict[Hashable, Load] = {}  # by who waits
         self._all: list[Load] = []  # that are not over
         self._fetches: dict[int, Load] = {}
         self._copies: dict[int, Load] = {}
-        self._copy_acks = Acks(facts.tp)
+        self._copy_acks = Acks(ranks)
         self._arriving: set[tuple[int, bytes]] = set()  # by group and hash, what loads bring
         self._asks = asks
         self._fetch_ops = 0

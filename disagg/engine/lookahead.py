@@ -10,7 +10,6 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 from disagg.engine.batch import Batch
-from disagg.engine.facts import EngineFacts
 from disagg.engine.sequences import Sequence
 from disagg.memory.kv_memory import KvMemory
 from disagg.memory.spans import pages_for, window_pages
@@ -30,8 +29,8 @@ class Begun:
 class Lookahead:
     """See the module. granted: what has begun, but whose choices do not run yet; whoever lets it begin keeps it."""
 
-    def __init__(self, facts: EngineFacts, memory: KvMemory, batch: Batch) -> None:
-        self._facts = facts
+    def __init__(self, lookahead_tokens: int, memory: KvMemory, batch: Batch) -> None:
+        self._lookahead_tokens = lookahead_tokens
         self._memory = memory
         self._batch = batch
         self.granted: dict[LegKey, Begun] = {}
@@ -50,12 +49,13 @@ class Lookahead:
         if not growing and (self.alone if alone is None else alone):
             return True
         growth = self._grown_to([*growing, *new.growing], [*limits, *[new.limit] * len(new.growing)])
-        return self._memory.allocator.used_large + growth <= self._facts.memory.num_large
+        return self._memory.allocator.used_large + growth <= self._memory.allocator.num_large
 
     @property
     def spare_large(self) -> int:
         """Large pages that are free, and that those which have begun do not come to need for as long as is looked ahead."""
-        return int(self._facts.memory.num_large - self._memory.allocator.used_large - self._grown_to(*self._begun()))
+        allocator = self._memory.allocator
+        return int(allocator.num_large - allocator.used_large - self._grown_to(*self._begun()))
 
     def _begun(self) -> tuple[list[Growing], list[int]]:
         """Of all choices that run, or that something which has begun will have: how they grow, and most tokens of each."""
@@ -69,7 +69,7 @@ class Lookahead:
 
     def _grown_to(self, growing: List[Growing], limits: List[int]) -> float:
         """Large pages, beyond those that are used, that these come to need at most. limits: most tokens of each."""
-        layout, large = self._facts.memory.layout, 0.0
+        layout, large = self._memory.layout, 0.0
         late = self._memory.late_runs
         per_page = sum(
             1 / per_large
@@ -83,8 +83,7 @@ class Lookahead:
             for each, limit in zip(growing, limits, strict=True):
                 held = pages_for(max(0, limit - 1 - each.steps), layout.page_tokens)
                 large += (min(most, pages_for(limit, layout.page_tokens)) - min(most, held)) / per_large
-        ahead = self._facts.scheduling.lookahead_tokens
-        return large + per_page * peak_growth(growing, layout.page_tokens, ahead, late + 1)
+        return large + per_page * peak_growth(growing, layout.page_tokens, self._lookahead_tokens, late + 1)
 
 
 def running_on(sequence: Sequence) -> Growing:

@@ -16,7 +16,7 @@ from collections.abc import Sequence as List
 from functools import partial
 
 from disagg.engine.asks import Asks
-from disagg.engine.facts import EngineFacts
+from disagg.engine.facts import OffloadFacts
 from disagg.engine.instructions import Instruction, ToStore, ToTransfer
 from disagg.engine.sequences import Sequence
 from disagg.memory.kv_memory import KvMemory
@@ -45,30 +45,29 @@ class Offload:
 
     def __init__(
         self,
-        facts: EngineFacts,
+        facts: OffloadFacts,
+        ranks: int,
         memory: KvMemory,
         asks: Asks,
         out: list[Instruction],
         clock: Callable[[], int],
     ) -> None:
-        assert facts.offload is not None
-        offload = facts.offload
         self._memory = memory
-        self._stores = offload.storage
+        self._stores = facts.storage
         self._asks = asks
         self._asking: set[str] = set()  # names of sequences that wait for what storage says it has of them
         self._out = out
         self._clock = clock
-        self._page_tokens = facts.memory.page_tokens
+        self._page_tokens = memory.layout.page_tokens
         # A state enters the cache when the run that reads it has reported.
-        self._lag_tokens = int(any(group.kind is GroupKind.STATE for group in facts.memory.layout.groups))
+        self._lag_tokens = int(any(group.kind is GroupKind.STATE for group in memory.layout.groups))
         self._published: set[int] = set()  # uploads that storage is told of, and has not answered
-        self.rules = offload_rules(facts.memory.layout, offload.stride_tokens)
+        self.rules = offload_rules(memory.layout, facts.stride_tokens)
         self.manager = OffloadManager(
             self.rules,
-            lambda layout, gone: HostPool(layout, offload.host_large, gone),
-            ranks=facts.tp,
-            storage=offload.storage,
+            lambda layout, gone: HostPool(layout, facts.host_large, gone),
+            ranks=ranks,
+            storage=facts.storage,
         )
         self._pinned: Counter[tuple[int, int]] = Counter()  # by group and page: how often it is held here
 

@@ -6,25 +6,25 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from disagg.engine.facts import EngineFacts
+from disagg.engine.facts import MemoryFacts, ModelFacts, SchedulingFacts
 from disagg.engine.instructions import Counters, PublishKv
 from disagg.memory.kv_memory import KvMemory
 from disagg.memory.sequence import SequencePages
 from disagg.messages.legs import GroupMemory, HostMemory, KvEvents, LoadReport, MemoryReport, ServerState, StartLeg
 from disagg.scheduler.pipeline import plans_in_flight
 
-Fits = Callable[[EngineFacts, KvMemory, int], bool]
+Fits = Callable[[KvMemory, int, int], bool]  # (memory, num_tokens, chunk_tokens)
 
 
-def prompt_fits(facts: EngineFacts, kv: KvMemory, num_tokens: int) -> bool:
+def prompt_fits(kv: KvMemory, num_tokens: int, chunk_tokens: int) -> bool:
     """A prompt of so many tokens can be computed when nothing else holds pages."""
-    return kv.large_pages_to_prefill(num_tokens, facts.scheduling.chunk_tokens) <= facts.memory.num_large
+    return kv.large_pages_to_prefill(num_tokens, chunk_tokens) <= kv.allocator.num_large
 
 
-def answer_fits(facts: EngineFacts, kv: KvMemory, total_tokens: int, shared_tokens: int = 0) -> bool:
+def answer_fits(kv: KvMemory, total_tokens: int, chunk_tokens: int, shared_tokens: int = 0) -> bool:
     """One choice can grow to its end, and be computed again up to there, when nothing else holds pages."""
     grown = kv.large_pages_to_decode(shared_tokens, total_tokens, 1)
-    return grown <= facts.memory.num_large and prompt_fits(facts, kv, total_tokens)
+    return grown <= kv.allocator.num_large and prompt_fits(kv, total_tokens, chunk_tokens)
 
 
 class EnginePool:
@@ -32,22 +32,27 @@ class EnginePool:
 
     def __init__(
         self,
-        facts: EngineFacts,
+        model: ModelFacts,
+        memory: MemoryFacts,
+        scheduling: SchedulingFacts,
+        stages: int,
         counters: Counters,
         fits_alone: Fits,
         common_late_tokens: int = 0,
     ) -> None:
         """fits_alone: a sequence that comes to so many tokens fits when it is alone. common_late_tokens: see KvMemory."""
-        self._memory = facts.memory
+        self._memory = memory
         self._counters = counters
         self.kv = KvMemory(
-            facts.memory.layout,
-            facts.memory.num_large,
-            caching=facts.memory.prefix_cache,
+            memory.layout,
+            memory.num_large,
+            caching=memory.prefix_cache,
             common_late_tokens=common_late_tokens,
-            late_runs=plans_in_flight(facts.pp),
+            late_runs=plans_in_flight(stages),
         )
-        self.longest_alone = _longest(facts.model.max_model_len, lambda tokens: fits_alone(facts, self.kv, tokens))
+        self.longest_alone = _longest(
+            model.max_model_len, lambda tokens: fits_alone(self.kv, tokens, scheduling.chunk_tokens)
+        )
 
     def prefix(self, start: StartLeg) -> tuple[bytes, list[bytes]]:
         """The root of a leg's hash chain, and the hashes of its full pages."""

@@ -75,7 +75,7 @@ class Prompts(Stage):
 
     def refusal(self, start: StartLeg) -> str:
         tokens = len(start.token_ids)
-        if not prompt_fits(self._core.facts, self._pool.kv, tokens):
+        if not prompt_fits(self._pool.kv, tokens, self._facts.chunk_tokens):
             return (
                 f"{tokens} prompt tokens do not fit the {self._core.role} server's KV pool of "
                 f"{self._pool.longest_alone} tokens"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 
 from disagg.engine.asks import Asks
-from disagg.engine.facts import EngineFacts
+from disagg.engine.facts import OffloadFacts
 from disagg.engine.instructions import Counters, Instruction
 from disagg.engine.loads import Loads
 from disagg.engine.offload import Offload
@@ -21,7 +21,8 @@ class Tiers:
 
     def __init__(
         self,
-        facts: EngineFacts,
+        facts: OffloadFacts,
+        tp: int,
         memory: KvMemory,
         counters: Counters,
         out: list[Instruction],
@@ -29,8 +30,8 @@ class Tiers:
     ) -> None:
         self._counters = counters
         self._asks = Asks(out)
-        self.offload = Offload(facts, memory, self._asks, out, clock)
-        self.loads = Loads(facts, memory, self.offload, self._asks, out, clock)
+        self.offload = Offload(facts, tp, memory, self._asks, out, clock)
+        self.loads = Loads(facts.storage, tp, memory, self.offload, self._asks, out, clock)
 
     def begins(self, who: Hashable, cached_tokens: int) -> Mapping[str, int]:
         """A sequence begins, so many of whose tokens are cached: how many of them its load brought, by tier.

@@ -215,7 +215,7 @@ class HostileDecode:
         self.do(self.prefill.link(m.Grant(self.legs[0].key, self.wants(self.legs[0]))))
 
     def wants(self, leg: StartLeg) -> tuple[int, ...]:
-        return first_held(FACTS, leg)
+        return first_held(FACTS.model.groups, FACTS.memory.page_tokens, leg)
 
     def do(self, out: list[Instruction]) -> None:
         """Workers obey, and check that they can."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from disagg.engine.facts import EngineFacts
 from disagg.messages.layout import LayerGroup
 from disagg.messages.pieces import Piece
 from disagg.staging.pieces import most_group_pieces, split_group_piece
@@ -16,11 +15,11 @@ from disagg.types.errors import ProtocolError
 class Fitting:
     """Looks at the widest rank slice of a piece: the others fit then, too."""
 
-    def __init__(self, facts: EngineFacts) -> None:
-        self._groups = facts.model.groups
-        self._page_tokens = facts.memory.page_tokens
-        self._chunk_tokens = facts.scheduling.chunk_tokens
-        self._gather_bytes = facts.transfer.gather_bytes
+    def __init__(self, groups: Sequence[LayerGroup], page_tokens: int, chunk_tokens: int, gather_bytes: int) -> None:
+        self._groups = groups
+        self._page_tokens = page_tokens
+        self._chunk_tokens = chunk_tokens
+        self._gather_bytes = gather_bytes
 
     def cut(self, widest_of: Callable[[int], int], segment_bytes: int | None) -> Cut:
         """widest_of: heads of the widest rank slice, by layer group. segment_bytes: of the ring, if there is one."""

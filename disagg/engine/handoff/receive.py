@@ -49,13 +49,13 @@ class Receiver(Handoff):
     """See the module."""
 
     def __init__(self, core: Core, choices: Choices) -> None:
-        self._facts = core.facts
+        self._facts = facts = core.facts
         self._legs = core.legs
         self._batch = core.batch
         self._counters = core.counters
         self._out = core.out
         self._choices = choices
-        self.rings = RingOwner(core.facts, core.out)
+        self.rings = RingOwner(facts.transfer, facts.model.groups, facts.tp, facts.incarnation, core.out)
         self._grants = Grants(core, choices, self.rings)
         self.transfers: dict[LegKey, Receiving] = {}
         self.links: dict[int, ReceiveLink] = {}

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from disagg.engine.facts import EngineFacts
+from disagg.engine.facts import TransferFacts
 from disagg.engine.handoff.ring_table import LiveEntry, RingState, RingTable
 from disagg.engine.instructions import ForgetLink, Instruction, ToLink, ToTransfer
 from disagg.messages import link as m
+from disagg.messages.layout import LayerGroup
 from disagg.messages.pieces import HeadSlice, Piece, RankSlice
 from disagg.messages.transfer import ExpectPiece, ForgetEntry
 from disagg.staging.arena import locate
@@ -48,17 +49,18 @@ class _Peer:
 class RingOwner:
     """The rings of all links. Instructions are appended to `out`."""
 
-    def __init__(self, facts: EngineFacts, out: list[Instruction]) -> None:
-        self.table = RingTable(
-            facts.transfer.arena_bytes,
-            facts.transfer.segment_bytes,
-            facts.transfer.link_segments,
-            facts.tp,
-            facts.transfer.link_idle_s,
-        )
-        self._tp = facts.tp
-        self._incarnation = facts.incarnation
-        self._groups = facts.model.groups
+    def __init__(
+        self,
+        facts: TransferFacts,
+        groups: tuple[LayerGroup, ...],
+        tp: int,
+        incarnation: str,
+        out: list[Instruction],
+    ) -> None:
+        self.table = RingTable(facts.arena_bytes, facts.segment_bytes, facts.link_segments, tp, facts.link_idle_s)
+        self._tp = tp
+        self._incarnation = incarnation
+        self._groups = groups
         self._out = out
         self._peers: dict[int, _Peer] = {}
         self._quarantined: dict[int, _Peer] = {}  # of lost links that hold segments still

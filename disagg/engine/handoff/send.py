@@ -55,7 +55,7 @@ class Sender(Handoff, Onward):
     """See the module."""
 
     def __init__(self, core: Core) -> None:
-        self._facts = core.facts
+        self._facts = facts = core.facts
         self._legs = core.legs
         self._pool = core.pool
         self._batch = core.batch
@@ -63,13 +63,17 @@ class Sender(Handoff, Onward):
         self._out = core.out
         self.transfers: dict[LegKey, Sending] = {}
         self.links: dict[int, SendLink] = {}
-        self.lost_links = LostLinks(core.facts.tp)
-        self._fitting = Fitting(core.facts)
+        self.lost_links = LostLinks(facts.tp)
+        self._fitting = Fitting(
+            facts.model.groups, facts.memory.page_tokens, facts.scheduling.chunk_tokens, facts.transfer.gather_bytes
+        )
 
     # ---- a leg
 
     def start(self, leg: Leg, now: Now) -> None:
-        session = SendSession(leg.num_tokens, self._facts.model.groups, first_held(self._facts, leg.start))
+        groups = self._facts.model.groups
+        held = first_held(groups, self._facts.memory.page_tokens, leg.start)
+        session = SendSession(leg.num_tokens, groups, held)
         transfer = self.transfers[leg.key] = Sending(leg, session)
         peer = leg.start.peer
         for number, link in self.links.items():

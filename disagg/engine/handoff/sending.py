@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from disagg.engine.facts import EngineFacts
 from disagg.engine.legs import Leg
 from disagg.engine.sequences import Sequence
 from disagg.memory.spans import window_first, window_start
 from disagg.messages import link as m
-from disagg.messages.layout import GroupKind
+from disagg.messages.layout import GroupKind, LayerGroup
 from disagg.messages.legs import StartLeg
 from disagg.transfer.session import SendSession
 from disagg.types.ids import LegKey
@@ -38,16 +38,16 @@ class Sending:
         return self.leg.key
 
 
-def first_held(facts: EngineFacts, start: StartLeg) -> tuple[int, ...]:
+def first_held(groups: Iterable[LayerGroup], page_tokens: int, start: StartLeg) -> tuple[int, ...]:
     """Per layer group, the first token that pages still hold when all of the leg's have been computed.
 
     A prompt keeps the window of its last full page, a sequence that ran no more than its next token needs.
     """
-    num_tokens, page_tokens = len(start.token_ids), facts.memory.page_tokens
+    num_tokens = len(start.token_ids)
 
     def of_window(window_tokens: int) -> int:
         if start.moves_attempt:
             return window_first(num_tokens, window_tokens, page_tokens) * page_tokens
         return window_start(num_tokens, window_tokens, page_tokens)
 
-    return tuple(of_window(g.window - 1) if g.kind is GroupKind.WINDOW else 0 for g in facts.model.groups)
+    return tuple(of_window(g.window - 1) if g.kind is GroupKind.WINDOW else 0 for g in groups)
