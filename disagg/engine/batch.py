@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import bisect
 
-from disagg.engine.facts import EngineFacts
+from disagg.engine.facts import SchedulingFacts
 from disagg.engine.instructions import Counters
 from disagg.engine.sequences import Sequence, State
 from disagg.engine.steps import PlanPipeline, Slots
@@ -37,7 +37,7 @@ from disagg.messages.plan import PageCopy, Run, SamplerStart, SequenceStart, Ste
 from disagg.messages.sequence_diff import DiffEncoder
 from disagg.scheduler.budget import Budget, of_tokens
 from disagg.scheduler.fairness import Shares
-from disagg.scheduler.pipeline import decode_share, plans_in_flight
+from disagg.scheduler.pipeline import decode_share
 from disagg.scheduler.policies import POLICIES, PREEMPTION, Candidate, Phase, Running, StepState
 from disagg.scheduler.step_times import StepTimes, ToldTimes
 
@@ -49,17 +49,21 @@ class Batch:
 
     def __init__(
         self,
-        facts: EngineFacts,
+        facts: SchedulingFacts,
+        checkpoint_tokens: int,
         memory: KvMemory,
+        pipeline: PlanPipeline,
         counters: Counters,
         policy: str,
         step_tokens: int,
         tiers: Tiers | None = None,
     ) -> None:
-        """policy: a key of scheduler.policies.POLICIES. step_tokens: of one step, at most. tiers: if there are any."""
-        self._facts = facts.scheduling
-        self._page_tokens = facts.memory.page_tokens
-        self._checkpoint_tokens = facts.memory.checkpoint_tokens
+        """checkpoint_tokens: see MemoryFacts. policy: a key of scheduler.policies.POLICIES. step_tokens: of one step, at most.
+        tiers: if there are any.
+        """
+        self._facts = facts
+        self._page_tokens = memory.layout.page_tokens
+        self._checkpoint_tokens = checkpoint_tokens
         self._memory = memory
         self._counters = counters
         self._policy = POLICIES[policy]
@@ -70,9 +74,9 @@ class Batch:
         self._last: Phase | None = None  # what the last step was for
         self._prompt_tokens = 0  # of all prompts, that steps were given so far
         self._tiers = tiers
-        self.slots = Slots(facts.scheduling.max_slots)
-        self._stages = facts.pp
-        self.pipeline = PlanPipeline(facts.ranks, plans_in_flight(facts.pp), facts.sampling_rank)
+        self.slots = Slots(facts.max_slots)
+        self._stages = pipeline.stages
+        self.pipeline = pipeline
         self._encoder = DiffEncoder()
         self.running: dict[int, Sequence] = {}  # by seq_id, in the order in which they joined
         self.parked: list[Sequence] = []  # oldest first

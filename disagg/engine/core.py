@@ -11,6 +11,7 @@ from disagg.engine.legs import Legs
 from disagg.engine.lookahead import Lookahead
 from disagg.engine.passes import Passes
 from disagg.engine.pool import EnginePool, Fits
+from disagg.engine.steps import PlanPipeline
 from disagg.engine.tiers import Tiers
 from disagg.engine.turns import Turns
 from disagg.scheduler.pipeline import Bubbles
@@ -48,7 +49,16 @@ class Core:
         self.tiers: Tiers | None = None
         if facts.offload is not None:
             self.tiers = Tiers(facts.offload, facts.tp, kv, self.counters, self.out, lambda: self.batch.pipeline.clock)
-        self.batch = Batch(facts, kv, self.counters, sharing.policy, sharing.step_tokens, self.tiers)
+        self.batch = Batch(
+            facts.scheduling,
+            facts.memory.checkpoint_tokens,
+            kv,
+            PlanPipeline(facts.ranks, facts.pp, facts.sampling_rank),
+            self.counters,
+            sharing.policy,
+            sharing.step_tokens,
+            self.tiers,
+        )
         self.legs = Legs(self.counters, self.batch.pipeline, self.out)
         self.turns = Turns(facts.scheduling, self.batch, self.legs)
         self.lookahead = Lookahead(facts.scheduling.lookahead_tokens, kv, self.batch)

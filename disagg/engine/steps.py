@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from disagg.messages.plan import StepResult, WorkerPlan
+from disagg.scheduler.pipeline import plans_in_flight
 from disagg.types.errors import ProtocolError
 
 
@@ -22,10 +23,11 @@ class _InFlight:
 class PlanPipeline:
     """Plans sent and not yet reported by every rank, oldest first."""
 
-    def __init__(self, ranks: int, most: int, sampling_rank: int) -> None:
-        """most: plans in flight. sampling_rank: the one that says what was sampled, and speaks for all."""
+    def __init__(self, ranks: int, stages: int, sampling_rank: int) -> None:
+        """sampling_rank: the one that says what was sampled, and speaks for all."""
+        self.stages = stages
         self._ranks = ranks
-        self._most = most
+        self._most = plans_in_flight(stages)
         self._sampling_rank = sampling_rank
         self._in_flight: dict[int, _InFlight] = {}
         self.reported = -1  # number of the last plan that every rank has reported
