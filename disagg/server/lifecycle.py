@@ -1,7 +1,7 @@
 """The life of one server: it listens, brings its workers up, keeps them alive, and drains.
 
-Everything here runs on one asyncio loop. Who it is: `identity`. How workers come up: `bringup`. What happens, and
-what its engine wants done: `dispatch`. Knows sockets, processes and time.
+Everything here runs on one asyncio loop. Who it is: `identity`. How workers come up: `bringup`. When: `supervision`. What
+happens, and what its engine wants done: `dispatch`. Knows sockets, processes and time.
 
     loading ──> ready ──> draining ──> gone
        ^          │ │ the workers are lost: every leg ends WORKER_LOST, links drop, a new incarnation starts
@@ -47,6 +47,7 @@ from disagg.server.role import RoleOf, ServerRole
 from disagg.server.roles import RoleChanges
 from disagg.server.routers import RouterStreams
 from disagg.server.same_code import check_code
+from disagg.server.supervision import Supervisor
 from disagg.server.vllm_names import expose_vllm_names
 from disagg.server.workers import Workers, WorkersLost
 from disagg.telemetry.http import TelemetryServer
@@ -57,7 +58,6 @@ from disagg.telemetry.traces import open_traces
 from disagg.types.addresses import join
 from disagg.types.errors import ConfigError
 from disagg.types.ids import Role
-from disagg.types.plain import one_line
 from disagg.types.small_files import home_expanded
 from disagg.types.status import DONE, REFUSED
 from disagg.wire.services import (
@@ -75,10 +75,6 @@ from disagg.wire.tls import open_wire_tls
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-RESTART_FIRST_S = 0.2
-RESTART_MOST_S = 10.0
-STEADY_S = 30.0  # up for this long: the next restart is quick again
-MOST_SILENT_EXITS = 5  # of workers that never said a word: by then it is no accident
 STORE_DRAIN_S = 5.0  # what ended requests leave in storage may take so long
 IDLE_S = 300.0  # a connection on which nothing is called for so long is closed
 
@@ -91,7 +87,6 @@ class Server:
         self._config = self._given = config
         self._role_of = role_of
         self._roles = RoleChanges(role)
-        self._another_role = asyncio.Event()  # is asked for
         self._beat = heartbeat
         self._model_dir = Path()
         self._device: Device = "cpu"
@@ -111,6 +106,7 @@ class Server:
             hands_over=self._role.hands_over,
         )
         identity.role_change = lambda: self._roles.report
+        self._supervisor = Supervisor(identity, self._roles, self._stop, self, config.worker.command)
         asked = (self._asked_to_drain, self._asked_for_role)
         self._dispatch = dispatch = Dispatch(name, tp * config.server.pp, _now, identity.why_not, *asked)
         self._dumper = dumper = Dumper(identity, dispatch)
@@ -165,7 +161,7 @@ class Server:
         logger.info("%s listens on %s, metrics on port %d", self._identity.name, join(host, port), metrics_port)
         self._watch.start()
         ticker = create_task(self._tick(), name="tick")
-        supervisor = create_task(self._supervise(health), name="supervise")
+        supervisor = create_task(self._supervisor.run(health), name="supervise")
         stopped = create_task(self._stop.wait(), name="stop")
         certificates = create_task(self._tls.look_always(), name="certificates")
         try:
@@ -201,9 +197,9 @@ class Server:
         self._links.stopping = True
         await health.set_serving(False)
         self._routers.announce()
-        await self._empty(f"{self._identity.name} is shutting down")
+        await self.empty(f"{self._identity.name} is shutting down")
 
-    async def _empty(self, reason: str) -> None:
+    async def empty(self, reason: str) -> None:
         """Gives back what has not begun, waits for the rest, ends what is left, and lets routers have it all: also what they sent
         before they knew that nothing more is taken is answered before links go down."""
         self._routers.settle()
@@ -243,7 +239,7 @@ class Server:
         if self._roles.ask(role, lambda: self._why_not_role(role)):
             logger.info("%s is to be a %s server, as a router asked", self._identity.name, role.value)
             self._identity.state = self._up_state
-            self._another_role.set()
+            self._supervisor.ask_for_role()
         self._routers.announce()
 
     def _why_not_role(self, role: Role) -> str:
@@ -279,73 +275,20 @@ class Server:
         works = self._offloading.state is StorageState.OK
         return works and engine is not None and (engine.offloads or not self._offloading.idle)
 
-    async def _supervise(self, health: Health) -> None:
-        """Keep workers alive. Raises ConfigError when none can come up with this configuration."""
+    @property
+    def workers(self) -> Workers | None:
+        return self._workers
+
+    @property
+    def model_dir(self) -> Path:
+        return self._model_dir
+
+    async def prepare(self) -> None:
+        """What every incarnation needs, found once. Raises ConfigError."""
         loop = asyncio.get_running_loop()
         await self._find_device()
         await loop.run_in_executor(None, self._offloading.open)
-        self._prepare_model = loop.run_in_executor(None, self._find_model)
-        await self._prepare_model
-        pause_s = RESTART_FIRST_S
-        silent_exits = 0
-        while True:
-            up_s, intended = time.monotonic(), False
-            try:
-                await self._bring_up()
-                await health.set_serving(True)
-                reason, intended = await self._lost_or_empty(health)
-            except WorkersLost as error:
-                reason = str(error)
-                self._identity.note = f"its workers could not start: {reason}"
-            except ConfigError as error:
-                if self._identity.model is None:
-                    raise
-                # It worked before, so it is what the model's files have become, perhaps for a moment while they are replaced.
-                reason = str(error)
-                note = f"the model in {self._model_dir} could be served before, and cannot now: {reason}"
-                self._identity.note = note
-            changed = self._roles.fail(reason) or self._roles.take()
-            if not intended:
-                logger.error("the workers of %s are lost: %s", self._identity.name, reason)
-            if changed:
-                logger.info("%s begins anew as a %s server", self._identity.name, self._roles.now.value)
-            silent_exit = self._workers.silent_exit if self._workers is not None else ""
-            silent_exits = silent_exits + 1 if silent_exit else 0
-            if self._identity.model is None and silent_exits == MOST_SILENT_EXITS:
-                command = one_line(str(list(self._config.worker.command)))
-                raise ConfigError(
-                    f"worker.command = {command}: {silent_exit} before it said anything, {silent_exits} times in a row; what "
-                    "it printed says why"
-                )
-            await health.set_serving(False)
-            await self._take_down(reason, another_role=changed, intended=intended)
-            if changed or time.monotonic() - up_s > STEADY_S:
-                pause_s = RESTART_FIRST_S
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, RESTART_MOST_S)
-
-    async def _lost_or_empty(self, health: Health) -> tuple[str, bool]:
-        """Why the workers end, and whether that is intended: they are lost, or have nothing left and change role."""
-        assert self._workers is not None
-        lost, asked = create_task(self._workers.wait_lost()), create_task(self._another_role.wait())
-        emptied: asyncio.Task[None] | None = None
-        try:
-            await asyncio.wait({lost, asked}, return_when=asyncio.FIRST_COMPLETED)
-            if not lost.done():
-                await health.set_serving(False)
-                assert self._roles.becomes is not None
-                reason = f"it becomes a {self._roles.becomes.value} server"
-                emptied = create_task(self._empty(f"{self._identity.name} is emptied: {reason}"))
-                await asyncio.wait({lost, emptied}, return_when=asyncio.FIRST_COMPLETED)
-                if emptied.done():
-                    emptied.result()
-                    if not self._stop.is_set():
-                        return reason, True
-            return await lost, False
-        finally:
-            for task in (lost, asked, emptied):
-                if task is not None:
-                    task.cancel()
+        await loop.run_in_executor(None, self._find_model)
 
     async def _find_device(self) -> None:
         role = self._role
@@ -356,7 +299,7 @@ class Server:
         model = self._config.model
         self._model_dir = resolve(model.name, home_expanded(model.cache_dir, "model.cache_dir"))
 
-    async def _bring_up(self) -> None:
+    async def bring_up(self) -> None:
         """Start a new incarnation; then READY."""
         if self._found_for is not self._roles.now:
             await self._find_device()
@@ -412,7 +355,7 @@ class Server:
         identity.note = change
         identity.model = model
 
-    async def _take_down(self, reason: str, *, another_role: bool, intended: bool) -> None:
+    async def take_down(self, reason: str, *, another_role: bool, intended: bool) -> None:
         """The workers are lost, or end as intended, for those of another role: tell the routers, end the workers, and then let
         peers know that nothing can come.
         """
@@ -425,7 +368,6 @@ class Server:
         if engine is not None:
             self._exporter.retire(*(rank.counters for rank in engine.ranks))
         if another_role:
-            self._another_role.clear()
             await self._take_role()
         self._routers.announce()
         self._routers.flush()

@@ -16,7 +16,7 @@ from disagg.messages.control import Loaded
 from disagg.messages.layout import LayerGroup
 from disagg.messages.legs import LegEnd, Outcome, PeerRef, ServerState, StartLeg
 from disagg.prefill_server.role import PREFILL
-from disagg.server import lifecycle, networks
+from disagg.server import lifecycle, networks, supervision
 from disagg.server.lifecycle import Server
 from disagg.server.model_identity import ModelIdentity, changed, disagreement, identity_of
 from disagg.server.workers import WorkersLost
@@ -145,12 +145,12 @@ async def test_a_model_that_cannot_be_loaded_for_a_while_does_not_end_a_server_t
     async def take_down(reason: str, *, another_role: bool, intended: bool) -> None:
         made._workers = None
 
-    monkeypatch.setattr(lifecycle, "RESTART_FIRST_S", 0.001)
-    for name, value in (("_find_device", nothing), ("_find_model", lambda: None), ("_bring_up", bring_up)):
+    monkeypatch.setattr(supervision, "RESTART_FIRST_S", 0.001)
+    for name, value in (("_find_device", nothing), ("_find_model", lambda: None), ("bring_up", bring_up)):
         monkeypatch.setattr(made, name, value)
-    monkeypatch.setattr(made, "_take_down", take_down)
+    monkeypatch.setattr(made, "take_down", take_down)
     with pytest.raises(_Over):
-        await made._supervise(_Health())  # type: ignore[arg-type]
+        await made._supervisor.run(_Health())  # type: ignore[arg-type]
     assert notes[:2] == ["", ""] and str(fault) in notes[2] and str(fault) in notes[3]
     assert made._identity.note == ""  # all is well again
 
@@ -161,10 +161,10 @@ async def test_a_model_that_cannot_be_loaded_at_first_ends_the_server(monkeypatc
     async def bring_up() -> None:
         raise ConfigError("no weights")
 
-    for name, value in (("_find_device", nothing), ("_find_model", lambda: None), ("_bring_up", bring_up)):
+    for name, value in (("_find_device", nothing), ("_find_model", lambda: None), ("bring_up", bring_up)):
         monkeypatch.setattr(made, name, value)
     with pytest.raises(ConfigError, match="no weights"):
-        await made._supervise(_Health())  # type: ignore[arg-type]
+        await made._supervisor.run(_Health())  # type: ignore[arg-type]
 
 
 async def test_an_intended_change_of_role_is_no_loss(
@@ -212,13 +212,13 @@ async def test_an_intended_change_of_role_is_no_loss(
             monkeypatch.setattr(made, "_why_not_role", lambda role: "")
             made._asked_for_role(DECODE.role)
 
-    monkeypatch.setattr(lifecycle, "RESTART_FIRST_S", 0.001)
+    monkeypatch.setattr(supervision, "RESTART_FIRST_S", 0.001)
     monkeypatch.setattr(made._exporter, "retire", lambda *counters: None)
     monkeypatch.setattr(made._links, "drop_all", lambda reason, intended=False: dropped.append((reason, intended)))
-    for name, value in (("_find_device", nothing), ("_find_model", lambda: None), ("_bring_up", bring_up)):
+    for name, value in (("_find_device", nothing), ("_find_model", lambda: None), ("bring_up", bring_up)):
         monkeypatch.setattr(made, name, value)
     with caplog.at_level(logging.INFO), pytest.raises(_Over):
-        await asyncio.wait_for(made._supervise(_Health()), 30)  # type: ignore[arg-type]
+        await asyncio.wait_for(made._supervisor.run(_Health()), 30)  # type: ignore[arg-type]
     name = made._identity.name
     intended = f"{name} ended its workers: it becomes a decode server"
     lost = f"{name} lost its workers: rank 0 was killed by SIGKILL"
@@ -244,7 +244,7 @@ async def test_another_role_looks_its_host_up_beside_the_loop(monkeypatch: pytes
     for role in (PREFILL.role, PREFILL.role, DECODE.role):
         made._roles.now = role
         with pytest.raises(_Over):
-            await made._bring_up()
+            await made.bring_up()
         assert made._config.transfer.ucx_net_devices == "eth7"
     assert len(threads) == 2 and threading.main_thread() not in threads
 
