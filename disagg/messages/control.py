@@ -24,26 +24,20 @@ class Computation(Struct, frozen=True):
 
 
 class Load(Struct, frozen=True, tag="load"):
-    """Load the model, or one rank's part of it, and meet the other ranks.
-
-    dtype is a concrete one ("float32", ...). device: "cpu", or "cuda": rank r then has GPU first_gpu + r. gemv_copies: see
-    models/gemv. tp: workers of one data-parallel rank; dp: how many of these there are, which may share experts
-    (models/experts). pp: how many stages, of tp workers each, where dp is 1; rank r is in stage r // tp. meet_s: how
-    long to wait for the others once loaded; collective_s: how long for them in any later collective.
-    """
+    """Load the model, or one rank's part of it, and meet the other ranks."""
 
     model_dir: str
-    dtype: str
-    device: str
+    dtype: str  # a concrete one ("float32", ...)
+    device: str  # "cpu", or "cuda": rank r then has GPU first_gpu + r
     first_gpu: int
     threads: int
-    gemv_copies: bool
-    tp: int
-    meet_s: float
-    collective_s: float
+    gemv_copies: bool  # see models/gemv
+    tp: int  # workers of one data-parallel rank
+    meet_s: float  # how long to wait for the other ranks once loaded
+    collective_s: float  # how long to wait for them in any later collective
     computation: Computation = Computation()
-    dp: int = 1
-    pp: int = 1
+    dp: int = 1  # data-parallel ranks, which may share experts (models/experts)
+    pp: int = 1  # stages, of tp workers each, where dp is 1; rank r is in stage r // tp
 
 
 class Profile(Struct, frozen=True, tag="profile"):
@@ -142,22 +136,18 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
 
 
 class Loaded(Struct, frozen=True, tag="loaded"):
-    """groups: of the whole model, with all KV heads. weights_hash: see models/identity; files: digests of the small files
-    beside the weights, by name. lockstep: data-parallel ranks share its experts, so that all take part in each step. cuts: stage
-    s has layers [cuts[s], cuts[s + 1]); none where there is one stage. Every rank says the same but for load_s, or they have
-    loaded different models.
-    """
+    """A rank has loaded its part. Every rank says the same but for rank and load_s, or they have loaded different models."""
 
     rank: int
-    groups: tuple[LayerGroup, ...]
+    groups: tuple[LayerGroup, ...]  # of the whole model, with all KV heads
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     load_s: float
-    weights_hash: str
-    files: dict[str, str]
-    lockstep: bool = False
-    cuts: tuple[int, ...] = ()
+    weights_hash: str  # see models/identity
+    files: dict[str, str]  # digests of the small files beside the weights, by name
+    lockstep: bool = False  # data-parallel ranks share its experts, so that all take part in each step
+    cuts: tuple[int, ...] = ()  # stage s has layers [cuts[s], cuts[s + 1]); none where there is one stage
 
 
 class Profiled(Struct, frozen=True, tag="profiled"):

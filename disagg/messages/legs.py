@@ -40,31 +40,24 @@ class ServerState(enum.StrEnum):
 
 
 class StartLeg(Struct, frozen=True):
-    """Run one phase of one leg. The server's role says which phase; `peer` is the server of the other one.
-
-    token_ids: the prompt's, then outputs accepted in earlier attempts; num_prompt: how many are the prompt's. Output index
-    of the first token to be produced is len(token_ids) - num_prompt. deadline_s: seconds left. cache_salt: one prefix
-    cache per salt. incarnation: of the recipient's workers, as the router knows them; others give the leg back.
-    tenant: whose request it is; tenants that wait take turns. Empty: a router that does not say. priority: lower is more urgent,
-    among the tenant's own. moves_attempt: not 0 where the recipient has handed this attempt of the request over (`HandOver`):
-    it sends the peer what it keeps of these choices, which have one token beyond token_ids. moved: the peer is such a server.
-    traceparent: W3C trace context that the leg's spans belong to; empty: it is not traced.
-    """
+    """Run one phase of one leg. The server's role says which phase."""
 
     key: LegKey
-    token_ids: tuple[int, ...]
-    num_prompt: int
+    token_ids: tuple[int, ...]  # the prompt's, then outputs accepted in earlier attempts
+    num_prompt: int  # how many of them are the prompt's: the next token has output index len(token_ids) - num_prompt
     params: SamplingParams
     choices: tuple[int, ...]
-    peer: PeerRef
-    deadline_s: float
-    cache_salt: str = ""
-    incarnation: str = ""
-    tenant: str = ""
-    priority: int = 0
+    peer: PeerRef  # the server of the other phase
+    deadline_s: float  # seconds left
+    cache_salt: str = ""  # one prefix cache per salt
+    incarnation: str = ""  # of the recipient's workers, as the router knows them; others give the leg back
+    tenant: str = ""  # whose request it is; tenants that wait take turns. Empty: a router that does not say
+    priority: int = 0  # lower is more urgent, among the tenant's own
+    # Not 0 where the recipient has handed this attempt of the request over (`HandOver`): it sends the peer what it keeps of these
+    # choices, which have one token beyond token_ids.
     moves_attempt: int = 0
-    moved: bool = False
-    traceparent: str = ""
+    moved: bool = False  # the peer has handed it over, and sends what it keeps
+    traceparent: str = ""  # W3C trace context that the leg's spans belong to; empty: it is not traced
 
 
 class AbortLeg(Struct, frozen=True):
@@ -255,13 +248,7 @@ class StepCosts(Struct, frozen=True):
 
 
 class LoadReport(Struct, frozen=True):
-    """A server's state and load, sent every heartbeat and at each change of state. Pages are large pages (memory/layout).
-
-    memory: None while there is no pool. lost_pods: of lost peers that may still write here, as LinkHello.pod. arena: None of a
-    server without an engine, or one that does not say it. received: by prefill server, of a decode server. loop_gap_s: the
-    longest time for which its event loop stood still, in the last one to two minutes. carried: by what KV goes to which peer,
-    of a server that sends. steps: None before enough of them.
-    """
+    """A server's state and load, sent every heartbeat and at each change of state. Pages are large pages (memory/layout)."""
 
     state: ServerState
     running: int
@@ -270,14 +257,14 @@ class LoadReport(Struct, frozen=True):
     pages_free: int
     pages_evictable: int
     pages_total: int
-    memory: MemoryReport | None = None
+    memory: MemoryReport | None = None  # None while there is no pool
     store: StorageState = StorageState.OFF
-    lost_pods: tuple[str, ...] = ()
-    arena: ArenaReport | None = None
-    received: tuple[ReceivedFrom, ...] = ()
-    loop_gap_s: float = 0.0
-    carried: tuple[CarriedBy, ...] = ()
-    steps: StepCosts | None = None
+    lost_pods: tuple[str, ...] = ()  # of lost peers that may still write here, as LinkHello.pod
+    arena: ArenaReport | None = None  # None of a server without an engine, or one that does not say it
+    received: tuple[ReceivedFrom, ...] = ()  # of a decode server, by prefill server
+    loop_gap_s: float = 0.0  # the longest time for which its event loop stood still, in the last one to two minutes
+    carried: tuple[CarriedBy, ...] = ()  # by what KV goes to which peer, of a server that sends
+    steps: StepCosts | None = None  # None before enough of them
 
 
 class PrefixGroup(Struct, frozen=True):
@@ -315,17 +302,7 @@ class RoleChange(Struct, frozen=True):
 
 
 class ServerHello(Struct, frozen=True):
-    """Who a server is; sent first on every stream, and again when a new incarnation of its workers is up.
-
-    fingerprint: digest of the KV layout and the weights; only equals are paired. model: the served model's name.
-    weights_hash: of what the workers loaded, and files: digests of the small files that were beside it, by name; both empty
-    while it loads, and of a server that does not say them. note: what the operator should know, if anything. prefix: None
-    while it loads, and of a server that has no prefix cache or does not say it. dp, pp: data-parallel ranks and pipeline
-    stages, of tp worker ranks each. drains: it knows `Drain`. hands_over: it knows `HandOver`, and can send what it kept.
-    These two are for routers of protocol 0: ask `messages/needs`.
-    version: what the server's process speaks.
-    role_change: None of a server that does not know `SetRole`.
-    """
+    """Who a server is; sent first on every stream, and again when a new incarnation of its workers is up."""
 
     name: str
     role: Role
@@ -333,22 +310,24 @@ class ServerHello(Struct, frozen=True):
     pid: int
     worker_pids: tuple[int, ...]
     incarnation: str
-    fingerprint: str
-    model: str
+    fingerprint: str  # digest of the KV layout and the weights; only equals are paired
+    model: str  # the served model's name
     max_model_len: int
     max_tokens_in_pool: int
     link_address: str
     load: LoadReport
-    weights_hash: str = ""
-    files: dict[str, str] = {}
-    note: str = ""
+    weights_hash: str = ""  # of what the workers loaded; empty while they load, and of a server that does not say it
+    files: dict[str, str] = {}  # digests of the small files beside the weights, by name; empty when weights_hash is
+    note: str = ""  # what the operator should know, if anything
+    # None while it loads, and of a server that has no prefix cache or does not say it.
     prefix: PrefixRules | None = None
-    dp: int = 1
-    pp: int = 1
-    drains: bool = False
+    dp: int = 1  # data-parallel ranks
+    pp: int = 1  # pipeline stages, of tp worker ranks each
+    drains: bool = False  # it knows `Drain`; for routers of protocol 0: ask `messages/needs`
+    # It knows `HandOver`, and can send what it kept; for routers of protocol 0: ask `messages/needs`.
     hands_over: bool = False
-    version: Version = BEFORE_NUMBERS
-    role_change: RoleChange | None = None
+    version: Version = BEFORE_NUMBERS  # what the server's process speaks
+    role_change: RoleChange | None = None  # None of a server that does not know `SetRole`
 
 
 RouterMessage = StartLeg | AbortLeg | PodGone | Drain | HandOver | SetRole

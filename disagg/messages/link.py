@@ -42,23 +42,19 @@ class RankInfo(Struct, frozen=True):
 
 
 class LinkHello(Struct, frozen=True):
-    """First message each way. generation: drawn by the decode side, new for every link. host_id: equal on one host.
-
-    ranks: 0 to tp - 1, in order. server_id: new for every server process; empty from one that is too old to say.
-    pod: NAMESPACE/NAME/UID of the Kubernetes pod that it and its workers run in; empty where that is not known. version: what
-    the server's process speaks.
-    """
+    """First message each way."""
 
     name: str
-    generation: str
+    generation: str  # drawn by the decode side, new for every link
     incarnation: str
     fingerprint: str
     tp: int
-    host_id: str
-    ranks: tuple[RankInfo, ...]
-    server_id: str = ""
+    host_id: str  # equal on one host
+    ranks: tuple[RankInfo, ...]  # 0 to tp - 1, in order
+    server_id: str = ""  # new for every server process; empty from one that is too old to say
+    # NAMESPACE/NAME/UID of the Kubernetes pod that it and its workers run in; empty where that is not known.
     pod: str = ""
-    version: Version = BEFORE_NUMBERS
+    version: Version = BEFORE_NUMBERS  # what the server's process speaks
 
 
 class Announce(Struct, frozen=True):

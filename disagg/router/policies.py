@@ -26,23 +26,18 @@ TRANSFER_TOKEN_S = 5e-6  # of a token's KV, from prefill to decode: most of it b
 
 
 class RequestFacts(Struct, frozen=True):
-    """What a policy may know of a request. Tokens: to be computed by prefill; the most that decode has to hold.
+    """What a policy may know of a request."""
 
-    serial: which request of this router it is, from 0. weights: of which tokens were accepted, so that only they may give
-    the rest; empty while there are none. draw: 32 random bits of its own. turns: 32 of its router's, by which that one's turns
-    differ from others'; 0: they begin with the first server. pages: names of the prompt's pages. session: servers that its
-    conversation was sent to last.
-    """
-
-    prefill_tokens: int
-    total_tokens: int
+    prefill_tokens: int  # to be computed by prefill
+    total_tokens: int  # the most that decode has to hold
     choices: int = 1
-    serial: int = 0
-    weights: str = ""
-    draw: int = 0
-    pages: PromptPages = NO_PAGES
+    serial: int = 0  # which request of this router it is, from 0
+    weights: str = ""  # of which tokens were accepted, so that only they may give the rest; empty while there are none
+    draw: int = 0  # 32 random bits of its own
+    pages: PromptPages = NO_PAGES  # names of the prompt's pages
+    # 32 random bits of its router's, by which that one's turns differ from others'; 0: they begin with the first server.
     turns: int = 0
-    session: frozenset[str] = NOWHERE
+    session: frozenset[str] = NOWHERE  # servers that its conversation was sent to last
 
     def strange(self, server: str) -> bool:
         """Its conversation was sent elsewhere."""

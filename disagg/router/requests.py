@@ -15,44 +15,33 @@ from disagg.types.trace_context import TraceContext
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
-    """One prompt with its parameters. prompt: text, or token ids taken as they are.
-
-    params.max_tokens 0 means "as many as fit". max_tokens_unasked: the client named no such number, and params.max_tokens is what
-    its interface then gives; where fewer fit, it is as many as fit. seed None: the router draws one. deadline_s None: the
-    configured one.
-    tenant: who asks, as far as a face can tell (router/tenants): those that wait take turns. priority: lower is more urgent,
-    among the tenant's own.
-    owner: the tenant whose key was shown, where keys are asked for: what is cached for it is found by nobody else.
-    client_request_id: what the client calls it (logs only); the router's own id is `Started.request_id`.
-    prompt_name: what the client calls the prompt, for errors: `prompt[3]` of a call with several,
-    `messages` of a chat.
-    call: which call it is part of, of those with several prompts; empty: it is a call by itself.
-    too_large: why the face could not hold the answer, if it could not: said once everything else is in order.
-    traceparent: which trace it is part of, as its client says (W3C); nonsense is as good as nothing. operation: what it is, as
-    OpenTelemetry's GenAI conventions name it.
-    session: which conversation it is part of, by its client's name for it: it is rather sent where that was before.
-    slo_ttft_s: of no use to its client if its first token comes later than that after it was asked for.
-    add_special_tokens: whether the tokenizer adds BOS and the like to a text prompt (a rendered chat has them already).
-    """
+    """One prompt with its parameters."""
 
     model: str
-    prompt: str | tuple[int, ...]
-    params: SamplingParams
+    prompt: str | tuple[int, ...]  # text, or token ids taken as they are
+    params: SamplingParams  # max_tokens 0 means "as many as fit"
+    # The client named no max_tokens, and params.max_tokens is what its interface then gives; where fewer fit, as many as fit.
     max_tokens_unasked: bool = False
-    seed: int | None = None
-    deadline_s: float | None = None
+    seed: int | None = None  # None: the router draws one
+    deadline_s: float | None = None  # None: the configured one
     cache_salt: str = ""
-    tenant: str = ""
+    tenant: str = ""  # who asks, as far as a face can tell (router/tenants): those that wait take turns
+    # The tenant whose key was shown, where keys are asked for: what is cached for it is found by nobody else.
     owner: str = ""
-    client_request_id: str = ""
+    client_request_id: str = ""  # what the client calls it (logs only); the router's own id is `Started.request_id`
+    # The tokenizer adds BOS and the like to a text prompt (a rendered chat has them already).
     add_special_tokens: bool = True
+    # What the client calls the prompt, for errors: `prompt[3]` of a call with several, `messages` of a chat.
     prompt_name: str = "prompt"
-    call: str = ""
+    call: str = ""  # which call it is part of, of those with several prompts; empty: it is a call by itself
+    # Why the face could not hold the answer, if it could not: said once everything else is in order.
     too_large: str = ""
-    priority: int = 0
-    traceparent: str = ""
-    operation: str = "text_completion"
+    priority: int = 0  # lower is more urgent, among the tenant's own
+    traceparent: str = ""  # which trace it is part of, as its client says (W3C); nonsense is as good as nothing
+    operation: str = "text_completion"  # what it is, as OpenTelemetry's GenAI conventions name it
+    # Which conversation it is part of, by its client's name for it: it is rather sent where that was before.
     session: str = ""
+    # It is of no use to its client if its first token comes later than that after it was asked for.
     slo_ttft_s: float | None = None
 
     @property
@@ -66,32 +55,26 @@ def subject_of(prompt_name: str) -> str:
 
 
 class Asked(Struct, frozen=True, kw_only=True):
-    """A request that was accepted. params.max_tokens 0: as many as the first pair can hold, and the model allows.
-
-    deadline_s: on the clock of the events' now_s; limit_s: how long after its arrival that is. prompt_name, call,
-    priority: as in GenerateRequest. serial: which request of this router it is, from 0. pages: names of the prompt's pages, if
-    they are of use. trace: its own span, if it is traced; client_traceparent, operation, session, slo_ttft_s: as in
-    GenerateRequest. turns: as in RequestFacts.
-    """
+    """A request that was accepted. What has no comment is as in GenerateRequest."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    deadline_s: float
-    limit_s: float
+    params: SamplingParams  # max_tokens 0: as many as the first pair can hold, and the model allows
+    deadline_s: float  # on the clock of the events' now_s
+    limit_s: float  # how long after its arrival the deadline is
     prompt_name: str = "prompt"
     cache_salt: str = ""
     tenant: str = ""
     call: str = ""
-    serial: int = 0
+    serial: int = 0  # which request of this router it is, from 0
     priority: int = 0
-    pages: PromptPages = NO_PAGES
-    trace: TraceContext | None = None
-    client_traceparent: str = ""
+    pages: PromptPages = NO_PAGES  # names of the prompt's pages, if they are of use
+    trace: TraceContext | None = None  # its own span, if it is traced
+    client_traceparent: str = ""  # `GenerateRequest.traceparent`
     operation: str = "text_completion"
     session: str = ""
     slo_ttft_s: float | None = None
-    turns: int = 0
+    turns: int = 0  # as in RequestFacts
 
 
 class Started(Struct, frozen=True):

@@ -96,42 +96,33 @@ def others_prompts(role: Role, load: LoadReport, ours: int) -> int:
 
 
 class ServerView(Struct, frozen=True, kw_only=True):
-    """One server that was found. hello, load: its latest, None when it was never heard.
-
-    connected: its stream is up. lost: given up by the router. fresh: heard within the last few heartbeats; silent_s: for how
-    long it was not heard, 0 while it is fresh.
-    outstanding_prompt_tokens, outstanding_choices: what this router sent it and does not know to be done, in tokens that it has
-    to compute and in choices that it decodes; outstanding_prompts: choices of these prompts, and coming: names of their pages.
-    others_prompts: what prompts others had it compute when its load came (`others_prompts`). speed: at which it computes prompts,
-    and usual_speed: at which all do. refused: why its version and this router's cannot speak with each other, if so. differing:
-    which of its model's files are not those that this router makes tokens and text with. changed: how its model differs from the
-    one that it had before, if it does. circuits: those that are not closed. cached: the one part that is not frozen, because it
-    is too large to be copied for each decision.
-    """
+    """One server that was found."""
 
     name: str
     role: Role
     address: str
-    hello: ServerHello | None = None
-    load: LoadReport | None = None
-    connected: bool = False
-    lost: bool = False
-    fresh: bool = True
+    hello: ServerHello | None = None  # its latest; None when it was never heard
+    load: LoadReport | None = None  # likewise
+    connected: bool = False  # its stream is up
+    lost: bool = False  # given up by the router
+    fresh: bool = True  # heard within the last few heartbeats
+    # What this router sent it and does not know to be done: tokens that it has to compute, and choices that it decodes.
     outstanding_prompt_tokens: int = 0
     outstanding_choices: int = 0
-    outstanding_prompts: int = 0
-    others_prompts: int = 0
-    coming: Container[bytes] = _NO_PAGES
-    speed: Speed = GUESS
-    usual_speed: Speed = GUESS
+    outstanding_prompts: int = 0  # choices of the prompts that it has to compute
+    others_prompts: int = 0  # that others had it compute when its load came: see `others_prompts`
+    coming: Container[bytes] = _NO_PAGES  # names of the pages of the prompts that it has to compute
+    speed: Speed = GUESS  # at which it computes prompts
+    usual_speed: Speed = GUESS  # at which all servers do
+    # The one part that is not frozen: it is too large to be copied for each decision.
     cached: CachedPages = field(default_factory=CachedPages)
     error: str = ""
-    refused: str = ""
-    differing: tuple[str, ...] = ()
-    changed: str = ""
-    silent_s: float = 0.0
+    refused: str = ""  # why its version and this router's cannot speak with each other, if so
+    differing: tuple[str, ...] = ()  # of its model's files, those that this router does not make tokens and text with
+    changed: str = ""  # how its model differs from the one that it had before, if it does
+    silent_s: float = 0.0  # for how long it was not heard; 0 while it is fresh
     held: str = ""
-    circuits: Mapping[Work, Circuit] = NO_CIRCUITS
+    circuits: Mapping[Work, Circuit] = NO_CIRCUITS  # those that are not closed
 
     @property
     def said_ready(self) -> bool:

@@ -18,16 +18,13 @@ class KeeperFacts(Struct, frozen=True):
 
 
 class KeeperLimits(Struct, frozen=True):
-    """ask_s: until an Ask is answered at the latest. Beyond `asks` unanswered ones, others are answered at once with nothing.
+    """What is done at once, and what is remembered."""
 
-    walks, publishes: at once. known_asks, known_spans: what is remembered of answers; a span takes about 2 KB. extra: tasks at
-    once that nobody waits for, such as deleting; what is not deleted is collected later (offload/survey).
-    """
-
-    ask_s: float = 3.0
-    asks: int = 256
-    walks: int = 16
-    publishes: int = 16
-    known_asks: int = 4096
-    known_spans: int = 1 << 15
+    ask_s: float = 3.0  # until an Ask is answered at the latest
+    asks: int = 256  # without an answer; beyond them, others are answered at once with nothing
+    walks: int = 16  # at once
+    publishes: int = 16  # at once
+    known_asks: int = 4096  # of which the answers are remembered
+    known_spans: int = 1 << 15  # that are remembered; one takes about 2 KB
+    # Tasks at once that nobody waits for, such as deleting; what is not deleted is collected later (offload/survey).
     extra: int = 256

@@ -84,19 +84,14 @@ MAX_NOTE_CHARS = 4096
 
 
 class RouterHello(Struct, frozen=True):
-    """First message of a router on a stream.
-
-    router_incarnation: new for every router process. stream_id: names the ReliableChannel, new for each; the server
-    resumes the channel of this id only. last_received: of that channel, 0 on a new one. expected_server_incarnation:
-    empty when the router knows none. server_name: who is meant; empty from a router that is too old to say.
-    """
+    """First message of a router on a stream."""
 
     router_name: str
-    router_incarnation: str
-    stream_id: str
-    last_received: int
-    expected_server_incarnation: str = ""
-    server_name: str = ""
+    router_incarnation: str  # new for every router process
+    stream_id: str  # names the ReliableChannel, new for each; the server resumes the channel of this id only
+    last_received: int  # of that channel, 0 on a new one
+    expected_server_incarnation: str = ""  # empty when the router knows none
+    server_name: str = ""  # who is meant; empty from a router that is too old to say
     version: Version = BEFORE_NUMBERS
 
 

@@ -47,39 +47,37 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What the layers of one group ask, taken together. device: its type; window, softcap, sinks: whether any has one; hopper:
-    whether the device is a chip of that generation."""
+    """What the layers of one group ask, taken together."""
 
     phase: Phase
-    device: str
+    device: str  # its type
     dtype: torch.dtype
     head_dim: int
-    window: bool = False
-    softcap: bool = False
-    sinks: bool = False
-    hopper: bool = False
+    window: bool = False  # any layer has one
+    softcap: bool = False  # likewise
+    sinks: bool = False  # likewise
+    hopper: bool = False  # the device is a chip of that generation
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do, declared. head_dims: (multiple of, most). least_tokens, step_tokens, prefix_tokens: see
-    `share`. captured: `plan` and `run` may be part of a CUDA graph, whose replays find other numbers in the same
-    tables. whole_pages: places of a run's pages that no row sees are read, too, and given no weight: they must be finite.
-    hopper: only on chips of that generation."""
+    """What a backend can do, declared."""
 
     phase: Phase
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype] = ALL_DTYPES
-    head_dims: tuple[int, int] = (1, 1 << 30)
+    head_dims: tuple[int, int] = (1, 1 << 30)  # (multiple of, most)
     windows: bool = True
     softcaps: bool = True
     sinks: bool = True
+    # `plan` and `run` may be part of a CUDA graph, whose replays find other numbers in the same tables.
     captured: bool = False
-    least_tokens: int = 1
-    step_tokens: int = 1
-    prefix_tokens: int = 0
+    least_tokens: int = 1  # see `share`
+    step_tokens: int = 1  # see `share`
+    prefix_tokens: int = 0  # see `share`
+    # Places of a run's pages that no row sees are read, too, and given no weight: they must be finite.
     whole_pages: bool = False
-    hopper: bool = False
+    hopper: bool = False  # only on chips of that generation
 
     def share(self, run: PrefillRun) -> tuple[int, int]:
         """(rows before, rows) of a run that this backend is to take; the others are left to another one.
