@@ -1,7 +1,8 @@
 """What the processes of a cluster hold, sampled over time: memory, descriptors, threads, asyncio tasks, files.
 
 A process is *flat* when a line through its samples, by least squares, rises by less than an allowance over the whole time.
-The first samples are left out: caches fill, allocators grow to what a busy process needs.
+The first samples are left out: caches fill, allocators grow to what a busy process needs. Of samples that follow each other the
+least counts: what is lost stays, and what a flood of connections holds while it lasts does not.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rich.table import Table
 MIB = 1 << 20
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
+AT_ONCE = 5  # samples of which the least counts: more than a flood lasts
 # How far the line of a process may rise over the whole soak. Memory: Python and malloc keep what a peak has needed.
 ALLOWED = {"rss_mib": 24.0, "descriptors": 4.0, "threads": 2.0, "tasks": 4.0, "files": 8.0}
 
@@ -45,6 +47,11 @@ class Series:
     def after(self, begin_s: float) -> Series:
         kept = [(t, a) for t, a in zip(self.at_s, self.amount, strict=True) if t >= begin_s]
         return Series([t for t, _ in kept], [a for _, a in kept])
+
+    def least(self, count: int) -> Series:
+        """Of each `count` samples that follow each other the least, at the moment of the last."""
+        starts = range(0, len(self.at_s) - count + 1, count)
+        return Series([self.at_s[s + count - 1] for s in starts], [min(self.amount[s : s + count]) for s in starts])
 
     def slope(self) -> float:
         """Per second, by least squares; 0 where there are too few samples to say."""
@@ -92,16 +99,17 @@ class Ledger:
         for key, series in self.series.items():
             kept = series.after(series.at_s[0] + warm_s)
             if kept.at_s and kept.at_s[-1] - kept.at_s[0] >= lived_s:
-                out[key] = (kept.rise(), kept)
+                out[key] = (kept.least(AT_ONCE).rise(), kept)
         return out
 
     def show(self, rises: Mapping[tuple[str, str], tuple[float, Series]]) -> None:
-        table = Table(title="lines through the samples, by least squares")
+        table = Table(title="lines by least squares, through the least of samples that follow each other")
         for header in ("process", "what", "first", "last", "largest", "slope per hour", "rise", "allowed"):
             table.add_column(header)
         for (who, what), (rise, series) in sorted(rises.items()):
             first, last = series.amount[0], series.amount[-1]
-            numbers = (first, last, max(series.amount), series.slope() * 3600, rise, ALLOWED[what])
+            per_hour = series.least(AT_ONCE).slope() * 3600
+            numbers = (first, last, max(series.amount), per_hour, rise, ALLOWED[what])
             table.add_row(who, what, *(f"{number:.1f}" for number in numbers))
         Console(width=120).print(table)
 
