@@ -68,7 +68,18 @@ def check(rank_pool: RankPool, tp: int, model_dir: Path) -> list[Run]:
 
 
 # Of the families of the short part, one of each way in which a module is cut or stays whole.
-SHORT_LIST = ("llama", "falcon_h1", "gpt_oss", "gpt_neox", "mamba2", "mixtral", "qwen3_next")
+SHORT_LIST = (
+    "llama",
+    "falcon_h1",
+    "gpt_oss",
+    "gemma3n_text",
+    "gpt_neox",
+    "lfm2",
+    "mamba2",
+    "mixtral",
+    "phi3",
+    "qwen3_next",
+)
 
 
 @pytest.mark.parametrize(
