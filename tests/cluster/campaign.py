@@ -108,6 +108,17 @@ def total(cluster: Cluster, name: str, role: str = "") -> float:
     return sum(value for each in samples for key, value in each.items() if key.partition("{")[0] == f"{name}_total")
 
 
+def tight_as_shipped(
+    run_dir: Path, model_dir: Path, cut: Sizes, prompts: list[list[int]], answers: list[Answer], concurrency: int = 8
+) -> None:
+    """With little memory and room kept ahead of what runs, as by default: perhaps nobody gives way, and answers are the same."""
+    flags = ("--model", str(model_dir), *cut.flags, "--kv-memory", str(cut.tight_bytes))
+    with Cluster(run_dir, *flags, sets=cut.sets) as cluster:
+        compared = check(answers, ask(cluster, prompts, len(answers[0].outputs), concurrency), "tight, as shipped")
+        print(f"(steps, ties) {compared}; {total(cluster, 'disagg_preemptions'):g} preemptions")
+        cluster.check_adds_up()
+
+
 def campaign(
     run_dir: Path,
     model_dir: Path,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from disagg.convert.model_dir import resolve
-from tests.cluster.campaign import campaign, conversations, sizes
+from tests.cluster.campaign import Sizes, campaign, conversations, sizes, tight_as_shipped
 from tests.models import reference
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
@@ -16,12 +16,23 @@ OUTPUTS = 32
 SLOW_FAMILIES = ["mistral", "ministral", "gemma2", "gemma3_text", "bamba", "falcon_h1", "gemma3n_text", "llama"]
 
 
+def tiny_sizes(model_dir: Path) -> Sizes:
+    return sizes(model_dir, max(LENGTHS) + OUTPUTS, page_tokens=4, chunk_tokens=16, checkpoint_tokens=16)
+
+
 def tiny(tmp_path: Path, family: str) -> None:
     model_dir = make_tiny(family, tmp_path / family)
     prompts = conversations(len(family), VOCAB_SIZE, LENGTHS)
     answers = reference.generate(model_dir, prompts, OUTPUTS)
-    cut = sizes(model_dir, max(LENGTHS) + OUTPUTS, page_tokens=4, chunk_tokens=16, checkpoint_tokens=16)
-    campaign(tmp_path, model_dir, cut, prompts, answers)
+    campaign(tmp_path, model_dir, tiny_sizes(model_dir), prompts, answers)
+
+
+@pytest.mark.timeout(600)
+def test_sixty_answers_are_the_same_short_of_memory_with_the_default_lookahead(tmp_path: Path) -> None:
+    model_dir = make_tiny("jamba", tmp_path / "jamba")
+    prompts = conversations(60, VOCAB_SIZE, LENGTHS[2:])
+    answers = reference.generate(model_dir, prompts, OUTPUTS)
+    tight_as_shipped(tmp_path / "tight", model_dir, tiny_sizes(model_dir), 5 * prompts, 5 * answers)
 
 
 @pytest.mark.timeout(600)
