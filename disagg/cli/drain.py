@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 from urllib.parse import quote
 
-from disagg.cli.terminal import for_terminal, get_http
+from disagg.cli.answers import ClusterStatus, DrainSaid, ServerSaid, drain_said
+from disagg.cli.asking import SMALL_BYTES, Allowed, Reply, ask
+from disagg.cli.looks import Patience, look_at
+from disagg.cli.terminal import result
 from disagg.types.errors import DisaggError
+from disagg.types.plain import NAME_CHARS, one_line
 from disagg.types.status import DONE
-
-LOOK_S = 0.5
 
 
 def run_drain(base_url: str, name: str, *, undo: bool, force: bool, wait: bool, timeout_s: float) -> int:
     """The exit status. Raises DisaggError, also where it was waited for and something is left."""
+    patience = Patience(timeout_s)
     asked = {"force": "true"} if force and not undo else None
     path = f"/servers/{quote(name, safe='')}/{'undrain' if undo else 'drain'}"
-    answer = get_http(base_url, path, asked, method="POST")
+
+    def question(within_s: float) -> Reply:
+        return ask(base_url, path, asked, method="POST", allowed=Allowed(within_s, SMALL_BYTES))
+
+    said = drain_said(patience.asking(question), name, not undo)
     if undo or not wait:
-        print(for_terminal(f"{name} {told(answer if isinstance(answer, dict) else {}, undo=undo)}", sys.stdout))
+        result(one_line(f"{name} {told(said, undo=undo)}"))
         return DONE
-    return wait_drained(name, timeout_s, lambda: get_http(base_url, "/status"), time.monotonic, time.sleep)
+    return wait_drained(name, patience, look_at(base_url))
 
 
-def told(server: Mapping[str, Any], *, undo: bool) -> str:
+def told(server: DrainSaid, *, undo: bool) -> str:
     """What a server does that was told to drain, or not to. server: as it was before it heard of that."""
-    state, becomes = server.get("state"), server.get("becomes")
-    if becomes:
+    if server.becomes:
         then = "it takes requests" if undo else "it drains"
-        said = f"is becoming a {becomes} server: {then} as soon as it is one"
-    elif state == "loading":
+        said = f"is becoming a {server.becomes} server: {then} as soon as it is one"
+    elif server.state == "loading":
         said = f"is loading: it {'takes requests' if undo else 'drains'} as soon as it is up"
     else:
         said = "takes requests again" if undo else "drains"
@@ -40,32 +43,22 @@ def told(server: Mapping[str, Any], *, undo: bool) -> str:
     return f"{said}, once it has heard of it: {silent}" if silent else said
 
 
-def wait_drained(
-    name: str,
-    timeout_s: float,
-    status: Callable[[], Mapping[str, Any]],
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> int:
-    """status: what the router says. One that is not found any more, or is dead, has nothing left either."""
-    deadline_s, said = clock() + timeout_s, ""
-    while True:
-        server = next((each for each in status().get("servers", []) if each.get("name") == name), None)
-        state = "gone" if server is None else server.get("state")
-        if server is None or state in ("drained", "dead"):
-            print(for_terminal(f"{name}: {state}", sys.stdout))
+def wait_drained(name: str, patience: Patience, look: Callable[[float], ClusterStatus]) -> int:
+    """look: see `Patience.looks`. A server that is not found any more, or is dead, has nothing left either."""
+    said = left = silent = ""
+    for status in patience.looks(look):
+        server = status.server(name)
+        if server is None or server.state in ("drained", "dead"):
+            result(one_line(f"{name}: {'gone' if server is None else server.state}"))
             return DONE
-        left = f"{server.get('running')} running, {server.get('waiting')} waiting"
-        now, silent = f"{name}: {state}, {left}", _silent(server)
+        left, silent = f"{server.running} running, {server.waiting} waiting", _silent(server)
+        now = one_line(f"{name}: {one_line(server.state, NAME_CHARS)}, {left}")
         if (since := f"{now}{', and is not heard' if silent else ''}") != said:
             said = since
-            print(for_terminal(f"{now}; {silent}" if silent else now, sys.stdout), flush=True)
-        if clock() >= deadline_s:
-            raise DisaggError(f"{name} is not empty after {timeout_s:g} s: {left}{f'; {silent}' if silent else ''}")
-        sleep(LOOK_S)
+            result(f"{now}; {silent}" if silent else now)
+    raise DisaggError(f"{name} is not empty after {patience.timeout_s:g} s: {left}{f'; {silent}' if silent else ''}")
 
 
-def _silent(server: Mapping[str, Any]) -> str:
+def _silent(server: ServerSaid | DrainSaid) -> str:
     """Empty while it is heard."""
-    silent_s = server.get("silent_s")
-    return f"nothing was heard of it for {silent_s:g} s" if isinstance(silent_s, int | float) and silent_s else ""
+    return f"nothing was heard of it for {server.silent_s:g} s" if server.silent_s else ""

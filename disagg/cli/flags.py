@@ -182,10 +182,10 @@ def wait_options(until: str, default_s: float) -> Callable[[Command], Command]:
             "timeout_s",
             default=default_s,
             show_default=True,
-            type=click.FloatRange(0, MAX_DEADLINE_S),
+            type=click.FloatRange(0, MAX_DEADLINE_S, min_open=True),
             callback=finite,
             metavar="SECONDS",
-            help="How long --wait waits.",
+            help="How long it may take, with all that it asks.",
         )(command)
         return click.option("--wait", is_flag=True, help=f"Return when {until}, and say how far it is.")(command)
 

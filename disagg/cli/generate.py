@@ -18,6 +18,7 @@ from disagg.cli.timeline import print_timeline
 from disagg.config.load import load_config
 from disagg.messages.legs import TimelineEvent
 from disagg.types.errors import ConfigError, DisaggError, Interrupted, UnknownModel
+from disagg.types.plain import one_line
 from disagg.types.sampling import SamplingParams
 from disagg.types.small_files import home_expanded, read_small
 from disagg.wire.inference import (
@@ -178,7 +179,7 @@ async def _only_model(stub: InferenceStub) -> str:
     reply = await stub.list_models(messages.ListModelsRequest(), timeout=ANSWER_TIMEOUT_S, metadata=_metadata())
     models = list_models_response_from_proto(reply)
     if len(models) != 1:
-        names = ", ".join(model.name for model in models) or "none"
+        names = one_line(", ".join(model.name for model in models)) or "none"
         raise UnknownModel(f"the router serves {names}; name one with --model", "model")
     return models[0].name
 
@@ -204,7 +205,9 @@ def _render(prompt: str, model: str, chat: bool | None) -> tuple[str, bool]:
     if template is None:
         if chat:
             raise ConfigError(f"--chat: the model {model} has no chat template; use --raw")
-        note(f"no chat template of {model} here: sending the prompt as it is (--raw says so without this line)")
+        note(
+            f"no chat template of {one_line(model)} here: sending the prompt as it is (--raw says so without this line)"
+        )
         return prompt, False
     return template.render([{"role": "user", "content": prompt}]), True
 

@@ -5,7 +5,6 @@ Exit statuses are those of `types/status`.
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from disagg.cli.flags import (
     Command,
     client_options,
     config_options,
+    finite,
     given_settings,
     insecure_option,
     overrides_of,
@@ -71,12 +71,6 @@ def _http_option(command: Command) -> Command:
     return click.option(
         "--http", "base_url", default=DEFAULT_HTTP, show_default=True, metavar="URL", callback=_text, help="The router."
     )(client_options(command))
-
-
-def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter("it must be a finite number", ctx, param)
-    return value
 
 
 Given = TypeVar("Given", str, None, tuple[str, ...])
@@ -176,18 +170,18 @@ def up(file: Path | None, sets: tuple[str, ...], run_dir: Path, parent_pid: int 
     type=float,
     default=1.0,
     show_default=True,
-    callback=_finite,
+    callback=finite,
     help="0 takes the most likely token always.",
 )
 @click.option("--top-k", type=click.IntRange(0, MAX_COUNT), default=0, metavar="N")
-@click.option("--top-p", type=float, default=1.0, callback=_finite, metavar="P")
+@click.option("--top-p", type=float, default=1.0, callback=finite, metavar="P")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N")
 @click.option("--stop", multiple=True, metavar="TEXT", callback=_text, help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence token.")
 @click.option(
     "--deadline",
     type=click.FloatRange(0, MAX_DEADLINE_S, min_open=True),
-    callback=_finite,
+    callback=finite,
     metavar="SECONDS",
     help="How long the request may take.",
 )

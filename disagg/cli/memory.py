@@ -1,4 +1,4 @@
-"""Draws the KV pools of `/status`: large pages, and each layer group's part of them. Pure: JSON in, lines out.
+"""Draws the KV pools of `/status`: large pages, and each layer group's part of them. Pure: what a router said in, lines out.
 
 decode-0, ready: 512 MiB of KV memory, 2097 large pages of 250 KiB (lcm)
                                       used  evictable  empty    bytes  share
@@ -13,13 +13,14 @@ host's has a scale of its own; its large pages are as long as the pool's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from msgspec import Struct
 from rich.text import Text
 
+from disagg.cli.answers import MemorySaid, ServerSaid
 from disagg.config.sizes import show_bytes
+from disagg.types.plain import NAME_CHARS, one_line
 
 STATES = (("used", "█", "cyan"), ("evictable", "▒", "yellow"), ("empty", "░", "bright_black"))
 LEAST_CELLS, MOST_CELLS = 8, 48
@@ -40,32 +41,36 @@ class Row(Struct, frozen=True):
         return sum(self.pages) * self.page_bytes
 
 
-def memory_rows(memory: Mapping[str, Any]) -> tuple[Row, ...]:
-    """The pool's large pages, then its groups, and the host pool if there is one. memory: of a server in /status."""
-    large = (memory["large_used"], memory["large_evictable"], memory["large_free"])
+def memory_rows(memory: MemorySaid) -> tuple[Row, ...]:
+    """The pool's large pages, then its groups, and the host pool if there is one."""
+    large = (memory.large_used, memory.large_evictable, memory.large_free)
     groups = (
-        Row(group["name"], (group["used_pages"], group["evictable_pages"], group["empty_pages"]), group["page_bytes"])
-        for group in memory["groups"]
+        Row(
+            one_line(group.name, NAME_CHARS),
+            (group.used_pages, group.evictable_pages, group.empty_pages),
+            group.page_bytes,
+        )
+        for group in memory.groups
     )
-    rows = Row("large pages", large, memory["large_bytes"]), *groups
-    host = memory.get("host")
-    if not host or not host["pages_total"]:
+    rows = Row("large pages", large, memory.large_bytes), *groups
+    host = memory.host
+    if host is None or not host.pages_total:
         return rows
-    used, total = host["pages_used"], host["pages_total"]
-    return *rows, Row(HOST, (used, 0, total - used), host["bytes"] // total)
+    free = max(0, host.pages_total - host.pages_used)
+    return *rows, Row(HOST, (host.pages_used, 0, free), host.bytes // host.pages_total)
 
 
-def memory_lines(server: Mapping[str, Any], width: int) -> list[Text]:
+def memory_lines(server: ServerSaid, width: int) -> list[Text]:
     """One server's pool below a line that says what it is, in `width` columns or, if they are too few, in what it takes."""
-    title = f"{server.get('name')}, {server.get('state')}"
-    memory = server.get("memory")
-    if not memory:
+    title = f"{one_line(server.name)}, {one_line(server.state, NAME_CHARS)}"
+    memory = server.memory
+    if memory is None:
         return [Text(f"{title}: no KV memory")]
     rows = memory_rows(memory)
     pool = rows[0]
     title += (
-        f": {show_bytes(pool.nbytes)} of KV memory{' on each rank' if server.get('tp', 1) > 1 else ''}, "
-        f"{sum(pool.pages)} large pages of {show_bytes(pool.page_bytes)} ({memory['sizing']})"
+        f": {show_bytes(pool.nbytes)} of KV memory{' on each rank' if (server.tp or 1) > 1 else ''}, "
+        f"{sum(pool.pages)} large pages of {show_bytes(pool.page_bytes)} ({one_line(memory.sizing, NAME_CHARS)})"
     )
     table = [["", *(state for state, _, _ in STATES), "bytes", "share"]]
     for row in rows:
@@ -82,7 +87,7 @@ def memory_lines(server: Mapping[str, Any], width: int) -> list[Text]:
         bar.pad_right(cells - len(bar))
         numbers = GAP.join(value.rjust(each) for value, each in zip(values, widths, strict=True))
         lines.append(Text.assemble(GAP, short.ljust(names), GAP, bar, GAP, numbers))
-    lost = memory["fragmentation_bytes"]
+    lost = memory.fragmentation_bytes
     if lost:
         share = show_share(lost, pool.nbytes)
         lines.append(Text(f"{GAP}{show_bytes(lost)} ({share}) lost to empty small pages and padding"))
@@ -97,9 +102,10 @@ def legend() -> Text:
 def bar_cells(parts: Sequence[int], total: int, cells: int) -> tuple[int, ...]:
     """How many of `cells`, which stand for `total`, each part takes: rounded so that the whole bar has the right length.
 
-    A part that is not 0 takes one at least; where none is left, the longest part gives it up, if it has two.
+    A part that is not 0 takes one at least; where none is left, the longest part gives it up, if it has two. Parts of more than
+    the total take all of it.
     """
-    ends = [round(sum(parts[: index + 1]) / total * cells) if total else 0 for index in range(len(parts))]
+    ends = [min(cells, round(sum(parts[: index + 1]) / total * cells)) if total else 0 for index in range(len(parts))]
     taken = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     for index, part in enumerate(parts):
         if part and not taken[index]:

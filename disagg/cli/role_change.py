@@ -2,60 +2,53 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 from urllib.parse import quote
 
-from disagg.cli.terminal import for_terminal, get_http
+from disagg.cli.answers import ClusterStatus, role_said
+from disagg.cli.asking import SMALL_BYTES, Allowed, Reply, ask
+from disagg.cli.looks import Patience, look_at
+from disagg.cli.terminal import result
 from disagg.types.errors import DisaggError
+from disagg.types.plain import NAME_CHARS, one_line
 from disagg.types.status import DONE
-
-LOOK_S = 0.5
 
 
 def run_role_change(base_url: str, name: str, role: str, *, force: bool, wait: bool, timeout_s: float) -> int:
     """The exit status. Raises DisaggError, also where it was waited for and does not come about."""
+    patience = Patience(timeout_s)
     asked = {"role": role, "force": "true" if force else "false"}
-    answer = get_http(base_url, f"/servers/{quote(name, safe='')}/role", asked, method="POST")
+    path = f"/servers/{quote(name, safe='')}/role"
+
+    def question(within_s: float) -> Reply:
+        return ask(base_url, path, asked, method="POST", allowed=Allowed(within_s, SMALL_BYTES))
+
+    said = role_said(patience.asking(question), name, role)
     if wait:
-        return wait_role(name, role, timeout_s, lambda: get_http(base_url, "/status"), time.monotonic, time.sleep)
-    begun = isinstance(answer, dict) and answer.get("begun")
-    _say(f"{name} becomes a {role} server" if begun else f"{name} is a {role} server already, or becomes one")
+        return wait_role(name, role, patience, look_at(base_url))
+    has = f"{name} becomes a {role} server" if said.begun else f"{name} is a {role} server already, or becomes one"
+    result(one_line(has))
     return DONE
 
 
-def wait_role(
-    name: str,
-    role: str,
-    timeout_s: float,
-    status: Callable[[], Mapping[str, Any]],
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> int:
-    """status: what the router says."""
-    deadline_s, said, seen = clock() + timeout_s, "", False
-    while True:
-        server = next((each for each in status().get("servers", []) if each.get("name") == name), None)
+def wait_role(name: str, role: str, patience: Patience, look: Callable[[float], ClusterStatus]) -> int:
+    """look: see `Patience.looks`."""
+    said, seen, state = "", False, ""
+    for status in patience.looks(look):
+        server = status.server(name)
         if server is None:
             raise DisaggError(f"{name} is not there any more")
-        is_now, state, failed = server.get("role"), server.get("state"), server.get("role_failed")
-        becomes = bool(server.get("becomes"))
-        if not becomes and is_now == role:
-            _say(f"{name}: {is_now}, {state}")
+        is_now, state = one_line(server.role, NAME_CHARS), one_line(server.state, NAME_CHARS)
+        becomes = bool(server.becomes)
+        if not becomes and server.role == role:
+            result(one_line(f"{name}: {is_now}, {state}"))
             return DONE
-        if not becomes and (failed or seen):  # else another router has not heard of it yet
-            raise DisaggError(f"{name} is a {is_now} server: {failed or 'it was begun anew meanwhile'}")
+        if not becomes and (server.role_failed or seen):  # else another router has not heard of it yet
+            why = one_line(server.role_failed or "it was begun anew meanwhile")
+            raise DisaggError(f"{name} is a {is_now} server: {why}")
         seen |= becomes
-        now = f"{name}: {is_now}, {state}, {server.get('running')} running, {server.get('waiting')} waiting"
+        now = one_line(f"{name}: {is_now}, {state}, {server.running} running, {server.waiting} waiting")
         if now != said:
             said = now
-            _say(now)
-        if clock() >= deadline_s:
-            raise DisaggError(f"{name} is not a {role} server after {timeout_s:g} s: it is {state}")
-        sleep(LOOK_S)
-
-
-def _say(line: str) -> None:
-    print(for_terminal(line, sys.stdout), flush=True)
+            result(now)
+    raise DisaggError(f"{name} is not a {role} server after {patience.timeout_s:g} s: it is {state}")

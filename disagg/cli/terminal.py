@@ -12,13 +12,9 @@ import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from disagg.auth.tls import trusting
-from disagg.cli.flags import given_ca, given_key
 from disagg.telemetry.line_writer import DescriptorWriter, LineWriter, Target
-from disagg.types.errors import DisaggError, Unavailable
-from disagg.types.plain import one_line, printable, printable_text
+from disagg.types.plain import printable, printable_text
 
-HTTP_TIMEOUT_S = 35.0  # a dump gathers from servers that may hang
 LAST_WORDS_S = 2.0  # how long the end of a process waits for a reader
 
 
@@ -138,42 +134,9 @@ class StageProgress:
         self._stage = ""
 
 
-def _nobody(error: Exception) -> bool:
-    return "refused" in str(error).lower()
+def get_http(base_url: str, path: str) -> Any:
+    """What a router answers to GET, as JSON that nothing is known of. Raises DisaggError saying what to check."""
+    from disagg.cli.answers import read_json
+    from disagg.cli.asking import ask
 
-
-def _tls_hint(base_url: str) -> str:
-    """Something is there, and speaks otherwise than it was spoken to."""
-    if base_url.lower().startswith("https:"):
-        return (
-            " If it speaks no TLS, say --http http://...; if it does, --ca FILE must name who signed its certificate."
-        )
-    return " If it speaks TLS, say --http https://... and --ca FILE."
-
-
-def get_http(base_url: str, path: str, params: dict[str, str] | None = None, *, method: str = "GET") -> Any:
-    """The router's answer: decoded if it is JSON, else text. Raises DisaggError saying what to check."""
-    import httpx
-
-    url = base_url.rstrip("/") + path
-    key = given_key()
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    ca = given_ca()
-    verify = True if ca is None else trusting(ca)
-    try:
-        answer = httpx.request(
-            method, url, params=params, headers=headers, timeout=HTTP_TIMEOUT_S, trust_env=False, verify=verify
-        )
-    except httpx.InvalidURL as error:
-        raise DisaggError(f"{url} is not a URL: {error}") from error
-    except httpx.HTTPError as error:
-        hint = "" if isinstance(error, httpx.TimeoutException) or _nobody(error) else _tls_hint(base_url)
-        raise Unavailable(f"no router answers at {base_url} ({error}); is `disagg up` running?{hint}") from error
-    if answer.status_code != 200:
-        raise DisaggError(f"{url} answered {answer.status_code}: {one_line(answer.text.strip(), 300)}")
-    if answer.headers.get("content-type", "").startswith("application/json"):
-        try:
-            return answer.json()
-        except (ValueError, RecursionError) as error:
-            raise DisaggError(f"{url} answered what cannot be read as JSON: {one_line(str(error))}") from error
-    return answer.text
+    return read_json(ask(base_url, path))

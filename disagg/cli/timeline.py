@@ -19,6 +19,7 @@ from rich.text import Text
 from disagg.messages.legs import TimelineEvent
 from disagg.types.plain import one_line
 
+LATEST_UNIX_S = 1e11  # what is said to be later, or as much before 1970, cannot be drawn with the rest
 ONE_ROW_ABOVE = 4  # more events of one name than this share a row
 BAR_CELLS = 40
 _STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red")
@@ -40,7 +41,7 @@ def timeline_rows(events: Iterable[TimelineEvent], cells: int = BAR_CELLS) -> tu
 
     An event that ends before it starts (clocks of two hosts) counts as one instant. Every event shows at least one cell.
     """
-    ordered = sorted(events, key=lambda event: (event.start_unix_s, event.end_unix_s))
+    ordered = sorted(_drawable(events), key=lambda event: (event.start_unix_s, event.end_unix_s))
     if not ordered:
         return ()
     begin_s = ordered[0].start_unix_s
@@ -57,10 +58,11 @@ def timeline_rows(events: Iterable[TimelineEvent], cells: int = BAR_CELLS) -> tu
 
 def timeline_table(events: Sequence[TimelineEvent], title: str = "timeline", cells: int = BAR_CELLS) -> Table:
     """The rows as a table for a terminal."""
+    events = _drawable(events)
     rows = timeline_rows(events, cells)
     end_s = max((event.end_unix_s for event in events), default=0.0)
     total_s = max(0.0, end_s - min((event.start_unix_s for event in events), default=0.0))
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(title=Text(one_line(title)), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("event", no_wrap=True)
     table.add_column("start", justify="right", no_wrap=True)
     table.add_column("took", justify="right", no_wrap=True)
@@ -84,7 +86,7 @@ def timeline_table(events: Sequence[TimelineEvent], title: str = "timeline", cel
 def print_timeline(console: Console, events: Sequence[TimelineEvent], title: str = "timeline") -> None:
     """Draws it as wide as the console allows, or says that there is nothing to draw."""
     if not events:
-        console.print(f"{title}: nothing was recorded")
+        console.print(Text(f"{one_line(title)}: nothing was recorded"))
         return
     beside = max(len(event.name) for event in events) + 32  # the other columns and what is between them
     room = max(0, console.width - beside)
@@ -99,6 +101,10 @@ def show_s(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.2f} s"
+
+
+def _drawable(events: Iterable[TimelineEvent]) -> list[TimelineEvent]:
+    return [each for each in events if max(abs(each.start_unix_s), abs(each.end_unix_s)) <= LATEST_UNIX_S]
 
 
 def _row(group: list[TimelineEvent], begin_s: float, total_s: float, cells: int) -> Row:

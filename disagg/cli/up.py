@@ -47,6 +47,7 @@ from disagg.types.status import REFUSED
 DRAIN_MARGIN_S = 5.0  # a child bounds its own drain; this is for what comes after
 ALL_READY_S = 15.0  # once requests succeed, how long the last servers are waited for before `ready` is said
 POLL_S = 0.25
+ANSWER_S = 5.0  # how long the router may take to say how it is, before it is asked again
 STILL_WAITING_S = 10.0
 LAST_LINES_S = 1.0  # how long the last lines of a child that has ended may be on their way
 LAST_LOGS_S = 2.0
@@ -330,24 +331,25 @@ async def _say_states(config: Config, children: Children) -> None:
     healthy_since_s: float | None = None
     said_waiting_s = begin_s
     names = [server.name for server in router.servers]
-    async with httpx.AsyncClient(base_url=base_url, timeout=5.0, trust_env=False, verify=verify) as client:
+    async with httpx.AsyncClient(base_url=base_url, timeout=ANSWER_S, trust_env=False, verify=verify) as client:
         while not children.draining:
             await asyncio.sleep(POLL_S)
             now_s = time.monotonic()
             states = None
-            with contextlib.suppress(httpx.HTTPError, ValueError):
-                healthy = (await client.get("/health")).status_code == 200
-                answer = await client.get("/status", headers=credentials_for(config.auth))
-                # A router that takes tokens only, or whose operators have no keys, tells us no more than its health.
-                hidden = answer.status_code in (401, 403) and healthy
-                states = dict.fromkeys(names, "ready") if hidden else server_states(answer.json())
-                healthy_since_s = (healthy_since_s or now_s) if healthy else None
+            with contextlib.suppress(httpx.HTTPError, ValueError, TimeoutError):
+                async with asyncio.timeout(ANSWER_S):
+                    healthy = (await client.get("/health")).status_code == 200
+                    answer = await client.get("/status", headers=credentials_for(config.auth))
+                    # A router that takes tokens only, or whose operators have no keys, tells us no more than its health.
+                    hidden = answer.status_code in (401, 403) and healthy
+                    states = dict.fromkeys(names, "ready") if hidden else server_states(answer.json())
+                    healthy_since_s = (healthy_since_s or now_s) if healthy else None
             for name, state in (states or {}).items():
                 if state == "ready":
                     children.proven(name)
                 if said.get(name) != state:
                     said[name] = state
-                    note(f"{name}: {state}")
+                    note(one_line(f"{name}: {state}"))
             if states is not None and healthy_since_s is not None:
                 children.proven("router")
                 all_ready = all(state == "ready" for state in states.values())

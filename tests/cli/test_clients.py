@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec import convert
 from rich.console import Console
 
 from disagg.cli import generate as generate_module
+from disagg.cli.answers import ServerSaid
 from disagg.cli.demo import sse_events
 from disagg.cli.generate import GenerateOptions, ask
 from disagg.cli.router_process import dump_server
@@ -32,6 +34,7 @@ from disagg.wire.inference import (
 )
 from disagg.wire.services import InferenceServicer, inference_handler, make_server
 from disagg.wire.status import abort_with
+from tests.cli.routers import status_of
 
 EVENTS = (TimelineEvent("queued", 1.0, 1.5, "prefill-0"), TimelineEvent("decode", 1.5, 3.0))
 
@@ -132,6 +135,13 @@ async def test_several_models_must_be_chosen_from(router: FakeRouter) -> None:
         await ask("hello", options(router), echo=False)
 
 
+async def test_names_of_models_are_repeated_in_short_and_on_one_line(router: FakeRouter) -> None:
+    router.models = ("a\nb" * 100_000, "c")
+    with pytest.raises(UnknownModel, match="name one with --model") as caught:
+        await ask("hello", options(router), echo=False)
+    assert len(str(caught.value)) < 5000 and str(caught.value).isprintable()
+
+
 async def test_no_router_is_said_so() -> None:
     with pytest.raises(DisaggError, match=r"no router answers at 127\.0\.0\.1:1; is `disagg up` running"):
         await ask("hello", GenerateOptions(address="127.0.0.1:1", model="m", chat=False), echo=False)
@@ -144,6 +154,7 @@ async def test_a_server_that_cannot_dump_does_not_hide_the_others() -> None:
 def test_a_pool_shows_each_server_and_an_empty_one_says_so() -> None:
     server = {
         "name": "decode-0",
+        "role": "decode",
         "state": "ready",
         "tp": 1,
         "running": 3,
@@ -156,7 +167,7 @@ def test_a_pool_shows_each_server_and_an_empty_one_says_so() -> None:
     }
     out = io.StringIO()
     console = Console(file=out, width=120)
-    console.print(pool_table("decode", [server]))
+    console.print(pool_table("decode", [convert(server, ServerSaid)]))
     console.print(pool_table("prefill", []))
     for each in ("decode pool", "decode-0", "ready", "5/10", "42", "43", "127.0.0.1:5000", "(empty)"):
         assert each in out.getvalue()
@@ -172,7 +183,7 @@ def test_a_pool_shows_each_server_and_an_empty_one_says_so() -> None:
     ],
 )
 def test_a_pool_shows_how_many_ranks_of_which_kind_a_server_has(said: dict[str, int], shown: str) -> None:
-    table = pool_table("mixed", [{"name": "mixed-0", "state": "ready", **said}])
+    table = pool_table("mixed", [convert({"name": "mixed-0", "role": "mixed", "state": "ready", **said}, ServerSaid)])
     (column,) = (column for column in table.columns if column.header == "ranks")
     assert [str(cell) for cell in column.cells] == [shown]
 
@@ -182,7 +193,7 @@ def test_a_pool_shows_what_its_servers_keep_beyond_the_gpu_where_any_does() -> N
         out = io.StringIO()
         none = {"name": "decode-0", "role": "decode", "state": "ready"}
         some = {"name": "decode-1", "role": "decode", "state": "ready", "offload": offload}
-        print_pools(Console(file=out, width=160), {"state": "ready", "servers": [none, some], "routers": []})
+        print_pools(Console(file=out, width=160), status_of(none, some))
         return out.getvalue()
 
     assert "host pages" not in shown(host_pages_used=0, host_pages_total=0, store="off")
@@ -191,25 +202,23 @@ def test_a_pool_shows_what_its_servers_keep_beyond_the_gpu_where_any_does() -> N
     well = shown(host_pages_used=7, host_pages_total=12, store="ok")
     assert " ok " in well and "storage fails" not in well
     failing = shown(host_pages_used=7, host_pages_total=12, store="degraded").splitlines()
-    assert "degraded" in "".join(failing) and failing[-1].startswith("decode-1: storage fails; until it works again")
+    assert "degraded" in "".join(failing) and failing[-2].startswith("decode-1: storage fails; until it works again")
 
 
 @pytest.mark.parametrize(("state", "last"), [("ready", "2 queued"), ("draining", "2 queued, draining")])
 def test_the_router_says_what_it_has_and_that_it_drains(state: str, last: str) -> None:
     out = io.StringIO()
-    router = {"name": "router-0", "pid": 7, "inflight": 3, "queued": 2}
-    print_pools(Console(file=out, width=120), {"state": state, "servers": [], "routers": [router]})
+    print_pools(Console(file=out, width=120), status_of(state=state, inflight=3, queued=2))
     assert out.getvalue().splitlines()[-1] == f"router router-0 (pid 7): 3 in flight, {last}"
 
 
 def test_versions_are_shown_of_the_router_always_and_of_servers_where_several_serve_together() -> None:
     def shown(*versions: str) -> str:
         out = io.StringIO()
-        router = {"name": "r", "pid": 7, "inflight": 0, "queued": 0, "version": "2+a", "protocol": 3}
         facts = {"role": "decode", "state": "ready", "incarnation": "i", "protocol": 3}
         servers = [{**facts, "name": f"d{index}", "version": version} for index, version in enumerate(versions)]
         servers.append({**facts, "name": "gone", "state": "dead", "version": "old"})
-        print_pools(Console(file=out, width=160), {"state": "ready", "servers": servers, "routers": [router]})
+        print_pools(Console(file=out, width=160), status_of(*servers, version="2+a", protocol=3))
         return out.getvalue()
 
     assert shown("2+a", "2+a").splitlines()[-1].endswith("0 queued, version 2+a, protocol 3")
@@ -221,22 +230,15 @@ def test_versions_are_shown_of_the_router_always_and_of_servers_where_several_se
 
 def test_a_router_that_is_refused_says_why() -> None:
     out = io.StringIO()
-    router = {
-        "name": "gateway",
-        "pid": 7,
-        "inflight": 0,
-        "queued": 0,
-        "error": 'the name "gateway" is held [by] another',
-    }
-    print_pools(Console(file=out, width=120), {"state": "unavailable", "servers": [], "routers": [router]})
+    print_pools(Console(file=out, width=120), status_of(error='the name "gateway" is held [by] another'))
     assert out.getvalue().splitlines()[-1] == 'the name "gateway" is held [by] another'
 
 
 def test_what_the_operator_should_know_of_a_server_stands_below_its_pool() -> None:
     out = io.StringIO()
     server = {"name": "decode-0", "role": "decode", "state": "mismatch", "reason": "its tokenizer.json is [another]"}
-    print_pools(Console(file=out, width=120), {"state": "ready", "servers": [server], "routers": []})
-    assert out.getvalue().splitlines()[-1] == "decode-0: its tokenizer.json is [another]"
+    print_pools(Console(file=out, width=120), status_of(server))
+    assert out.getvalue().splitlines()[-2] == "decode-0: its tokenizer.json is [another]"
 
 
 def test_by_what_kv_goes_to_each_peer_stands_below_the_pool() -> None:
@@ -246,7 +248,7 @@ def test_by_what_kv_goes_to_each_peer_stands_below_the_pool() -> None:
         {"peer": "decode-1", "ways": ["zero-copy tcp/eth0"], "slow": True},
     ]
     server = {"name": "prefill-0", "role": "prefill", "state": "ready", "carried": carried}
-    print_pools(Console(file=out, width=120), {"state": "ready", "servers": [server], "routers": []})
+    print_pools(Console(file=out, width=120), status_of(server))
     assert [line for line in out.getvalue().splitlines() if "KV to" in line] == [
         "prefill-0: KV to decode-0 goes by zero-copy rc_mlx5/mlx5_0:1 or zero-copy tcp/[eth0]",
         "prefill-0: KV to decode-1 goes by zero-copy tcp/eth0, though it computes on GPUs",

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import convert
 from rich.console import Console
 
+from disagg.cli.answers import ServerSaid
 from disagg.cli.memory import bar_cells, memory_lines, show_share
 from disagg.cli.status import print_memory
 from disagg.config.sizes import show_bytes
+from tests.cli.routers import status_of
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -26,7 +29,7 @@ def server(*groups: dict[str, Any], name: str = "decode-0", tp: int = 1, lost: i
     """64 MiB in large pages of 64 KiB: 256 used, 512 evictable, 256 free."""
     large = {"large_bytes": 64 * KIB, "large_used": 256, "large_evictable": 512, "large_free": 256}
     memory = {"sizing": "lcm", **large, "fragmentation_bytes": lost, "groups": list(groups)}
-    return {"name": name, "state": "ready", "tp": tp, "memory": memory}
+    return {"name": name, "role": "decode", "state": "ready", "tp": tp, "memory": memory}
 
 
 TWO = server(
@@ -36,11 +39,15 @@ TWO = server(
 )
 
 
+def said(server: dict[str, Any]) -> ServerSaid:
+    return convert(server, ServerSaid)
+
+
 def drawn(*servers: dict[str, Any], width: int = 80, terminal: bool = False) -> str:
     out = io.StringIO()
     colours = "standard" if terminal else None
     console = Console(file=out, width=width, force_terminal=terminal, color_system=colours, highlight=False)
-    print_memory(console, {"servers": list(servers)})
+    print_memory(console, status_of(*servers))
     return out.getvalue()
 
 
@@ -60,7 +67,7 @@ def test_a_pool_is_drawn_with_the_bars_of_its_groups_on_its_own_scale() -> None:
 @pytest.mark.parametrize("width", [72, 80, 120, 300])
 def test_lines_fit_and_their_columns_end_at_the_same_place(width: int) -> None:
     long_name = group("window-4096-8x128", 100, 100_000, 0, 0)
-    lines = [line.plain for line in memory_lines(server(*TWO["memory"]["groups"], long_name), width)]
+    lines = [line.plain for line in memory_lines(said(server(*TWO["memory"]["groups"], long_name)), width)]
     table = lines[1:]
     assert {len(line) for line in table} == {len(table[0])}
     assert len(table[0]) <= width
@@ -81,7 +88,9 @@ def test_the_host_pool_is_drawn_below_on_a_scale_of_its_own() -> None:
 
 
 def test_names_that_are_too_long_are_cut_and_the_bar_stays() -> None:
-    [_, _, _, row] = [line.plain for line in memory_lines(server(group("window-4096-8x128", 64 * KIB, 1, 0, 0)), 60)]
+    [_, _, _, row] = [
+        line.plain for line in memory_lines(said(server(group("window-4096-8x128", 64 * KIB, 1, 0, 0))), 60)
+    ]
     assert "…" in row
     assert "█" in row
 
@@ -93,7 +102,7 @@ def test_colours_are_for_terminals_only() -> None:
 
 def test_what_there_is_none_of_is_said_or_left_out() -> None:
     assert drawn() == "no servers\n"
-    loading = {"name": "decode-1", "state": "loading", "tp": 1, "memory": None}
+    loading = {"name": "decode-1", "role": "decode", "state": "loading", "tp": 1, "memory": None}
     assert drawn(loading).splitlines()[0] == "decode-1, loading: no KV memory"
     bare = drawn(server()).splitlines()
     assert len(bare) == 5  # title, header, large pages, blank, legend
@@ -141,3 +150,18 @@ def test_bytes_are_shown_in_three_digits(num_bytes: int, shown: str) -> None:
 def test_a_share_that_is_not_nothing_is_not_zero() -> None:
     assert [show_share(part, 1000) for part in (0, 1, 5, 500, 1000)] == ["0%", "<1%", "<1%", "50%", "100%"]
     assert show_share(0, 0) == "0%"
+
+
+def test_what_a_server_says_of_itself_neither_drives_a_terminal_nor_forges_a_line() -> None:
+    forged = "\x1b[2J\nforged [red]\u202e"
+    bad = server(group(forged, 64 * KIB, 1, 0, 0), name="d")
+    bad["state"] = bad["memory"]["sizing"] = forged
+    text = drawn(bad, width=200)
+    assert text.count("\\x1b[2J\\nforged [red]\\u202e") == 3
+    assert "\x1b" not in text and "\u202e" not in text and "\nforged" not in text
+
+
+def test_numbers_that_no_pool_has_draw_bars_no_longer_than_the_pool() -> None:
+    huge = server(group("g" * 1_000_000, 1 << 62, 1 << 62, 1 << 62, 1 << 62))
+    huge["memory"]["host"] = {"pages_used": 1 << 62, "pages_total": 1, "bytes": 1 << 62}
+    assert max(map(len, drawn(huge, width=120).splitlines())) < 500

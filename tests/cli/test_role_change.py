@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from disagg.cli.answers import ClusterStatus
+from disagg.cli.looks import Patience
 from disagg.cli.role_change import wait_role
 from disagg.types.errors import DisaggError
 from disagg.types.status import DONE
+from tests.cli.routers import status_of
 
 
 def waited(looks: Iterable[dict[str, Any] | None], timeout_s: float = 100.0) -> int:
@@ -20,11 +23,11 @@ def waited(looks: Iterable[dict[str, Any] | None], timeout_s: float = 100.0) -> 
         nonlocal now_s
         now_s += seconds
 
-    def status() -> dict[str, Any]:
+    def look(within_s: float) -> ClusterStatus:
         server = next(each)
-        return {"servers": [] if server is None else [server]}
+        return status_of(*([] if server is None else [server]))
 
-    return wait_role("d0", "prefill", timeout_s, status, lambda: now_s, sleep)
+    return wait_role("d0", "prefill", Patience(timeout_s, lambda: now_s, sleep), look)
 
 
 def says(role: str, state: str, becomes: str = "", failed: str = "", running: int = 0) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from disagg.cli.status import print_pools
 from disagg.cli.supervise import Limits
 from disagg.cli.terminal import for_terminal
 from disagg.config.tree import Config
+from tests.cli.routers import status_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TALKS = (
@@ -123,9 +124,8 @@ def test_a_model_does_not_drive_the_terminal_and_pipes_get_it_as_it_is() -> None
 
 def test_a_status_shows_names_as_they_are_and_neither_markup_nor_escapes() -> None:
     out = io.StringIO()
-    server = {"name": FORGED, "role": "prefill", "state": FORGED, "address": FORGED, "worker_pids": [FORGED]}
-    status = {"servers": [server], "routers": [{"name": FORGED, "pid": 1}]}
-    print_pools(Console(file=out, width=400), status)
+    server = {"name": FORGED, "role": "prefill", "state": FORGED, "address": FORGED, "reason": FORGED}
+    print_pools(Console(file=out, width=400), status_of(server, name=FORGED, error=FORGED))
     text = out.getvalue()
-    assert text.count("\\x1b[2J\\x9b31m[red]x[/]\\u202e") == 5
+    assert text.count("\\x1b[2J\\x9b31m[red]x[/]\\u202e") == 7
     assert "\x1b" not in text and "\u202e" not in text

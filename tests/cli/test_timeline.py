@@ -86,3 +86,12 @@ def test_no_events_are_said_in_words() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.0004, "0.4 ms"), (0.012, "12 ms"), (1.254, "1.25 s"), (0, "0.0 ms")])
 def test_durations_are_for_people(seconds: float, text: str) -> None:
     assert show_s(seconds) == text
+
+
+def test_times_that_no_clock_shows_and_names_with_markup_break_no_table() -> None:
+    out = io.StringIO()
+    never = TimelineEvent("never", -1e308, 1e308)
+    print_timeline(Console(file=out, width=100), (never, TimelineEvent("queued", 1.0, 2.0)), "request [/red]\x1b[2J")
+    text = out.getvalue()
+    assert "queued" in text and "never" not in text and "[/red]\\x1b[2J" in text
+    print_timeline(Console(file=out, width=100), (), "request [/red]")

@@ -16,6 +16,8 @@ from disagg.messages.legs import StepCosts
 from disagg.types.errors import ConfigError
 from disagg.types.plain import NAME_CHARS, one_line
 
+MOST = 1e15  # of seconds, tokens and steps that a server may say: beyond it nothing can be reckoned
+
 
 def running(status: Any, url: str) -> Measured:
     """status: of /status. Servers of one role and TP size count as one, with what their steps cost on average.
@@ -30,6 +32,8 @@ def running(status: Any, url: str) -> Measured:
             costs = msgspec.convert(server.get("steps"), StepCosts | None)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{url}: what it says of steps is of another version: {error}") from error
+        if costs is not None and any(not 0 <= each <= MOST for each in msgspec.structs.astuple(costs)):
+            raise ConfigError(f"{url}: what it says of steps is of no server: it must be from 0 to {MOST:g}")
         if costs is None or not costs.token_s > 0 or not isinstance(tp, int) or tp < 1:
             silent.append(one_line(str(name), NAME_CHARS))
         else:
