@@ -10,8 +10,8 @@ from pathlib import Path
 class RotatedFile:
     """Appends; the file and each of `keep` older ones have at most max_bytes, and end with a whole line where they can.
 
-    It is opened when something is written, and again if somebody has removed or moved it. Raises OSError for what it
-    cannot write; then a part may be there, and the next write begins on a new line.
+    It is opened when something is written, and again if somebody has removed or moved it, or its directory. Raises OSError
+    for what it cannot write; then a part may be there, and the next write begins on a new line.
     """
 
     def __init__(self, path: Path, max_bytes: int, keep: int) -> None:
@@ -55,7 +55,12 @@ class RotatedFile:
             if there.st_nlink:
                 return there.st_size
             self.close()
-        self._fd = os.open(self._path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC
+        try:
+            self._fd = os.open(self._path, flags, 0o666)
+        except FileNotFoundError:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self._path, flags, 0o666)
         return os.fstat(self._fd).st_size
 
     def _write(self, data: bytes) -> None:

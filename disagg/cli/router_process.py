@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -27,6 +26,7 @@ from disagg.router.requests import GenerateRequest, Update
 from disagg.router.service import Router
 from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.metrics import new_registry
+from disagg.telemetry.process import ending_signals
 from disagg.telemetry.stacks import format_stacks
 from disagg.text.chat import TemplateSource
 from disagg.text.limits import TextLimits
@@ -136,7 +136,7 @@ async def _serve(config: Config, heartbeat: Callable[[], None]) -> int:
         told.append(number)
         stopping.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         loop.add_signal_handler(number, stop, number)
     beating = asyncio.create_task(_beat(heartbeat), name="heartbeat")
     try:

@@ -36,7 +36,7 @@ from disagg.server.device import choose_device, count_gpus
 from disagg.telemetry.line_writer import LineWriter, Target
 from disagg.telemetry.logs import notice_of
 from disagg.telemetry.loop import LoopWatch
-from disagg.telemetry.process import raise_descriptor_limit
+from disagg.telemetry.process import ending_signals, raise_descriptor_limit
 from disagg.telemetry.record_files import require_pyarrow
 from disagg.types.addresses import bare, join
 from disagg.types.errors import ConfigError
@@ -112,12 +112,13 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
     held = make_run_dir(options.run_parent)
     try:
         prune_run_dirs(options.run_parent)
-        specs = [_write(process, held.path) for process in processes]
+        run_files = _RunFiles(held.path)
+        specs = [run_files.write(process) for process in processes]
         files = log_files([*(spec.log for spec in specs), held.path / "up.log"], base.log)
         keep_copy(streams, files.pop("up"))
         note(f"run directory: {held.path}")
         note(f"starting {', '.join(process.name for process in processes)}")
-        return asyncio.run(_run(processes[0].config, specs, LogPump(files, _echo)))
+        return asyncio.run(_run(processes[0].config, specs, run_files, LogPump(files, _echo)))
     finally:
         held.release()
 
@@ -234,16 +235,42 @@ def _convert(config: Config) -> Path:
         progress.close()
 
 
-def _write(process: ProcessSpec, run_dir: Path) -> ChildSpec:
-    """The child's configuration file, and how to start it."""
-    file = run_dir / f"{process.name}.toml"
-    try:
+class _RunFiles:
+    """The children's configuration files, which whoever clears up caches may remove while they run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._texts: dict[str, str] = {}
+        self._gone = False
+
+    def write(self, process: ProcessSpec) -> ChildSpec:
+        """The child's, and how to start it. Raises ConfigError, or DisaggError for a full disk."""
+        self._texts[process.name] = dump_config(process.config)
+        file = self._file(process.name)
+        try:
+            self._write(process.name)
+        except OSError as error:
+            raise cannot_write(f"{file} cannot be written", error, "--run-dir takes another directory") from error
+        argv = (sys.executable, "-m", "disagg.cli", process.role, "--config", str(file))
+        return ChildSpec(process.name, argv, self._run_dir / f"{process.name}.log")
+
+    def restore(self, name: str) -> None:
+        """The child's file is there, whatever became of the directory. Raises OSError."""
+        if self._file(name).exists():
+            return
+        if not self._gone:
+            self._gone = True
+            problem(f"{self._run_dir} was removed, or part of it; what children read of it is written again")
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._write(name)
+
+    def _file(self, name: str) -> Path:
+        return self._run_dir / f"{name}.toml"
+
+    def _write(self, name: str) -> None:
+        file = self._file(name)
         file.touch(mode=0o600)  # there may be secrets in storage.options
-        file.write_text(dump_config(process.config), "utf-8")
-    except OSError as error:
-        raise cannot_write(f"{file} cannot be written", error, "--run-dir takes another directory") from error
-    argv = (sys.executable, "-m", "disagg.cli", process.role, "--config", str(file))
-    return ChildSpec(process.name, argv, run_dir / f"{process.name}.log")
+        file.write_text(self._texts[name], "utf-8")
 
 
 class _Terminal:
@@ -280,14 +307,16 @@ class _Terminal:
         note("draining; a second Ctrl-C kills")
 
 
-async def _run(config: Config, specs: list[ChildSpec], pump: LogPump) -> int:
+async def _run(config: Config, specs: list[ChildSpec], run_files: _RunFiles, pump: LogPump) -> int:
+    def open_output(name: str) -> int:
+        run_files.restore(name)
+        return pump.open(name)
+
     limits = Limits(drain_s=(config.router.drain_s + DRAIN_MARGIN_S, config.server.drain_s + DRAIN_MARGIN_S))
-    children = Children((tuple(specs[:1]), tuple(specs[1:])), limits, _Terminal(pump), child_environ(), pump.open)
+    children = Children((tuple(specs[:1]), tuple(specs[1:])), limits, _Terminal(pump), child_environ(), open_output)
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, children.drain)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as after `nohup`, which means: outlive the terminal
-        loop.add_signal_handler(signal.SIGHUP, children.drain)
-    loop.add_signal_handler(signal.SIGINT, children.interrupt)
+    for number in ending_signals():
+        loop.add_signal_handler(number, children.interrupt if number == signal.SIGINT else children.drain)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal set to `tostop` would stop this process for what it says
     announcing = asyncio.create_task(_announce(config, children), name="announce")
     watch = LoopWatch(None, warn=problem)

@@ -13,6 +13,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from disagg.convert.safetensors_file import WeightFile, find_weight_files, read_header
+from disagg.convert.sense import making_sense
 from disagg.types.errors import ConfigError
 from disagg.types.small_files import CONFIG_BYTES, json_object, read_small
 
@@ -106,6 +107,11 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
 def inspect_model(model_dir: Path) -> ModelFacts:
     """Reads a few hundred kilobytes, whatever the model's size. Raises ConfigError naming the file and what it lacks."""
+    with making_sense(model_dir):
+        return _inspect(model_dir)
+
+
+def _inspect(model_dir: Path) -> ModelFacts:
     path = model_dir / "config.json"
     top = _read_json(path)
     nested = top.get("text_config")

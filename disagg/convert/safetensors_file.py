@@ -120,6 +120,8 @@ def _names_of(index: Path) -> list[str]:
         names = sorted(set(msgspec.json.decode(read_small(index, _MAX_INDEX_BYTES), type=_Index).weight_map.values()))
     except (ValueError, RecursionError, FileNotFoundError) as error:
         raise ConfigError(f"{index} is not a safetensors index with a weight_map: {error}") from error
+    if not names:
+        raise ConfigError(f"{index} names no files: its weight_map is empty")
     if len(names) > _MAX_FILES:
         raise ConfigError(f"{index} names {len(names)} files; at most {_MAX_FILES} are read")
     for name in names:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from disagg.convert.sense import making_sense
 from disagg.messages.layout import LayerGroup
 from disagg.models.attention.calls import ATTENTION_NAME
 from disagg.models.check import check_model
@@ -77,8 +78,9 @@ def load(
 def _load(
     model_dir: Path, dtype: str, device: str, ranks: Ranks, spread: Spread | None, links: StageLinks
 ) -> LoadedModel:
-    files = ModelFiles.read(model_dir)
-    check_model(files, dtype, ranks.size, links.count)
+    with making_sense(model_dir):
+        files = ModelFiles.read(model_dir)
+        check_model(files, dtype, ranks.size, links.count)
     module, report = _from_pretrained(model_dir, dtype)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])

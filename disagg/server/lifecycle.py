@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from asyncio import create_task
 from collections.abc import Callable
@@ -53,7 +52,7 @@ from disagg.server.workers import Workers, WorkersLost
 from disagg.telemetry.http import TelemetryServer
 from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.metrics import EngineMetrics, new_registry
-from disagg.telemetry.process import raise_descriptor_limit
+from disagg.telemetry.process import ending_signals, raise_descriptor_limit
 from disagg.telemetry.traces import open_traces
 from disagg.types.addresses import join
 from disagg.types.errors import ConfigError
@@ -146,7 +145,7 @@ class Server:
     async def run(self) -> int:
         """The exit status: DONE after a drain, REFUSED for a configuration that cannot work. Raises ConfigError, DisaggError."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ending_signals():
             loop.add_signal_handler(number, self._stop.set)
         allowed = connections_allowed(self._config, self._roles.now.value, raise_descriptor_limit())
         bounds = client_options(allowed, MAX_STREAMS, HELLO_S, IDLE_S)

@@ -39,6 +39,19 @@ def die_with_parent(expected_ppid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Those that ask a process to drain: what a supervisor, Ctrl-C and the end of a terminal send. Whoever was started to outlive
+    its terminal, as by nohup, ignores the last."""
+    hangs_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGTERM, signal.SIGINT, *hangs_up)
+
+
+def leave_signals_to_parent() -> None:
+    """Ctrl-C and the end of a terminal reach all of its processes, and are for the one that drains."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 def ended_from_outside(status: int) -> bool:
     """Whether a process that ended with this status (negative: by that signal) was ended by others: an operator, a
     supervisor, the kernel for want of memory. What it was doing is not to blame then. Ask only for what was not killed here.

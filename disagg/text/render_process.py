@@ -8,13 +8,12 @@ to each there (`render_messages`), and ends with its router. It imports as littl
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from typing import Any, BinaryIO
 
 import msgspec
 
-from disagg.telemetry.process import die_with_parent, limit_resources
+from disagg.telemetry.process import die_with_parent, leave_signals_to_parent, limit_resources
 from disagg.text.chat import ChatTemplate, OutOfTime, TemplateSource
 from disagg.text.render_messages import HEADER, Ask, Reply, frame, unpacked
 from disagg.types.errors import ConfigError, InvalidRequest
@@ -26,7 +25,7 @@ _SOCKET = 0
 
 def main(parent_pid: int) -> None:
     die_with_parent(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the router, which drains
+    leave_signals_to_parent()
     limit_resources(SPARE_BYTES, DESCRIPTORS)
     with open(_SOCKET, "rb", closefd=False) as asked:
         template = None

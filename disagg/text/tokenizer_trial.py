@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from disagg.telemetry.process import die_with_parent, ended_from_outside, limit_resources
+from disagg.telemetry.process import die_with_parent, ended_from_outside, leave_signals_to_parent, limit_resources
 from disagg.text.model_files import CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, ModelFiles
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import ConfigError, DisaggError, InvalidRequest
@@ -103,7 +103,7 @@ def use(tokenizer: Tokenizer, path: Path) -> None:
 
 def main(parent_pid: int) -> int:
     die_with_parent(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the router
+    leave_signals_to_parent()
     task = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Task)
     limit_resources(SPARE_BYTES + THREAD_BYTES * (os.cpu_count() or 1))
     try:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import signal
 
 from disagg.telemetry.logs import LINES_PER_S, configure_logging
-from disagg.telemetry.process import die_with_parent, leave
+from disagg.telemetry.process import die_with_parent, leave, leave_signals_to_parent
 
 
 def main() -> int:
@@ -21,7 +20,7 @@ def main() -> int:
     parser.add_argument("--log-format", default="json")
     parser.add_argument("--log-lines-per-s", type=float, default=LINES_PER_S)
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which drains
+    leave_signals_to_parent()
     die_with_parent(args.parent)
     configure_logging(f"{args.name}/rank{args.rank}", args.log_level, args.log_format, args.log_lines_per_s)
     from disagg.worker.process import WorkerProcess

@@ -23,7 +23,7 @@ from disagg.cli.rundir import pick_ports
 from disagg.cli.status import show_dump
 from disagg.config.load import dump_config
 from disagg.config.tree import Config, ModelConfig, RouterConfig, ServerRef
-from disagg.telemetry.process import no_heartbeat
+from disagg.telemetry.process import ending_signals, leave_signals_to_parent, no_heartbeat
 from disagg.types.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,8 +150,21 @@ def test_a_router_without_stderr_runs_and_nothing_else_gets_its_number(tmp_path:
             assert os.readlink(f"/proc/{router.process.pid}/fd/{each[0]}") == os.devnull
         router.process.send_signal(signal.SIGUSR1)  # its stacks go there, too
         assert httpx.get(f"{router.url}/version", trust_env=False).status_code == 200
-        router.process.send_signal(signal.SIGTERM)
+        router.process.send_signal(signal.SIGHUP)  # the end of its terminal
         assert router.process.wait(DEADLINE_S) == 0
+
+
+def test_the_end_of_a_terminal_is_for_who_drains_and_for_nobody_whom_nohup_started() -> None:
+    assert ending_signals() == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    try:
+        leave_signals_to_parent()
+        assert ending_signals() == (signal.SIGTERM, signal.SIGINT)
+        for number in before:
+            os.kill(os.getpid(), number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -167,7 +180,7 @@ def test_a_router_leaves_no_renderer_behind(chatting_router: Running, number: in
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_router_that_is_told_to_end_while_it_starts_is_not_one_that_cannot_start(
     monkeypatch: pytest.MonkeyPatch, number: int, status: int
 ) -> None:

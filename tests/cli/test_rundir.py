@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from disagg.cli import up
 from disagg.cli.logecho import shown
+from disagg.cli.logfiles import RotatedFile
 from disagg.cli.rundir import PORTS, cannot_write, make_run_dir, pick_ports, prune_run_dirs, require_free
+from disagg.config.tree import Config
 from disagg.telemetry.held_dirs import HeldDir, remove_abandoned
 from disagg.types.errors import ConfigError, DisaggError
 
@@ -128,3 +132,31 @@ def test_a_host_that_is_none_of_this_machine_is_named_with_its_value(host: str) 
 )
 def test_warnings_and_errors_of_ours_are_echoed(line: str, echoed: str | None) -> None:
     assert shown(line) == echoed
+
+
+def test_what_children_read_is_written_again_where_it_was_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "cache" / "run"
+    run_dir.mkdir(parents=True)
+    files = up._RunFiles(run_dir)
+    processes = [up.ProcessSpec(name, "decode", Config()) for name in ("decode-0", "decode-1")]
+    for process in processes:
+        files.write(process)
+    said = {process.name: (run_dir / f"{process.name}.toml").read_bytes() for process in processes}
+    files.restore("decode-0")
+    assert capsys.readouterr().err == ""
+    shutil.rmtree(tmp_path / "cache")
+    for process in processes:
+        files.restore(process.name)
+        file = run_dir / f"{process.name}.toml"
+        assert file.read_bytes() == said[process.name] and file.stat().st_mode & 0o077 == 0
+    assert capsys.readouterr().err.count("was removed") == 1
+
+
+def test_a_log_goes_on_where_its_directory_was_removed(tmp_path: Path) -> None:
+    log = RotatedFile(tmp_path / "run" / "decode-0.log", 1000, 1)
+    log(b"first\n")
+    shutil.rmtree(tmp_path / "run")
+    log(b"second\n")
+    assert (tmp_path / "run" / "decode-0.log").read_bytes() == b"second\n"

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 from transformers import AutoConfig
 
+from disagg.convert import inspect
 from disagg.convert.inspect import inspect_model
 from disagg.types.errors import ConfigError
 
@@ -140,3 +141,26 @@ def test_a_truncated_weight_file_is_refused(tmp_path: Path) -> None:
     weights.write_bytes(b"\xff" * 20)
     with pytest.raises(ConfigError, match="not a safetensors file"):
         inspect_model(folder)
+
+
+def test_an_index_that_names_no_files_is_refused(tmp_path: Path) -> None:
+    (model(tmp_path) / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {}}))
+    with pytest.raises(ConfigError, match=r"index\.json names no files: its weight_map is empty"):
+        inspect_model(tmp_path)
+
+
+@pytest.mark.parametrize("error", [IndexError("list index out of range"), KeyError("x"), AttributeError("no\nsuch")])
+def test_whatever_goes_wrong_with_what_files_say_is_said_of_them(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(inspect, "read_header", fails)
+    with pytest.raises(ConfigError, match=rf"^{tmp_path} cannot be read, .*: {type(error).__name__}: ") as raised:
+        inspect_model(model(tmp_path))
+    assert "\n" not in str(raised.value)
+    monkeypatch.setattr(inspect, "read_header", lambda path: (_ for _ in ()).throw(OSError(5, "it may pass")))
+    with pytest.raises(OSError, match="it may pass"):
+        inspect_model(tmp_path)
