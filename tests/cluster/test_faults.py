@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,13 +33,15 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def ask_all(cluster: Cluster, salt: str, during: Callable[[], None] | None = None) -> list[Answer]:
-    """salt: new each time, so that no prompt is cached and there is prefill to disturb."""
+def ask_all(
+    cluster: Cluster, salt: str, during: Callable[[Sequence[Future[Answer]]], None] | None = None
+) -> list[Answer]:
+    """salt: new each time, so that no prompt is cached and there is prefill to disturb. during: may see which are answered."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         fields = {"max_tokens": OUTPUTS, "ignore_eos": True, "cache_salt": salt}
         futures = [pool.submit(cluster.complete, p, **fields) for p in PROMPTS]
         if during is not None:
-            during()
+            during(futures)
         return [future.result() for future in futures]
 
 
@@ -61,10 +63,14 @@ def test_sixteen_requests_survive(fragile: Cluster, expected: list[list[int]], f
     tokens = "disagg_decode_tokens_total"
     before = fragile.metrics("decode-0")[tokens]
 
-    def strike() -> None:
-        # On the way: some requests decode, some are in transfer, some are in prefill.
-        on_the_way = before + len(PROMPTS) * OUTPUTS / 5
-        fragile.wait(lambda: fragile.metrics("decode-0")[tokens] > on_the_way, 120, "a fifth of the tokens")
+    def is_on_the_way() -> bool:
+        """Some requests decode, some are in transfer, some are in prefill."""
+        a_fifth = before + len(PROMPTS) * OUTPUTS / 5
+        return fragile.metrics("decode-0")[tokens] > a_fifth and fragile.server("decode-0")["running"] > 0
+
+    def strike(asked: Sequence[Future[Answer]]) -> None:
+        fragile.wait(is_on_the_way, 120, "a fifth of the tokens, and a running request")
+        assert not all(each.done() for each in asked), "nothing was left to disturb"
         pid, number = FAULTS[fault](fragile)
         fragile.kill(pid, number)
         struck.append(pid)
