@@ -152,10 +152,15 @@ def offloading_campaign(run_dir: Path, questions: Questions, pools: Sequence[str
 
 
 @pytest.mark.timeout(1800)
+def test_no_answer_is_wrong_or_missing_on_a_bad_wire(tmp_path: Path, short: Questions) -> None:
+    campaign(tmp_path, short, FLAGS, requests=150, every=25)
+
+
+@pytest.mark.timeout(1800)
 def test_no_answer_is_wrong_or_missing_on_a_bad_wire_with_parking_and_a_failing_store(
     tmp_path: Path, short: Questions
 ) -> None:
-    offloading_campaign(tmp_path, short, (), requests=300, every=50)
+    offloading_campaign(tmp_path, short, (), requests=150, every=25)
 
 
 @pytest.mark.slow
