@@ -30,8 +30,8 @@ SEEDS = pytest.mark.parametrize(
     "seeds",
     [
         range(3),
-        pytest.param(range(3, 16), marks=pytest.mark.long),
-        pytest.param(range(16, 330), marks=pytest.mark.slow),
+        pytest.param(range(3, 30), marks=pytest.mark.long),
+        pytest.param(range(30, 330), marks=pytest.mark.slow),
     ],
     ids=["some", "many", "very many"],
 )
