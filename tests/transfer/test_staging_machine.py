@@ -549,9 +549,7 @@ def _never_asks(ring: LinkRing, now_s: float) -> tuple[int, ...]:
     [
         (RingWriterView, "may_write", _writes_at_once, "overw"),
         (LinkRing, "free_leg", _forgets, "is left"),
-        pytest.param(
-            LinkRing, "doubtful", _never_asks, "never ends", marks=pytest.mark.long
-        ),  # only some of many find it
+        (LinkRing, "doubtful", _never_asks, "never ends"),  # only some of many find it
     ],
     ids=["the watermark is not looked at", "an abort leaks", "a lost notification is never noticed"],
 )
