@@ -101,9 +101,9 @@ def _add_generation(
     async def completions(request: Request) -> Response:
         with _refusals_noted(router, request), _holding(router) as held, _counted(request) as use:
             who = said(request)
+            client_id, tenant = client_request_id(request), tenant_of_request(request)
             body = await _body(request, limits.max_body_bytes, held)
             router.ask_quota(use)  # before anything is read of it
-            client_id, tenant = client_request_id(request), tenant_of_request(request)
             if len(body) <= INLINE_BYTES:
                 call = parse_completion(body, router.limits, limits.max_prompts, client_id, tenant)
             else:
@@ -119,9 +119,9 @@ def _add_generation(
     async def chat_completions(request: Request) -> Response:
         with _refusals_noted(router, request), _holding(router) as held, _counted(request) as use:
             who = said(request)
+            client_id, tenant = client_request_id(request), tenant_of_request(request)
             body = await _body(request, limits.max_body_bytes, held)
             router.ask_quota(use)  # before anything is read of it
-            client_id, tenant = client_request_id(request), tenant_of_request(request)
             has_template = chat_template is not None
             # Beside the loop whatever its length: many small messages take longer to read than one long text.
             chat = await router.beside(len(body), parse_chat, body, router.limits, has_template, client_id, tenant)

@@ -25,11 +25,13 @@ def client_request_id(request: Request) -> str:
 
 
 def tenant(request: Request) -> str:
+    """Raises InvalidRequest."""
+    named = _one(request, TENANT_HEADER)
     if owner := owner_of(request):
         return tenant_of("", name=owner)
     address = unmapped(request.client.host) if request.client is not None else ""
     credentials = next((request.headers[name] for name in CREDENTIALS if name in request.headers), "")
-    return tenant_of(address, credentials, name=request.headers.get(TENANT_HEADER, ""))
+    return tenant_of(address, credentials, name=named or "")
 
 
 def _one(request: Request, name: str) -> str | None:

@@ -16,7 +16,7 @@ from disagg.router.requests import ChoiceDelta, Finished, GenerateRequest, Start
 from disagg.router.service import Router
 from disagg.router.tenants import TENANT_HEADER, tenant_of
 from disagg.types.addresses import bare, unmapped
-from disagg.types.errors import DisaggError
+from disagg.types.errors import DisaggError, InvalidRequest
 from disagg.types.trace_context import MAX_CHARS
 from disagg.wire import pb
 from disagg.wire.entry import owner_of_call
@@ -64,11 +64,12 @@ class InferenceService(InferenceServicer):
         try:
             self._router.ask_quota(use)
             fields = generate_request_from_proto(request, self._router.limits.max_tokens)
+            tenant = _tenant(context)
         except DisaggError as error:
             self._router.note_refused(error, request.request_id)
             raise
         trace = _traceparent(context)
-        asked = GenerateRequest(**fields, tenant=_tenant(context), owner=use.owner, traceparent=trace)
+        asked = GenerateRequest(**fields, tenant=tenant, owner=use.owner, traceparent=trace)
         left_s = context.time_remaining()  # until the call's own deadline
         if left_s is None or not math.isfinite(left_s):
             return asked
@@ -120,6 +121,11 @@ def _traceparent(context: Context) -> str:
 
 
 def _tenant(context: Context) -> str:
+    """Raises InvalidRequest where it is named more than once: which one is meant, nobody knows."""
+    pairs = tuple(context.invocation_metadata() or ())
+    named = sum(name == TENANT_HEADER for name, _ in pairs)
+    if named > 1:
+        raise InvalidRequest(f"{TENANT_HEADER} is there {named} times: give it once", TENANT_HEADER)
     if owner := owner_of_call():
         return tenant_of("", name=owner)
     peer = context.peer()
@@ -127,7 +133,7 @@ def _tenant(context: Context) -> str:
     address = unmapped(bare(unquote(rest).rpartition(":")[0])) if kind in ("ipv4", "ipv6") else rest
     said = {
         name: value if isinstance(value, str) else value.decode("latin-1")
-        for name, value in reversed(tuple(context.invocation_metadata() or ()))
+        for name, value in reversed(pairs)
         if name in (TENANT_HEADER, "authorization")
     }
     return tenant_of(address, said.get("authorization", ""), peer, said.get(TENANT_HEADER, ""))

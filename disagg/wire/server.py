@@ -196,9 +196,12 @@ def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
         refuse(message, "params.max_tokens", "is missing; a router sets it")
     if len(message.token_ids) > MAX_LEG_TOKENS:
         refuse(message, "token_ids", f"are {len(message.token_ids)}; at most {MAX_LEG_TOKENS} may be")
-    for what, most in (("choices", MAX_CHOICES), ("cache_salt", MAX_CACHE_SALT_CHARS)):
+    for what, most, unit in (
+        ("choices", MAX_CHOICES, "entries"),
+        ("cache_salt", MAX_CACHE_SALT_CHARS, "characters"),
+    ):
         if len(getattr(message, what)) > most:
-            refuse(message, what, f"has {len(getattr(message, what))} entries; at most {most} may be")
+            refuse(message, what, f"has {len(getattr(message, what))} {unit}; at most {most} may be")
     refuse_long(message.peer, "name", "address", "incarnation")
     if message.num_prompt > len(message.token_ids):
         refuse(message, "num_prompt", f"is {message.num_prompt}, but there are {len(message.token_ids)} tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -464,8 +465,9 @@ async def test_blanks_around_a_header_are_no_part_of_it_and_two_of_it_are_refuse
 ) -> None:
     await http.post("/v1/completions", json=BODY, headers={"x-slo-ttft-ms": "5 \t", "x-session-id": " s "})
     assert [(each.session, each.slo_ttft_s) for each in router.requests] == [("s", 0.005)]
-    for name in ("x-slo-ttft-ms", "x-session-id"):
-        reply = await http.post("/v1/completions", json=BODY, headers=[(name, "5"), (name, "6")])
+    paths = (("/v1/completions", BODY), ("/v1/chat/completions", CHAT))
+    for name, (path, body) in itertools.product(("x-slo-ttft-ms", "x-session-id", "x-tenant"), paths):
+        reply = await http.post(path, json=body, headers=[(name, "5"), (name, "6")])
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
         assert "2 times: give it once" in reply.json()["error"]["message"]
     assert len(router.requests) == 1

@@ -109,6 +109,17 @@ async def test_servers_are_told_whose_a_request_is(face: Face) -> None:
         assert len({nobody, a, b}) == 3 and all((nobody, a, b))
 
 
+async def test_a_tenant_that_is_named_twice_is_refused_by_name(face: Face) -> None:
+    metadata = (("x-tenant", "a"), ("x-tenant", "b"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_to_end(face.stub.generate(salted(""), metadata=metadata))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "x-tenant is there 2 times: give it once" in (caught.value.details() or "")
+    assert dict(caught.value.trailing_metadata() or ())[PARAM_KEY] == "x-tenant"
+    await read_to_end(face.stub.generate(salted(""), metadata=metadata[:1]))
+    assert [len(server.started) for server in face.servers.values()] == [1] * len(face.servers)
+
+
 def salted(salt: str) -> pb.inference.GenerateRequest:
     sampling = SamplingParams(max_tokens=1)
     return generate_request_to_proto(model="tiny", prompt="hi", params=sampling, cache_salt=salt)

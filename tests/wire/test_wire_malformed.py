@@ -326,7 +326,7 @@ def test_names_of_peers_are_short(field):
     [
         ({"token_ids": [1] * (MAX_LEG_TOKENS + 1)}, "StartLeg.token_ids are 4194305; at most 4194304 may be"),
         ({"choices": range(65)}, "StartLeg.choices has 65 entries; at most 64 may be"),
-        ({"cache_salt": "x" * 1025}, "StartLeg.cache_salt has 1025 entries; at most 1024 may be"),
+        ({"cache_salt": "x" * 1025}, "StartLeg.cache_salt has 1025 characters; at most 1024 may be"),
     ],
 )
 def test_what_a_leg_holds_is_bounded(fields, says):
