@@ -7,6 +7,7 @@ and names; nothing of leases and links.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ HELLO_S = 10.0  # from the opening of a stream to its first message
 MAX_WAITING = 64  # streams that have not said hello; the next one ends the oldest: a healthy one says it at once
 MAX_STREAMS = 1024  # in all; each costs a task or two and what gRPC keeps of it
 MAX_RIVALS = 64  # refused holders of one name that are remembered
+RIVAL_SAID_S = 10.0  # at the soonest, from one line about a name's refused holders to the next: they may be made up
 
 T = TypeVar("T")
 
@@ -80,6 +82,8 @@ class Rivals:
 
     def __init__(self) -> None:
         self._since_s: dict[str, float] = {}
+        self._said: dict[str, None] = {}  # those of which there was a line in the log
+        self._said_s = -math.inf
 
     def may_take_over(self, process: str, served: bool, heard_s: float) -> bool:
         """served: the holder has a stream that is not known to be broken; heard_s: when it was heard last."""
@@ -87,9 +91,12 @@ class Rivals:
         return not served and (since_s is None or heard_s <= since_s)
 
     def refused(self, process: str, now_s: float) -> bool:
-        """Notes a refusal. True if it is the first one, which is worth a line in the log."""
-        if process in self._since_s:
-            return False
-        self._since_s[process] = now_s
+        """Notes a refusal. True if it is worth a line in the log: once for each process, and now and then for all of them."""
+        self._since_s.setdefault(process, now_s)
         forget_oldest(self._since_s, MAX_RIVALS)
+        if process in self._said or now_s - self._said_s < RIVAL_SAID_S:
+            return False
+        self._said[process] = None
+        forget_oldest(self._said, MAX_RIVALS)
+        self._said_s = now_s
         return True

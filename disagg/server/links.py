@@ -58,6 +58,7 @@ class Link:
         )
         self.rivals = Rivals()
         self.fault = ""  # what the peer said and must not
+        self.used = False  # a message was sent over it, or came
         self.pod_gone = False
         on_this_host = bool(peer.host_id) and peer.host_id == host_id()
         self.watches = [ProcessWatch(rank.pid, rank.pid_started) for rank in peer.ranks] if on_this_host else []
@@ -131,6 +132,7 @@ class Links(PeerServicer):
         """Queue a message; `flush` lets all that is queued go as one frame."""
         known = self._by_number.get(number)
         if known is not None:
+            known[1].used = True
             known[1].stream.put(message)
 
     def flush(self) -> None:
@@ -249,7 +251,8 @@ class Links(PeerServicer):
             self._dials.pop((link.peer.name, link.peer.incarnation), None)  # a leg may need another link at once
         link.stream.end()
         gone = link.gone
-        level = logging.INFO if self.stopping or intended else logging.WARNING
+        served = link.address or link.used or link.stream.state.lived_s >= self._lease_s  # else it may be anybody's
+        level = logging.INFO if self.stopping or intended or not served else logging.WARNING
         logger.log(level, "link %d to %s is lost: %s", link.number, link.peer.name, reason)
         if gone:
             link.close()
@@ -262,12 +265,16 @@ class Links(PeerServicer):
     ) -> None:
         """Hands messages on until the connection ends. What the peer may not say loses the link."""
         try:
-            await link.stream.listen(connection, incoming, _frame_of, partial(self._on_message, link.number))
+            await link.stream.listen(connection, incoming, _frame_of, partial(self._heard, link))
         except ProtocolError as error:
             link.fault = str(error)
             self._lose(generation, link, f"{link.peer.name} broke the protocol: {error}")
         except grpc.aio.AioRpcError as error:
             logger.info("the stream of link %d broke: %s", link.number, error.code())
+
+    def _heard(self, link: Link, message: LinkMessage) -> None:
+        link.used = True
+        self._on_message(link.number, message)
 
     # ---- who sends: answer
 

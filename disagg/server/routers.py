@@ -27,6 +27,7 @@ from disagg.messages.legs import (
     RouterMessage,
     ServerHello,
     ServerMessage,
+    StartLeg,
 )
 from disagg.server.door import Door, Rivals
 from disagg.server.kv_feed import KvFeed
@@ -118,6 +119,11 @@ class Lease:
         self.kv = KvFeed()  # of the connection that serves this lease now
         self.rivals = Rivals()
         self.fault = ""  # what its router said and must not
+        self.had_leg = False
+
+    def served(self, lease_s: float) -> bool:
+        """Its router was there for a lease, or had a leg here. Whoever came and went may be anybody."""
+        return self.had_leg or self.stream.state.lived_s >= lease_s
 
 
 def _size(message: ServerMessage) -> int:
@@ -233,7 +239,8 @@ class RouterStreams(ServerServicer):
     def _end(self, lease: Lease, reason: str) -> None:
         if self._leases.pop(lease.number, None) is None:
             return
-        logger.warning("lease of router %s ended: %s", lease.hello.router_name, reason)
+        level = logging.WARNING if lease.served(self._lease_s) else logging.INFO
+        logger.log(level, "lease of router %s ended: %s", lease.hello.router_name, reason)
         lease.stream.end()
         self._on_lease_end(lease.number, reason)
 
@@ -341,12 +348,16 @@ class RouterStreams(ServerServicer):
     async def _listen(self, lease: Lease, connection: int, requests: AsyncIterator[pb.server.RouterFrame]) -> None:
         """Ends when the connection does."""
         try:
-            await lease.stream.listen(connection, requests, _frame_of, partial(self._on_message, lease.number))
+            await lease.stream.listen(connection, requests, _frame_of, partial(self._heard, lease))
         except ProtocolError as error:
             lease.fault = str(error)
             self._end(lease, lease.fault)
         except grpc.aio.AioRpcError as error:
             logger.info("the stream of router %s broke: %s", lease.hello.router_name, error.code())
+
+    def _heard(self, lease: Lease, message: RouterMessage) -> None:
+        lease.had_leg = lease.had_leg or isinstance(message, StartLeg)
+        self._on_message(lease.number, message)
 
     async def dump(
         self, request: pb.server.DumpRequest, context: grpc.aio.ServicerContext[Any, Any]

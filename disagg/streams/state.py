@@ -92,6 +92,7 @@ class StreamState(Generic[S, R]):
         self.outbox = outbox
         self.heard_s = now_s  # when a frame came last
         self.served = False  # the newest connection is not known to be broken
+        self._began_s = now_s
         self._heartbeat_s = heartbeat_s
         self._max_kept = max_kept
         self._connection = 0
@@ -103,6 +104,11 @@ class StreamState(Generic[S, R]):
         self._sent_size = self._sent_messages = 0  # their sums
         self._beat_due_s = now_s + heartbeat_s
         self._ack_due_s = math.inf
+
+    @property
+    def lived_s(self) -> float:
+        """From its beginning to when a frame came last."""
+        return self.heard_s - self._began_s
 
     # ---- connections
 

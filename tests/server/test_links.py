@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator
 
@@ -80,6 +81,21 @@ async def test_a_peer_that_is_heard_and_never_acknowledges_loses_its_link(monkey
             prefill.links.tick()
         assert prefill.lost == ["D leaves 50 messages unacknowledged"]
         await channel.close()
+
+
+async def test_only_a_link_that_was_of_use_is_warned_of_when_it_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with Prefill() as prefill:
+        dialled = []
+        for name in ("D", "E"):
+            dialled.append(Dialled(prefill, decode_hello(f"of {name}", name, name=name)))
+            await dialled[-1].greeted()
+        prefill.links.send(prefill.up[1], Watermarks(0, (1,)))
+        prefill.links.drop_all("told to")
+        said = {each.getMessage(): each.levelname for each in caplog.records if "is lost" in each.getMessage()}
+        assert said == {"link 0 to D is lost: told to": "INFO", "link 1 to E is lost: told to": "WARNING"}
+        for each in dialled:
+            await each.close()
 
 
 # ---- peers whose pods are known to have ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -21,10 +22,12 @@ from disagg.messages.legs import (
     LegTokens,
     LoadReport,
     Outcome,
+    PeerRef,
     RouterMessage,
     ServerHello,
     ServerMessage,
     ServerState,
+    StartLeg,
 )
 from disagg.messages.plan import TokenLogprobs
 from disagg.router.dial import dial_server
@@ -36,6 +39,7 @@ from disagg.server.kv_feed import KvFeed
 from disagg.server.routers import FRAME_BYTES, LOGPROB_BYTES, Lease, MergingOutbox, RouterStreams
 from disagg.types.errors import Unavailable
 from disagg.types.ids import LegKey, Role
+from disagg.types.sampling import SamplingParams
 from disagg.wire.server import RouterHello, ServerSays
 from disagg.wire.services import ServerStub, make_server, open_channel, server_handler
 from tests.router.fake_server import TOKENIZER
@@ -43,6 +47,7 @@ from tests.router.fake_server import TOKENIZER
 LOAD = LoadReport(ServerState.READY, 0, 0, 0, 64, 0, 64)
 DEADLINE_S = 30.0
 KEY = LegKey("r", 1, 0)
+START = StartLeg(KEY, (1, 2, 3), 3, SamplingParams(max_tokens=5), (0,), PeerRef("p0", "p0:1", "i"), 60.0)
 A, B, C = ((0, b"a"), (0, b"b"), (1, b"c"))
 
 
@@ -328,6 +333,39 @@ async def test_a_second_router_does_not_take_the_name_while_the_stream_of_the_fi
     assert attached is not None and attached.resumed
     assert not server.ended
     await again.close()
+
+
+async def test_only_the_end_of_a_router_that_was_served_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with Server(lease_s=0.2) as server:
+
+        async def level_of_the_end(router: Router) -> str:
+            await router.close()
+            ended = len(server.ended)
+            async with asyncio.timeout(DEADLINE_S):
+                while len(server.ended) == ended:
+                    await asyncio.sleep(0.01)
+                    server.streams.tick()
+            return [each.levelname for each in caplog.records if "lease of router" in each.getMessage()][-1]
+
+        assert await level_of_the_end(await attach(server)) == "INFO"
+        asked = await attach(server)
+        await asked.send(START)
+        await asked.until(lambda: START in server.heard)
+        assert await level_of_the_end(asked) == "WARNING"
+        stays = await attach(server)
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < 0.3:
+            await stays.send(AbortLeg(KEY))
+            await asyncio.sleep(0.02)
+        assert await level_of_the_end(stays) == "WARNING"
+
+
+def test_names_of_processes_that_are_made_up_cost_a_line_now_and_then() -> None:
+    rivals = door.Rivals()
+    assert sum(rivals.refused(f"p{number}", number / 100) for number in range(1000)) == 1
+    assert not rivals.refused("p0", 20.0), "of which there was a line"
+    assert rivals.refused("p999", 20.0) and not rivals.refused("p999", 40.0)
 
 
 async def test_a_name_is_free_when_the_lease_of_its_holder_is_over() -> None:
