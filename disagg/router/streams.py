@@ -136,6 +136,7 @@ class ServerStream:
         self.differing: tuple[str, ...] = ()
         self.changed = ""  # that its weights are not those of before, also when its process is another
         self._loaded = ("", "")  # incarnation and weights of the last workers that said them
+        self._known_weights = ""  # the last that two of them had, or the first: any others are news
         self._caller = caller
         self._heartbeat_s = caller.heartbeat_s
         self._lease_s = caller.lease_s
@@ -414,10 +415,11 @@ class ServerStream:
         incarnation, weights = self._loaded
         self._loaded = (hello.incarnation, hello.weights_hash)
         if weights and weights != hello.weights_hash:
-            self.changed = f"its weights were {weights[:12]} before, and are {hello.weights_hash[:12]} now"
-            logger.error("server %s came back with another model: %s", self.name, self.changed)
+            changed = f"its weights were {weights[:12]} before, and are {hello.weights_hash[:12]} now"
+            logger.error("server %s came back with another model: %s", self.name, changed)
+            self.changed = "" if hello.weights_hash == self._known_weights else changed
         elif incarnation != hello.incarnation:
-            self.changed = ""
+            self._known_weights, self.changed = hello.weights_hash, ""
 
     def _forgotten(self, hello: ServerHello) -> None:
         """The server does not know our channel. If it is the incarnation that we knew, our legs there are gone too."""

@@ -53,6 +53,7 @@ class Identity:
         self.max_model_len = 0
         self.worker_pids: tuple[int, ...] = ()
         self.model: ModelIdentity | None = None  # of the last workers that came up
+        self.known_model: ModelIdentity | None = None  # the last that two of them had, or the first: any other is news
         self.incarnation: Incarnation | None = None  # while workers are up
         self.role = role  # and hands_over: they change with the role
         self._ranks = ranks

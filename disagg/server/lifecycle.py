@@ -351,7 +351,9 @@ class Server:
         if change := changed(str(self._model_dir), identity.model, model):
             logger.error("%s: %s", identity.name, change)
             self._exporter.metrics.model_changes.inc()
-        identity.note = change
+        else:
+            identity.known_model = model
+        identity.note = changed(str(self._model_dir), identity.known_model, model)  # none where that one is there again
         identity.model = model
 
     async def take_down(self, reason: str, *, another_role: bool, intended: bool) -> None:

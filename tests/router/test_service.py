@@ -614,8 +614,27 @@ async def test_a_server_whose_process_came_back_with_other_weights_is_said_to_ha
     d0.break_streams()  # the same workers, heard again
     await cluster.until(lambda: len(d0.greetings) >= 3 and cluster.state("d0") == "no-peer")
     assert "before" in reason()
+    await d0.kill()
+    await cluster.until(lambda: cluster.state("d0") == "dead")
+    d0.hello = replace(d0.hello, weights_hash="a" * 64, fingerprint=cluster.servers["p0"].hello.fingerprint)
+    await d0.restart()
+    await cluster.until(lambda: cluster.state("d0") == "ready")
+    assert reason() == "", "it has what it had"
+    assert "its weights were bbbbbbbbbbbb before, and are aaaaaaaaaaaa now" in caplog.text
+
+
+async def test_what_is_said_of_other_weights_goes_with_the_next_workers_that_have_them(cluster: Cluster) -> None:
+    await cluster.up(NORMAL, hello={"d0": {"weights_hash": "a" * 64}})
+    d0 = cluster.servers["d0"]
+    d0.hello = replace(d0.hello, weights_hash="b" * 64)
     d0.new_incarnation()
-    await cluster.until(lambda: reason() == "")
+
+    def reasons() -> set[object]:
+        return {server["reason"] for server in cluster.router.status()["servers"]}
+
+    await cluster.until(lambda: "its weights were aaaaaaaaaaaa before, and are bbbbbbbbbbbb now" in reasons())
+    d0.new_incarnation()
+    await cluster.until(lambda: reasons() == {""})
 
 
 async def test_a_deadline_that_has_passed_at_once_says_so_with_its_number(cluster: Cluster) -> None:

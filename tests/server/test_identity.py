@@ -105,6 +105,19 @@ async def test_another_model_after_a_restart_is_logged_counted_and_told_to_route
     assert server._registry.get_sample_value("disagg_model_changes_total") == 1
 
 
+async def test_what_is_said_of_another_model_goes_when_the_one_before_is_there_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, _, _ = ready_server(monkeypatch)
+    b, c = (ModelIdentity(digit * 64, IDENTITY.files) for digit in "bc")
+    noted = []
+    for model in (IDENTITY, b, c, IDENTITY, b, b, IDENTITY, b):
+        server._take_model(model)
+        noted.append(bool(server._identity.note))
+    assert noted == [False, True, True, False, True, False, True, False], "two with b: that is what others know by then"
+    assert server._registry.get_sample_value("disagg_model_changes_total") == 6
+
+
 async def nothing() -> None:
     pass
 
