@@ -10,6 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
+from disagg.convert.sense import making_sense
 from disagg.models.check import check_model
 from disagg.text.model_files import ModelFiles
 from disagg.types.errors import ConfigError
@@ -24,7 +25,8 @@ def main() -> None:
     args = parser.parse_args()
     refused, unused = None, 0
     try:
-        unused = check_model(ModelFiles.read(args.model_dir), args.dtype, args.tp, args.pp)
+        with making_sense(args.model_dir):
+            unused = check_model(ModelFiles.read(args.model_dir), args.dtype, args.tp, args.pp)
     except ConfigError as error:
         refused = str(error)
     print(json.dumps({"refused": refused, "unused": unused}))

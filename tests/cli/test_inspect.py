@@ -18,6 +18,7 @@ from disagg.convert.inspect import inspect_model
 from disagg.mixed_server.role import MIXED
 from disagg.server.bringup import Bringup
 from disagg.types.errors import ConfigError
+from disagg.worker import check
 from tests.models.tiny import make_tiny
 
 
@@ -50,6 +51,19 @@ def refused(shown: Result) -> str:
 def test_what_workers_refuse_is_refused_in_their_words(llama: Path) -> None:
     edit_config(llama, rms_norm_eps="a")
     assert refused(inspect(llama)) == f"error: {llama}/config.json: rms_norm_eps is 'a'; it must be a number"
+
+
+def test_whatever_workers_stumble_over_in_files_is_a_refusal(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stumbles(*_: object) -> int:
+        raise KeyError("rope")
+
+    monkeypatch.setattr(check, "check_model", stumbles)
+    monkeypatch.setattr("sys.argv", ["check", str(llama), "float32", "1", "1"])
+    check.main()
+    said = f"{llama} cannot be read, what its files say makes no sense: KeyError: 'rope'"
+    assert json.loads(capsys.readouterr().out)["refused"] == said
 
 
 def without_tokenizer(model_dir: Path) -> str:
