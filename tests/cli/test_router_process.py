@@ -142,6 +142,15 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+@pytest.fixture
+def terminal_counts() -> Iterator[None]:
+    """As where the tests were not started by nohup, whose children ignore the end of a terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("terminal_counts")
 @pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
 def test_a_router_without_stderr_runs_and_nothing_else_gets_its_number(tmp_path: Path, closed: str) -> None:
     for router in running_router(make_model(tmp_path / "tiny"), tmp_path, closed):
@@ -154,6 +163,7 @@ def test_a_router_without_stderr_runs_and_nothing_else_gets_its_number(tmp_path:
         assert router.process.wait(DEADLINE_S) == 0
 
 
+@pytest.mark.usefixtures("terminal_counts")
 def test_the_end_of_a_terminal_is_for_who_drains_and_for_nobody_whom_nohup_started() -> None:
     assert ending_signals() == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
@@ -180,6 +190,7 @@ def test_a_router_leaves_no_renderer_behind(chatting_router: Running, number: in
         time.sleep(0.01)
 
 
+@pytest.mark.usefixtures("terminal_counts")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_router_that_is_told_to_end_while_it_starts_is_not_one_that_cannot_start(
     monkeypatch: pytest.MonkeyPatch, number: int, status: int
