@@ -749,7 +749,7 @@ def test_messages_that_a_side_may_not_send_are_errors() -> None:
 KEY = LegKey("r", 0, 0)
 # Of nothing that is known there: whoever may report them is not contradicted.
 REPORTS: tuple[TransferEvent, ...] = (
-    PeerAdded(LINK, 0, "", 0.0),
+    PeerAdded(LINK, 0, ""),
     PeerWired(LINK, 0, ("tcp",)),
     PeerRemoved(LINK, True),
     PieceSent(LINK, 3, KEY, 1, 0.0, 0.0),
