@@ -339,23 +339,15 @@ class Executor:
                 rows.append(row)
         if not owners or sampler is None:
             return tuple(owners), None
-        at = self._at(rows)
-        if first is not None:
-            first = first[: len(rows)] if self._in_order(rows) else first.index_select(0, at)
+        if rows == list(range(len(rows))):  # mostly: they are on the device
+            at, first = self._all_rows[: len(rows)], None if first is None else first[: len(rows)]
+        else:
+            at = upload(torch.tensor(rows), self.pool.device)
+            first = None if first is None else first.index_select(0, at)
         sampled = sampler.sample(logits, at, [owner.sampling.slot for owner in owners], first)
         if self.overlaps:
             self._carry(owners, sampled)
         return tuple(owners), sampled.on_host()
-
-    @staticmethod
-    def _in_order(rows: list[int]) -> bool:
-        return rows == list(range(len(rows)))
-
-    def _at(self, rows: list[int]) -> torch.Tensor:
-        """On the device. Mostly they are all rows in order, which are there."""
-        if self._in_order(rows):
-            return self._all_rows[: len(rows)]
-        return upload(torch.tensor(rows), self.pool.device)
 
     def _carry(self, owners: Sequence[Owner], sampled: Sampled) -> None:
         """Let the next step find these tokens on the device, before they are on the host."""

@@ -8,7 +8,10 @@ order than along a sorted row; where that could decide, the row is to be sorted.
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from disagg.worker.sampler_order import in_order
 
 BINS = 1 << 16
 MARGIN = 1e-11  # of the mass: far more than the rounding of a sum over any vocabulary, far less than a token's share
@@ -33,8 +36,7 @@ def nucleus(
     end = int(np.searchsorted(upto, limit))  # counted from the top: all bins before it are below the limit
     if end == BINS:
         return None if abs(upto[-1] - limit) <= margin else kept
-    of_bin = np.flatnonzero(kept & (bins == BINS - 1 - end))
-    order = of_bin[np.lexsort((of_bin, -values[of_bin]))]
+    order = _within(kept & (bins == BINS - 1 - end), values)
     behind = (upto[end - 1] if end else 0.0) + left[order].cumsum()
     before = behind - left[order]
     if (np.abs(np.append(before, behind[-1:]) - limit) <= margin).any():
@@ -48,15 +50,18 @@ def _first(values: NDArray[np.float32], bins: NDArray[np.int64], count: int) -> 
     """The first of the order, so many."""
     upto = np.bincount(bins, minlength=BINS)[::-1].cumsum()
     end = int(np.searchsorted(upto, count))
-    of_bin = np.flatnonzero(bins == BINS - 1 - end)
-    order = of_bin[np.lexsort((of_bin, -values[of_bin]))]
+    order = _within(bins == BINS - 1 - end, values)
     found = bins > BINS - 1 - end
     found[order[: count - (int(upto[end - 1]) if end else 0)]] = True
     return found
 
 
+def _within(among: NDArray[np.bool_], values: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Which these are, by the order."""
+    at = np.flatnonzero(among)
+    return at[np.lexsort((at, -values[at]))]
+
+
 def _bins(values: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Of the order of values, the largest last; -0.0 is 0.0."""
-    bits = (values + np.float32(0.0)).view(np.int32)
-    in_order = np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
-    return (in_order >> 16).astype(np.int64) + (BINS >> 1)
+    """Of the order of values, the largest last."""
+    return (in_order(torch.from_numpy(values)).numpy() >> 16).astype(np.int64) + (BINS >> 1)

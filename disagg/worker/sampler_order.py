@@ -46,8 +46,12 @@ def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _keys(x: Tensor, ids: Tensor) -> Tensor:
     """int64 keys, all different within a row, whose order is the order above."""
-    bits = (x + 0.0).view(torch.int32)
-    return _flip(bits).to(torch.int64).bitwise_left_shift_(32).add_(_ID_BASE - ids)
+    return in_order(x).to(torch.int64).bitwise_left_shift_(32).add_(_ID_BASE - ids)
+
+
+def in_order(x: Tensor) -> Tensor:
+    """int32 of the order of values; -0.0 is 0.0. x: float32."""
+    return _flip((x + 0.0).view(torch.int32))
 
 
 def _decode(keys: Tensor) -> tuple[Tensor, Tensor]:
