@@ -203,7 +203,7 @@ class Dispatch:
         self._metrics.messages.labels(server=name).inc()
         live = self.live.get(message.key.request_id)
         if live is not None and isinstance(message, LegEnd):
-            self.pairing.leg_ended(live, name, message)
+            self.pairing.leg_ended(live, name, message, self._clock())
             self._failures.leg_ended(live, name, message)
         if live is not None and isinstance(message, LegTokens):
             self._note_first(live, name, message)

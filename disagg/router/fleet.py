@@ -153,7 +153,7 @@ class Fleet:
         usual = speeds.usual
         return ClusterView(
             tuple(
-                stream.view(self._outstanding, speeds.of(stream.name), usual, circuits.of(stream.name, now_s))
+                stream.view(self._outstanding, speeds.of(stream.name, now_s), usual, circuits.of(stream.name, now_s))
                 for stream in self._streams.values()
             )
         )

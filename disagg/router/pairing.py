@@ -118,13 +118,13 @@ class Pairing:
                 yield live
                 stopping[source.name] += machine.answers
 
-    def leg_ended(self, live: Live, name: str, end: LegEnd) -> None:
+    def leg_ended(self, live: Live, name: str, end: LegEnd, now_s: float) -> None:
         """What a server says of a prompt that it computed, by its own clock."""
         chunks = [event for event in end.timeline if event.name == CHUNK]
         if end.outcome is Outcome.DONE and chunks and end.key.attempt == live.machine.attempt:
             tokens = len(live.machine.prompt_token_ids) - end.cached_tokens
             began_s = min(chunk.start_unix_s for chunk in chunks)
-            self._fleet.speeds.ended(name, tokens, began_s, max(chunk.end_unix_s for chunk in chunks))
+            self._fleet.speeds.ended(name, tokens, began_s, max(chunk.end_unix_s for chunk in chunks), now_s)
 
     def _call_may_go(self, live: Live, prefills: int) -> bool:
         call = live.machine.asked.call

@@ -6,6 +6,10 @@ A server computes several prompts at once, so what counts is its work and not a 
 it, or from its own first chunk if that came later, to the end of its last one. Older prompts count less and less. Of a server
 that has computed little, what all others do counts as much as two prompts, and of the first one a guess. Servers are as fast as
 all of them together until they clearly are not, and one that is new as the fastest.
+
+A server that stood still once (it was stopped, it swapped, it compiled) must not stay the one that nothing is sent to, and so
+never be measured again: once it has computed nothing for IDLE_S, how many times slower or faster it is than usual becomes the
+square root of that with each HALF_S.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ GUESS_PROMPT_S, GUESS_TOKEN_S, GUESS_TOKENS = 0.005, 1e-4, 1000
 ALIKE = (
     1.5  # servers whose times differ by less are equally fast: that much is noise, which would send all prompts to one
 )
+IDLE_S, HALF_S = 10.0, 10.0
+REDRAW_S = 1.0  # lines are drawn anew that often, where no prompt ended
 LEAST_SHARE = 0.1  # of a prompt's seconds that its tokens take, at least, whatever the line says
 LEAST_S = 1e-6  # of a prompt
 MAX_S = 3600.0
@@ -61,6 +67,9 @@ class _Sums(Struct, frozen=True):
     def times(self, factor: float) -> _Sums:
         return _Sums(self.n * factor, self.x * factor, self.y * factor, self.xx * factor, self.xy * factor)
 
+    def slower(self, times: float) -> _Sums:
+        return _Sums(self.n, self.x, self.y * times, self.xx, self.xy * times)
+
     def line(self) -> Speed:
         """Least squares. Both parts of it are positive."""
         spread = self.n * self.xx - self.x * self.x
@@ -78,17 +87,24 @@ _GUESS = _one(1, GUESS_PROMPT_S + GUESS_TOKEN_S).plus(_one(GUESS_TOKENS, GUESS_P
 GUESS = _GUESS.line()
 
 
+def _times_slower(line: Speed, usual: Speed) -> float:
+    return line.seconds(1, usual.prompt_tokens) / usual.usual_s
+
+
 class Speeds:
     """Of all servers of one router."""
 
     def __init__(self) -> None:
         self._sums: dict[str, _Sums] = {}
         self._ended_s: dict[str, float] = {}
+        self._heard_s: dict[str, float] = {}
         self._all = _GUESS
         self._lines: dict[str, Speed] = {}  # asked for with every view
+        self._drawn_s = -math.inf
 
-    def ended(self, server: str, tokens: int, began_s: float, ended_s: float) -> None:
-        """A prompt was computed there, of which so many tokens were not cached. Times are of the server's clock, whichever.
+    def ended(self, server: str, tokens: int, began_s: float, ended_s: float, now_s: float) -> None:
+        """A prompt was computed there, of which so many tokens were not cached, as is heard now. Began and ended: of the server's
+        clock, whichever.
 
         Of prompts that are told out of order, only the latest count.
         """
@@ -96,36 +112,47 @@ class Speeds:
         seconds = min(MAX_S, ended_s - max(began_s, last_s))
         if not seconds >= 0:  # nor if it is not a number
             return
-        self._ended_s[server] = ended_s
         one = _one(max(1, tokens), seconds)
         known = self._sums.get(server)
-        self._sums[server] = one if known is None else known.plus(one, KEPT)
+        if known is None:
+            self._sums[server] = one
+        else:
+            _, fading = self._shown(server, self.usual, began_s - last_s)
+            self._sums[server] = known.slower(fading).plus(one, KEPT)
+        self._ended_s[server], self._heard_s[server] = ended_s, now_s
         self._all = self._all.plus(one, KEPT)
         self._lines.clear()
 
     def forget(self, server: str) -> None:
         """It has left."""
-        self._sums.pop(server, None)
-        self._ended_s.pop(server, None)
-        self._lines.pop(server, None)
+        for known in (self._sums, self._ended_s, self._heard_s, self._lines):
+            known.pop(server, None)
 
-    def of(self, server: str) -> Speed:
+    def of(self, server: str, now_s: float) -> Speed:
         """Of one that has computed nothing yet: as the fastest, or it might never be tried."""
+        if not 0 <= now_s - self._drawn_s < REDRAW_S:
+            self._lines.clear()
+            self._drawn_s = now_s
         line = self._lines.get(server)
         if line is None:
             usual = self.usual
             if server in self._sums:
-                line = self._known(server, usual)
+                line = self._known(server, usual, now_s)
             else:
-                found = (usual, *(self._known(each, usual) for each in self._sums))
+                found = (usual, *(self._known(each, usual, now_s) for each in self._sums))
                 line = min(found, key=lambda each: each.seconds(1, usual.prompt_tokens))
             self._lines[server] = line
         return line
 
-    def _known(self, server: str, usual: Speed) -> Speed:
+    def _known(self, server: str, usual: Speed, now_s: float) -> Speed:
+        line, fading = self._shown(server, usual, now_s - self._heard_s[server])
+        line = Speed(line.prompt_s * fading, line.token_s * fading, line.prompt_tokens)
+        return usual if 1 / ALIKE <= _times_slower(line, usual) <= ALIKE else line
+
+    def _shown(self, server: str, usual: Speed, idle_s: float) -> tuple[Speed, float]:
+        """What its prompts said when it last computed one, and by what to multiply that after so long."""
         line = self._all.times(2 / self._all.n).plus(self._sums[server]).line()
-        ratio = line.seconds(1, usual.prompt_tokens) / usual.usual_s
-        return usual if 1 / ALIKE <= ratio <= ALIKE else line
+        return line, _times_slower(line, usual) ** (0.5 ** (max(0.0, idle_s - IDLE_S) / HALF_S) - 1.0)
 
     @property
     def usual(self) -> Speed:

@@ -144,6 +144,6 @@ def test_a_transfer_between_two_machines_is_measured_with_what_carried_it(tmp_pa
     finally:
         listener.kill()  # unshare would wait for it, and takes it along
         listener.wait(30)
-    _, staged = msgspec.json.decode(kept.read_bytes())["rows"]
+    _, staged = msgspec.json.decode(kept.read_bytes())["measurements"]
     assert [way.rpartition(" ")[2] for way in staged["ways"]] == ["tcp/pair"]
     print(done.stdout, file=sys.stderr)
