@@ -26,7 +26,7 @@ from disagg.engine.turns import Begins, Turn
 from disagg.memory.sequence import SequencePages
 from disagg.messages.legs import LegTokens, Outcome, StartLeg, TimelineEvent
 from disagg.messages.link import FirstToken
-from disagg.messages.plan import SampledToken, StepResult, WorkerPlan
+from disagg.messages.plan import NO_TOKEN, SampledToken, StepResult, WorkerPlan
 from disagg.scheduler.admission import Growing
 from disagg.types.ids import LegKey
 from disagg.types.sampling import MAX_CHOICES
@@ -295,8 +295,11 @@ class Choices(Onward):
             self._counters.discarded_tokens += 1
             self._legs.late_step(leg, plan_no)
             return
-        self._counters.decode_tokens += 1
         index = len(sequence.tokens) - sequence.num_prompt
+        if token.token_id == NO_TOKEN:
+            self._legs.no_token(leg, index)
+            return
+        self._counters.decode_tokens += 1
         sequence.tokens.append(token.token_id)
         model = self._facts.model
         tokens_left = model.max_model_len - len(sequence.tokens)

@@ -108,6 +108,7 @@ class Counters:
     pieces_landed: int = 0
     checksum_failures: int = 0
     lost_notifications: int = 0
+    bad_logits: int = 0  # tokens that could not be chosen, because their logits were no numbers
     aborts: int = 0
     max_steps_after_abort: int = 0
     legs: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by outcome

@@ -21,6 +21,9 @@ from disagg.messages.plan import StepResult, WorkerPlan
 from disagg.types.ids import LegKey
 
 MAX_TIMELINE = 256
+NO_NUMBERS = (
+    "the logits of output token {} are no numbers (NaN or infinity): values overflow in this dtype, or a device is ill"
+)
 
 
 class Stage:
@@ -185,6 +188,12 @@ class Legs:
         for stage in leg.stages:
             stage.close(leg, outcome, reason)
         self.end(leg, outcome, reason)
+
+    def no_token(self, leg: Leg, index: int) -> None:
+        """What would have been its output of this index has logits that are no numbers. As if its workers had died of it: another
+        server may do better, and no text is made up."""
+        self._counters.bad_logits += 1
+        self.close(leg, Outcome.WORKER_LOST, NO_NUMBERS.format(index))
 
     def end(self, leg: Leg, outcome: Outcome, reason: str = "") -> None:
         """Tell the router that nothing more will come."""

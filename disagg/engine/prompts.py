@@ -33,7 +33,7 @@ from disagg.engine.turns import Begins, Turn
 from disagg.memory.sequence import SequencePages
 from disagg.messages.legs import Outcome, StartLeg, TimelineEvent
 from disagg.messages.link import FirstToken
-from disagg.messages.plan import Run, SampledToken, StepResult, WorkerPlan
+from disagg.messages.plan import NO_TOKEN, Run, SampledToken, StepResult, WorkerPlan
 from disagg.scheduler.admission import common_pages, should_wait
 from disagg.types.ids import LegKey
 
@@ -359,6 +359,9 @@ class Prompts(Stage):
         leg, sequence = prompt.leg, prompt.sequence
         assert sequence is not None
         assert len(sampled) == len(leg.start.choices)
+        if any(token.token_id == NO_TOKEN for token in sampled):
+            self._legs.no_token(leg, leg.first_index)
+            return
         tokens_left = self._model.max_model_len - leg.num_tokens - 1
         first = []
         for token in sampled:

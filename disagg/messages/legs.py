@@ -120,7 +120,9 @@ class Outcome(enum.StrEnum):
     ABORTED = "aborted"  # at the router's request
     REFUSED = "refused"  # it can never run here (too long for the pool, ...): the client's fault
     PEER_LOST = "peer_lost"  # the other server, or the link to it, was lost: try again
-    WORKER_LOST = "worker_lost"  # this server's workers died under it: try again; counts towards poison
+    WORKER_LOST = (
+        "worker_lost"  # this server's workers died, or computed what is no number: try again; counts towards poison
+    )
     BAD_TRANSFER = "bad_transfer"  # KV arrived that did not match its checksum, or never arrived: try again
     DRAINED = "drained"  # the server is shutting down: try again elsewhere
     GIVEN_BACK = "given_back"  # not started, given back by the prefill server: try again, free of charge

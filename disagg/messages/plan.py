@@ -108,8 +108,11 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+NO_TOKEN = -1  # of logits that are no numbers: NaN, or infinitely large, or minus infinity all of them
+
+
 class SampledToken(Struct, frozen=True, array_like=True):
-    """One sampled token of one choice."""
+    """One sampled token of one choice. token_id: NO_TOKEN, where there was none to choose."""
 
     seq_id: int
     choice: int

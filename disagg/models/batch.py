@@ -102,7 +102,8 @@ class ForwardBatch:
     the rows whose logits are wanted, in rising order. tables: per layer group.
 
     carried: [N] int64, for a row whose token the host does not know yet: which of `tokens_before` it is; -1 for one whose id
-    is in input_ids. None if all are. tokens_before: int64, on the device: what the step before sampled.
+    is in input_ids. None if all are. tokens_before: int64, on the device: what the step before sampled; -1 of a
+    row that had no token (models/argmax/first), which counts as 0 here: what is computed of it is thrown away.
     """
 
     input_ids: torch.Tensor
@@ -124,7 +125,7 @@ class ForwardBatch:
         if self.carried is None:
             return self.input_ids
         assert self.tokens_before is not None, "tokens of no step are carried over"
-        before = self.tokens_before.index_select(0, self.carried.clamp(min=0))
+        before = self.tokens_before.index_select(0, self.carried.clamp(min=0)).clamp_(min=0)
         return torch.where(self.carried < 0, self.input_ids, before)
 
     def on(self, device: torch.device) -> ForwardBatch:

@@ -16,7 +16,7 @@ An *attempt* sends its legs to one pair, one leg per prefix (see `LegKey`). Rule
 - What prefill gave back unstarted does not count as an attempt.
 - Where decode drains, its legs are asked to stop, and when all have, the next attempt *moves* them: the server that has the KV
   takes prefill's part in it, and the last token that it said that of the first token. It does not count as an attempt.
-- A request that was present when two incarnations of workers died is poison: it is not tried a third time.
+- A request that was present when two incarnations of workers died, or that they failed, is poison: it is not tried a third time.
 """
 
 from __future__ import annotations
@@ -311,7 +311,10 @@ class RequestMachine:
             cause = Outcome.GIVEN_BACK.value
         if len(self._crashes) >= 2:
             names = ", ".join(sorted(name for name, _ in self._crashes))
-            message = f"the request was present when the workers of two servers died ({names}); it is not tried again"
+            message = (
+                f"the request was present when the workers of two servers died or failed it ({names}); it is not tried again; "
+                f"at last: {reason}"
+            )
             return aborts + self._fail(RequestFailed(message))
         if self.attempts_counted >= self._bounds.max_attempts:
             message = f"the request was tried {self.attempts_counted} times and did not finish; at last: {reason}"

@@ -96,6 +96,7 @@ class Exporter:
             (metrics.checksum_failures, "checksum", counters.checksum_failures),
             (metrics.lost_notifications, "lost notifications", counters.lost_notifications),
             (metrics.aborts, "aborts", counters.aborts),
+            (metrics.bad_logits, "bad logits", counters.bad_logits),
             (metrics.prefix_query_tokens, "query tokens", counters.query_tokens),
             (
                 metrics.prefix_hit_tokens.labels("gpu"),

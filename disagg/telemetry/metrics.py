@@ -51,6 +51,11 @@ class EngineMetrics:
         self.requests_waiting = Gauge("disagg_requests_waiting", "Legs that are queued", registry=registry)
         self.legs = Counter("disagg_legs", "Legs ended, by outcome", ["outcome"], registry=registry)
         self.aborts = Counter("disagg_aborts", "Legs aborted at the router's request", registry=registry)
+        self.bad_logits = Counter(
+            "disagg_bad_logits",
+            "Output tokens that could not be chosen: their logits were NaN or infinite",
+            registry=registry,
+        )
         self.preemptions = Counter(
             "disagg_preemptions",
             "Running sequences that gave way: for want of pages (memory), or to an older one that had waited (age)",

@@ -369,9 +369,8 @@ class Executor:
             tokens = self._ranks.agree([chosen.token_id for chosen in picked], len(owners), self._device)
         for owner, token in zip(owners, tokens, strict=not self._links.several):
             if owner.position is not None:
-                owner.sequence.tokens[owner.position : owner.position + 1] = [
-                    token
-                ]  # in place of UNKNOWN, if that is there
+                # In place of UNKNOWN, if that is there. Where there was none, nothing that comes of it is used.
+                owner.sequence.tokens[owner.position : owner.position + 1] = [max(token, 0)]
         if launched.sampled is None:
             return ()
         out = []

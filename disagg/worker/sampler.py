@@ -10,7 +10,8 @@ Order, as in vLLM v1:
 Tokens are ordered by logit, ties by lowest id: greedy takes the first, top_k exactly the first k, and top_p the
 shortest prefix that holds at least that share of what min_p and top_k left. (vLLM's own paths differ in what they do
 with ties.) top_k = 1 is therefore greedy. Everything after the penalties is decided in float64 from differences to the
-row's maximum, so the outcome does not hang on which path computed it or on what else is in the batch.
+row's maximum, so the outcome does not hang on which path computed it or on what else is in the batch. A row whose raw logits are
+no numbers (`sampler_order`) has no token, whatever its parameters: it gives NO_TOKEN, and whoever asked must not get an answer.
 
 What a batch needs is known on the host (parameters and output indices live there, in arrays by slot), so work that no
 row asked for is not done and nothing waits for a GPU. Where a look at the data would help (how many tokens top_p or
@@ -28,11 +29,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from disagg.messages.plan import NO_TOKEN
 from disagg.models.device import upload
 from disagg.types.sampling import SamplingParams
 from disagg.worker.noise import approximate_exponentials, exponentials, row_keys
 from disagg.worker.nucleus import nucleus
-from disagg.worker.sampler_order import first_argmax, largest
+from disagg.worker.sampler_order import first_argmax, first_or_none, has_first, largest
 from disagg.worker.sampler_tables import SeenTokens, TokenLists
 
 _FEW_CANDIDATES = 128  # holds the nucleus of most steps of most models
@@ -52,7 +54,7 @@ class SampledRow:
 @dataclass(frozen=True)
 class Sampled:
     """What `Sampler.sample` chose, still on the device. K is the most that any row asked for; a row that asked for no
-    log-probabilities holds NaN, and ids of -1."""
+    log-probabilities holds NaN, and ids of -1. A row that had nothing to choose from has NO_TOKEN."""
 
     token_ids: Tensor  # [R] int64
     logprobs: Tensor | None  # [R] float32; None if no row asked
@@ -164,7 +166,7 @@ class Sampler:
 
         logits: [L, V] of any floating dtype, left as they are; rows: [R] int64 on the logits' device, the logits row of each
         sample; slots: [R], each at most once, on the host; first: [R] int64, where the first maximum of each sample's row is,
-        if that is known; what is returned may be that tensor. Does not wait for a GPU.
+        or NO_TOKEN, if that is known; what is returned may be that tensor. Does not wait for a GPU.
         """
         if isinstance(slots, Tensor):
             assert slots.device.type == "cpu", "slots must be on the host: reading them from a device would wait for it"
@@ -178,20 +180,27 @@ class Sampler:
         greedy = self._temperature[slot_ids] == 0.0
         edited = (self._seen_row[slot_ids] >= 0) | (self._bias_row[slot_ids] >= 0) | self._masked(slot_ids)
         if greedy.all() and not edited.any():
-            token_ids = first_argmax(logits).index_select(0, rows) if first is None else first
+            token_ids = first_or_none(logits).index_select(0, rows) if first is None else first
         else:
+            sound = has_first(logits).index_select(0, rows) if first is None else first >= 0
             if edited.any():
                 x = logits.index_select(0, rows).float()
-                self._edit(x, slot_ids)
             else:
                 x = _rows_of(logits, rows)
-            token_ids = self._choose(x, slot_ids, greedy)
+            if (
+                x.device.type == "cpu" and not sound.all()
+            ):  # a GPU computes something of them; nothing here raises there
+                x = x.masked_fill(~sound.unsqueeze(1), 0.0)
+            if edited.any():
+                self._edit(x, slot_ids)
+            token_ids = self._choose(x, slot_ids, greedy).where(sound, NO_TOKEN)
         logprobs, top_ids, top_logprobs = self._raw_logprobs(logits, rows, slot_ids, token_ids)
 
         self._index[slot_ids] += 1
         at = np.flatnonzero(self._seen_row[slot_ids] >= 0)
         if at.size:
-            self._seen.count(self._send(self._seen_row[slot_ids[at]]), token_ids.index_select(0, self._send(at)))
+            chosen = token_ids.index_select(0, self._send(at)).clamp_(min=0)
+            self._seen.count(self._send(self._seen_row[slot_ids[at]]), chosen)
         asked = tuple(None if k < 0 else k for k in self._logprobs[slot_ids].tolist())
         return Sampled(token_ids, logprobs, top_ids, top_logprobs, asked)
 
@@ -330,7 +339,7 @@ class Sampler:
         log_total = (x - top).exp_().sum(-1, keepdim=True).log_()
 
         logprobs = torch.full((len(slot_ids),), math.nan, device=x.device)
-        chosen = x.gather(1, token_ids.index_select(0, positions).unsqueeze(1))
+        chosen = x.gather(1, token_ids.index_select(0, positions).clamp_(min=0).unsqueeze(1))
         logprobs.index_copy_(0, positions, (chosen - top - log_total).squeeze(1))
         if not most:
             return logprobs, None, None

@@ -1,5 +1,7 @@
 """The largest logits of each row in one total order: value descending, then token id ascending.
 
+A row with NaN or an infinitely large logit, or of which all are minus infinity, has no first token: `first_or_none` says -1.
+
 `torch.topk` leaves the order of ties open, and logits computed in bf16 tie often. Here -0.0 equals 0.0; NaN has no
 place in the order. Knows values and positions; nothing of sampling.
 """
@@ -8,6 +10,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from disagg.models.argmax.first import checked
 
 _TILE = 64  # columns; large enough that tile maxima are few, small enough that a few tiles are little work
 _ID_BASE = 0x7FFFFFFF
@@ -23,6 +27,16 @@ def first_argmax(x: Tensor) -> Tensor:
     tile = tiles.amax(-1).argmax(-1)
     inside = tiles[torch.arange(rows), tile].argmax(-1)
     return tile * _TILE + inside
+
+
+def first_or_none(x: Tensor) -> Tensor:
+    """`first_argmax`, -1 for a row that has none."""
+    return checked(first_argmax(x), x)
+
+
+def has_first(x: Tensor) -> Tensor:
+    """[R] bool. x: [R, V] of any floating dtype."""
+    return x.amax(-1).isfinite()
 
 
 def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

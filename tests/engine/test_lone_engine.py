@@ -16,7 +16,7 @@ from disagg.engine.now import Now
 from disagg.messages import link as m
 from disagg.messages.legs import LegEnd, LegTokens, Outcome, PeerRef, StartLeg
 from disagg.messages.pieces import Piece
-from disagg.messages.plan import PageCopy, SampledToken
+from disagg.messages.plan import NO_TOKEN, PageCopy, SampledToken
 from disagg.messages.transfer import (
     Beat,
     Bind,
@@ -91,6 +91,18 @@ def test_prefill_goes_from_the_leg_to_the_end_of_the_transfer() -> None:
     assert outcomes(prefill.link(m.Complete(leg.key))) == [Outcome.DONE]
     assert prefill.engine.idle
     assert prefill.used == 0
+
+
+def test_a_prompt_whose_first_token_has_logits_that_are_no_numbers_ends_on_both_sides() -> None:
+    prefill = Prefill(FACTS)
+    leg = start()
+    send = prefill.sending(leg)
+    out = prefill.step(0, SampledToken(0, 0, NO_TOKEN))
+    (end,) = to_router(out)
+    assert isinstance(end, LegEnd) and end.outcome is Outcome.WORKER_LOST and "no numbers" in end.reason
+    prefill.event(sent(send))
+    assert to_link(prefill.event(SendsDropped(LINK, leg.key))) == [m.Withdraw(leg.key, end.reason, False)]
+    assert prefill.engine.idle and prefill.used == 0 and prefill.engine.counters.bad_logits == 1
 
 
 def test_prefill_announces_when_decode_dials_late_and_repeats_its_first_tokens() -> None:
@@ -387,6 +399,20 @@ def test_decode_goes_from_the_leg_to_its_last_token() -> None:
     assert decode.used == 0
     assert new_pages == [((2,),), ()], "for the ninth token"
     assert decode.engine.counters.discarded_tokens == 0, "the length is known ahead"
+
+
+def test_a_choice_whose_logits_are_no_numbers_ends_its_leg_and_no_token_is_made_up() -> None:
+    decode = Decode(FACTS)
+    leg = start(choices=2, peer=P_REF)
+    decode.running(leg)
+    decode.event(Unbound(leg.key))
+    out = decode.step(0, SampledToken(0, 0, 11), SampledToken(1, 1, NO_TOKEN))
+    tokens, end = to_router(out)
+    assert tokens == LegTokens(leg.key, 0, 1, (11,))
+    assert isinstance(end, LegEnd) and end.outcome is Outcome.WORKER_LOST
+    assert end.reason.startswith("the logits of output token 1 are no numbers")
+    decode.step(1, SampledToken(0, 0, 12), SampledToken(1, 1, 0))  # it had been launched by then
+    assert decode.engine.idle and decode.used == 0 and decode.engine.counters.bad_logits == 1
 
 
 def test_a_stop_is_learnt_one_step_late_and_the_extra_token_is_discarded_and_counted() -> None:

@@ -18,11 +18,28 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 def test_of_equal_logits_the_first_counts(rows: int, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
     x = torch.randint(-9, 9, (rows, width), device=DEVICE).to(dtype)
-    x[0] = -torch.inf
+    if width > 1:
+        x[:, width // 2] = -torch.inf
     right = torch.tensor([row.index(max(row)) for row in x.tolist()])
     got = torch.full((rows,), -1, device=DEVICE)
     argmax.launch(x, got)
     assert torch.equal(got.cpu(), right)
+
+
+@pytest.mark.parametrize("width", [70, 9000, 50000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_with_what_is_no_number_has_no_first(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(8, width, device=DEVICE).to(dtype)
+    right = x.argmax(-1)
+    x[0, 0], x[1, -1], x[2, width // 2], x[3] = torch.nan, torch.nan, torch.inf, -torch.inf
+    x[4, 5], x[4, -3], x[5], x[6, 1] = torch.inf, torch.nan, torch.nan, -torch.inf
+    right[:6] = -1
+    right[6] = x[6].argmax()
+    got = torch.empty(8, dtype=torch.int64, device=DEVICE)
+    argmax.launch(x, got)
+    assert torch.equal(got, right)
+    assert torch.equal(argmax.checked(x.argmax(-1), x), right)
 
 
 def test_rows_may_lie_apart() -> None:

@@ -198,10 +198,12 @@ def test_a_rotation_that_would_take_too_much_memory_is_left(monkeypatch: pytest.
 @pytest.mark.parametrize("rows", [1, 5, 300])
 def test_tokens_of_the_step_before_are_taken_in_one_launch(rows: int) -> None:
     known, before = torch.randint(0, 1 << 40, (2, rows), device=DEVICE)
+    before[-1] = -1  # where there was none
     carried = torch.randint(-1, rows, (rows,), device=DEVICE)
     for each in (carried, torch.full_like(carried, -1), carried.clamp(min=0), None):
         batch = ForwardBatch(known, known, known, (), None, known, (), each, before)
         assert torch.equal(ends.token_ids(batch), batch.token_ids())
+        assert (batch.token_ids() >= 0).all()
 
 
 class InPlaceDriver(Driver):

@@ -426,3 +426,48 @@ def test_a_reused_slot_forgets_what_its_predecessor_saw():
         sampler.add(0, p, 0, [], [], [])
         assert tokens(sampler, x) == [5]
         sampler.remove(0)
+
+
+# ---- logits that are no numbers
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_row_of_logits_that_are_no_numbers_has_no_token_and_the_others_do_not_notice(data: st.DataObject) -> None:
+    vocab = data.draw(st.sampled_from([64, 4200, 5000]))
+    each = [data.draw(some_params(vocab)) for _ in range(4)]
+    logits = noisy(
+        4, vocab, seed=data.draw(st.integers(0, 99)), kind=data.draw(st.sampled_from(["plain", "few", "holes"]))
+    )
+    right = step(sampler_of(vocab, *each), logits).rows()
+    bad = data.draw(st.sets(st.integers(0, 3), min_size=1))
+    spoiled = logits.clone()
+    for row in bad:
+        match data.draw(st.sampled_from(["nan", "inf", "all nan", "none"])):
+            case "nan":
+                spoiled[row, data.draw(st.integers(0, vocab - 1))] = torch.nan
+            case "inf":
+                spoiled[row, data.draw(st.integers(0, vocab - 1))] = torch.inf
+            case "all nan":
+                spoiled[row] = torch.nan
+            case "none":
+                spoiled[row] = -torch.inf
+    sampler = sampler_of(vocab, *each)
+    got = step(sampler, spoiled).rows()
+    assert [row.token_id for row in got] == [-1 if i in bad else row.token_id for i, row in enumerate(right)]
+    assert [got[i] for i in range(4) if i not in bad] == [right[i] for i in range(4) if i not in bad]
+    for slot in range(4):
+        sampler.remove(slot)
+
+
+@pytest.mark.parametrize("each", [{}, {"temperature": 0.0}, {"temperature": 0.0, "presence_penalty": 1.0}], ids=str)
+def test_where_a_graph_says_that_there_is_no_first_there_is_no_token(each: dict[str, float]) -> None:
+    logits = noisy(2, 100)
+    logits[1, 3] = torch.nan
+    first = torch.tensor([int(logits[0].argmax()), -1])
+    chosen = (
+        sampler_of(100, params(**each), params(**each))
+        .sample(logits, torch.tensor([0, 1]), [0, 1], first)
+        .token_ids.tolist()
+    )
+    assert chosen[1] == -1 and 0 <= chosen[0] < 100

@@ -1,6 +1,7 @@
 """Where the largest logit of each row is: read once, at the rate of memory. torch's own takes several times as long.
 
-Of equal logits the first counts. Triton; a CPU has torch's.
+Of equal logits the first counts. A row with one that is no number (NaN, or infinitely large), or of which all are minus
+infinity, has no token: it gives -1, which costs no launch of its own. Triton; a CPU has torch's.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ def parts_of(rows: int, width: int) -> int:
 
 
 def first_argmax_into(x: Tensor, out: Tensor) -> None:
-    """x: [R, V] of any floating dtype, rows contiguous; out: [R] int64."""
+    """x: [R, V] of any floating dtype, rows contiguous; out: [R] int64, -1 for a row that has no token."""
     if x.device.type == "cpu":
-        out.copy_(x.argmax(-1))
+        out.copy_(checked(x.argmax(-1), x))
     else:
         launch(x, out)
+
+
+def checked(first: Tensor, x: Tensor) -> Tensor:
+    """torch's argmax, -1 for a row that has no token: torch takes NaN for the largest. first: [R] int64; x: [R, V]."""
+    return first.where(x.gather(1, first.unsqueeze(1)).squeeze(1).isfinite(), -1)
 
 
 def launch(x: Tensor, out: Tensor) -> None:

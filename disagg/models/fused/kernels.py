@@ -153,11 +153,11 @@ def _look_up_rotation(
 
 @triton.jit
 def _token_ids(input_ids, carried, before, out, num_rows, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """out = input_ids where carried is negative, else before[carried]. Grid: blocks of rows."""
+    """out = input_ids where carried is negative, else before[carried], at least 0. Grid: blocks of rows."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = row < num_rows
     follow(OVERLAP)
     which = tl.load(carried + row, mask=real, other=-1)
     known = tl.load(input_ids + row, mask=real, other=0)
     sampled = tl.load(before + tl.maximum(which, 0), mask=real & (which >= 0), other=0)
-    tl.store(out + row, tl.where(which < 0, known, sampled), mask=real)
+    tl.store(out + row, tl.where(which < 0, known, tl.maximum(sampled, 0)), mask=real)
