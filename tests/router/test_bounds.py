@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from disagg.config.tree import Config, ModelConfig
 from disagg.messages.channel import Frame, ReliableChannel
 from disagg.messages.legs import AbortLeg, KvEvents, PeerRef, StartLeg
 from disagg.router import grpc_service, view
+from disagg.router.beside import THREADS, Beside
 from disagg.router.main import run_router
 from disagg.router.service import Router
 from disagg.router.streams import MAX_FRAME_TOKENS, num_tokens
@@ -301,3 +303,13 @@ def test_what_a_server_says_of_its_cache_is_kept_within_a_bound(monkeypatch: pyt
     cached.apply(KvEvents(removed=((0, b"0"),)))
     cached.apply(KvEvents(stored=((0, b"new"),)))
     assert cached.holds(0, b"new") and sum(cached.counts()) == 10
+
+
+def test_all_threads_for_text_are_there_from_the_start() -> None:
+    """What grows with the hours is a leak to whoever watches."""
+    before = threading.active_count()
+    beside = Beside()
+    try:
+        assert threading.active_count() == before + 2 * THREADS
+    finally:
+        beside.close()
