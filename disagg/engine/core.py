@@ -29,6 +29,8 @@ class Sharing(Struct, frozen=True):
 
 
 class Core:
+    """See the module."""
+
     def __init__(self, facts: EngineFacts, sharing: Sharing, gather: Gather | None = None) -> None:
         """gather: from the data-parallel ranks of which this engine is one, where they step together: prompts may wait."""
         self.facts = facts

@@ -10,6 +10,8 @@ from disagg.offload.keys import Scope
 
 
 class ModelFacts(Struct, frozen=True):
+    """The model, whole: what all ranks together have."""
+
     groups: tuple[LayerGroup, ...]  # of the whole model (all KV heads), not of one rank
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -17,6 +19,8 @@ class ModelFacts(Struct, frozen=True):
 
 
 class MemoryFacts(Struct, frozen=True):
+    """The pool of KV memory that each rank has."""
+
     layout: PoolLayout  # of a rank's pool
     num_large: int  # large pages of it
     prefix_cache: bool
@@ -34,6 +38,8 @@ class MemoryFacts(Struct, frozen=True):
 
 
 class SchedulingFacts(Struct, frozen=True):
+    """How much may run, wait and be promised at once. Settings, or what was chosen for the device; see config/tree."""
+
     max_slots: int  # choices sampled at once
     max_running: int  # prompts and choices computed at once, whatever their choices
     chunk_tokens: int  # of prompts, in one step
@@ -50,6 +56,8 @@ class SchedulingFacts(Struct, frozen=True):
 
 
 class TransferFacts(Struct, frozen=True):
+    """What memory a transfer may take on each rank, and how long it may stand still."""
+
     gather_bytes: int  # of one gather buffer: the most that one write takes
     arena_bytes: int
     segment_bytes: int
@@ -59,12 +67,16 @@ class TransferFacts(Struct, frozen=True):
 
 
 class OffloadFacts(Struct, frozen=True):
+    """What there is beyond the pool for KV."""
+
     host_large: int  # large pages of each rank's host pool
     stride_tokens: int  # as it is configured
     storage: bool  # there is one
 
 
 class EngineFacts(Struct, frozen=True):
+    """All of it. incarnation: of this group of workers; whatever is told to others is told under this name."""
+
     incarnation: str
     tp: int
     model: ModelFacts

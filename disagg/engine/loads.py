@@ -37,6 +37,8 @@ TRIES = 4  # of one load, whose pages may be evicted under it
 
 
 class LoadState(enum.Enum):
+    """What a load waits for."""
+
     ASKED = "asked"  # storage, what it has
     WAITING = "waiting"  # for another load, which brings the same, or for one of MOST_AT_ONCE places
     FETCHING = "fetching"  # from storage to the host

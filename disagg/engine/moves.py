@@ -36,6 +36,8 @@ Place = tuple[str, int, int]  # request, attempt that was handed over, choice
 
 @dataclass(slots=True, eq=False)
 class Kept:
+    """A choice whose leg was handed over, with its pages, until another server asks for them or until_s has come."""
+
     sequence: Sequence
     until_s: float
 

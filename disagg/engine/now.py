@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 
 class Now(NamedTuple):
+    """One moment by two clocks."""
+
     s: float  # monotonic: for what lasts
     unix_s: float = 0.0  # seconds since the epoch: for what is told to people
 

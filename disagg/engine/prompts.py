@@ -42,6 +42,8 @@ LOADS_AHEAD = 4  # prompts at the head of the queue whose KV is looked for, and 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
+    """A leg's prompt, from its place in the queue to its first tokens."""
+
     leg: Leg
     root: bytes = b""
     hashes: list[bytes] = field(default_factory=list)  # of full pages

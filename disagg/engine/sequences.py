@@ -18,6 +18,8 @@ from disagg.types.sampling import SamplingParams
 
 
 class State(enum.Enum):
+    """Of a sequence in the batch, or on its way there or away."""
+
     RUNNING = "running"
     GIVING_WAY = "giving way"  # no new plan names it; one in flight may
     PARKED = "parked"  # holds nothing
@@ -27,6 +29,8 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
+    """What is computed in one row of steps, what it holds for that, and how far it has come."""
+
     key: LegKey
     tenant: str
     choices: tuple[int, ...]  # that are sampled from its logits: a prompt's all, or the one that it is

@@ -159,6 +159,8 @@ class Profiled(Struct, frozen=True, tag="profiled"):
 
 
 class PoolMade(Struct, frozen=True, tag="pool_made"):
+    """The rank's pool is there, and takes so many bytes."""
+
     rank: int
     pool_bytes: int
 
@@ -175,6 +177,8 @@ class TransferOpen(Struct, frozen=True, tag="transfer_open"):
 
 
 class Dumped(Struct, frozen=True, tag="dumped"):
+    """The rank's state, for people."""
+
     rank: int
     text: str
 

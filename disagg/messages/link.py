@@ -80,6 +80,8 @@ class CloseRing(Struct, frozen=True):
 
 
 class RingClosed(Struct, frozen=True):
+    """Nothing of this ring is under way from P: its segments can be another link's."""
+
     ring_no: int
 
 
@@ -121,6 +123,8 @@ class Entry(Struct, frozen=True, array_like=True):
 
 
 class AssignEntries(Struct, frozen=True):
+    """Where offered pieces go: entries of one ring, in the order in which they were made."""
+
     key: LegKey
     ring_no: int
     entries: tuple[Entry, ...]
@@ -154,6 +158,8 @@ class QuietLinks(Struct, frozen=True):
 
 
 class FirstToken(Struct, frozen=True, array_like=True):
+    """Of one choice. finish: why the choice ends with it, or None where it goes on."""
+
     choice: int
     token_id: int
     logprobs: TokenLogprobs | None

@@ -88,6 +88,8 @@ class Unbind(Struct, frozen=True, tag="unbind"):
 
 
 class PeerAdded(Struct, frozen=True, tag="peer_added"):
+    """The rank has met this rank of the peer, or cannot."""
+
     link: int
     peer_rank: int
     error: str  # empty: it works
@@ -129,15 +131,21 @@ class PieceFailed(Struct, frozen=True, tag="piece_failed"):
 
 
 class SendsDropped(Struct, frozen=True, tag="sends_dropped"):
+    """Nothing of this leg is under way to the link from this rank, and nothing will be."""
+
     link: int
     key: LegKey
 
 
 class Bound(Struct, frozen=True, tag="bound"):
+    """The rank knows the leg's pages: pieces may land."""
+
     key: LegKey
 
 
 class Unbound(Struct, frozen=True, tag="unbound"):
+    """The rank writes nothing more to the leg's pages."""
+
     key: LegKey
 
 

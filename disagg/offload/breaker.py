@@ -18,6 +18,8 @@ from disagg.offload.causes import Cause
 
 
 class StoreState(enum.StrEnum):
+    """Whether storage is used."""
+
     OK = "ok"
     DEGRADED = "degraded"
 

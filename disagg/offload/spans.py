@@ -20,6 +20,8 @@ KNOWN = 1 << 18  # names that are remembered, about 150 bytes each; of others, w
 
 
 class SpanState(enum.Enum):
+    """How far the storing of a span has come."""
+
     COPYING = "copying"
     WAITING = "waiting"
     UPLOADING = "uploading"

@@ -23,6 +23,8 @@ NOTHING: Mapping[str, str] = {}
 
 
 class Level(enum.StrEnum):
+    """How soon somebody must look."""
+
     BAD = "bad"  # requests fail, or a server is not there
     WARN = "warn"  # less is served, or served slower, than could be
 

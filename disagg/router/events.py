@@ -16,6 +16,8 @@ from disagg.types.errors import DisaggError
 
 
 class Phase(enum.Enum):
+    """Of a request; see machine."""
+
     WAITING = "waiting"
     RUNNING = "running"
     CLOSING = "closing"  # every choice has its tokens; servers still owe their last word (timings)
@@ -26,20 +28,28 @@ class Phase(enum.Enum):
 
 
 class PairPicked(Struct, frozen=True):
+    """Servers were found for the next attempt."""
+
     pair: Pair
     now_s: float
 
 
 class NoPairFound(Struct, frozen=True):
+    """There are none for it, and there may be later or never."""
+
     no_pair: NoPair
 
 
 class TokensCame(Struct, frozen=True):
+    """A server sampled tokens of one choice."""
+
     server: str
     message: LegTokens
 
 
 class LegEnded(Struct, frozen=True):
+    """A server has said the last of a leg."""
+
     server: str
     end: LegEnd
 
@@ -71,14 +81,18 @@ class VerdictTimeout(Struct, frozen=True):
 
 
 class LingerTimeout(Struct, frozen=True):
+    """Servers of a finished attempt have owed their last word for `linger_s`."""
+
     attempt: int
 
 
 class DeadlinePassed(Struct, frozen=True):
-    pass
+    """The request's time is over."""
 
 
 class ClientGone(Struct, frozen=True):
+    """Nobody reads the answer any more, or its client aborted it."""
+
     reason: str
 
 
@@ -131,11 +145,15 @@ class Attempted(Struct, frozen=True):
 
 
 class Send(Struct, frozen=True):
+    """Tell a server."""
+
     server: str
     message: RouterMessage
 
 
 class Emit(Struct, frozen=True):
+    """Tokens for the client: nobody has had them before."""
+
     accepted: Accepted
 
 
@@ -148,15 +166,19 @@ class ArmVerdictTimer(Struct, frozen=True):
 
 
 class ArmLingerTimer(Struct, frozen=True):
+    """LingerTimeout in so long, unless all has been said by then."""
+
     attempt: int
     delay_s: float
 
 
 class Finish(Struct, frozen=True):
-    pass
+    """The request has been answered whole, and nothing of it is left on servers."""
 
 
 class Fail(Struct, frozen=True):
+    """The request ends with this error."""
+
     error: DisaggError
 
 

@@ -25,6 +25,8 @@ from disagg.scheduler.budget import Budget
 
 
 class Phase(enum.Enum):
+    """What a sequence's next run computes."""
+
     PREFILL = "prefill"  # tokens that are all known: a prompt, or what a preemption took
     DECODE = "decode"  # the token that was sampled last
 

@@ -18,6 +18,8 @@ FAILED_CHARS = 1000  # of what routers are told
 
 
 class Phase(enum.Enum):
+    """Of a server's change of role."""
+
     STEADY = "steady"
     EMPTYING = "emptying"
     TRYING = "trying"

@@ -24,10 +24,12 @@ from disagg.types.arithmetic import ceil_div
 
 
 class Arrival(enum.Enum):
-    SCATTER = "scatter"
-    NOTHING = "nothing"
-    VERIFY_FIRST = "verify first"
-    WAIT = "wait"
+    """What is to be done with rows whose bytes lie in the ring."""
+
+    SCATTER = "scatter"  # nothing of them is in the pool
+    NOTHING = "nothing"  # all of them are: they came twice
+    VERIFY_FIRST = "verify first"  # some of them are, which bytes that are wrong must not replace
+    WAIT = "wait"  # until the scatter of rows that they share has its verdict
 
 
 class LandedRows:

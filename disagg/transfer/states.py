@@ -22,6 +22,8 @@ import enum
 
 
 class SendState(enum.Enum):
+    """Of the prefill side of a transfer."""
+
     WAITING = "waiting"  # announced, not granted
     SENDING = "sending"
     SENT = "sent"  # every piece has been written; the decode side has yet to say that all landed
@@ -30,6 +32,8 @@ class SendState(enum.Enum):
 
 
 class SendEvent(enum.Enum):
+    """What can happen to it."""
+
     GRANT = "grant"
     ALL_SENT = "all sent"
     WANT = "want pieces"
@@ -63,6 +67,8 @@ SEND_NEXT: dict[tuple[SendState, SendEvent], SendState] = {
 
 
 class ReceiveState(enum.Enum):
+    """Of the decode side of a transfer."""
+
     WAITING = "waiting"  # the router's leg is here; prefill has not announced it
     QUEUED = "queued"  # announced; waits for pages, slots and a ring
     BINDING = "binding"  # pages are allocated; not every rank has acknowledged
@@ -73,6 +79,8 @@ class ReceiveState(enum.Enum):
 
 
 class ReceiveEvent(enum.Enum):
+    """What can happen to it."""
+
     ANNOUNCE = "announce"
     BIND = "bind"
     ALL_BOUND = "all bound"

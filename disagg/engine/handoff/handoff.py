@@ -10,6 +10,8 @@ from disagg.messages.transfer import TransferEvent
 
 
 class Handoff(Stage):
+    """See the module. What has no body here is nothing to a half that has no use for it."""
+
     def link_up(self, number: int, hello: LinkHello, now: Now) -> None:
         """A link to a server of the other role. Raises SliceError if the two TP sizes cannot exchange heads."""
         raise NotImplementedError

@@ -23,6 +23,8 @@ MAX_DOUBTFUL = 1024  # entries asked about at once
 
 
 class RingState(enum.Enum):
+    """Of a link's ring, as decode sees it: NONE -> OPEN -> CLOSING -> NONE."""
+
     NONE = "none"
     OPEN = "open"
     CLOSING = "closing"  # we asked for it back; prefill has not yet said RingClosed

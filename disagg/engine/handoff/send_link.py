@@ -17,6 +17,8 @@ from disagg.types.ids import LegKey
 
 @dataclass(slots=True)
 class SendLink:
+    """What prefill keeps of a link to a decode server: its ring, and what is being written to it."""
+
     number: int
     hello: m.LinkHello
     turns: tuple[tuple[tuple[HeadSlice, ...], ...], ...]  # by layer group: head_turns

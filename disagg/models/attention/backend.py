@@ -27,6 +27,8 @@ HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
 class Phase(enum.StrEnum):
+    """Which kind of rows a backend computes."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 
