@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from bench.ceilings import Ceilings, graph_seconds, measure_ceilings, seconds
+from disagg.bench.engine.ceilings import Ceilings, graph_seconds, measure_ceilings, seconds
 from disagg.messages.layout import LayerGroup
 from disagg.models.attention.backend import AttentionPlan, DecodeWork, Phase, PrefillWork, Scoring
 from disagg.models.attention.choice import OFFERS, Offer

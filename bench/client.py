@@ -32,10 +32,10 @@ from pathlib import Path
 from msgspec import Struct
 from transformers import LlamaConfig
 
-from bench.ceilings import Ceilings, measure_ceilings
 from bench.engine import SHAPE, Work, work_of
 from bench.gpu_cluster import add_shape, ask, make_model, parts_of, prompt_of
 from bench.streams import STREAMS_PER_PROCESS, Crowd, Stream, completion
+from disagg.bench.engine.ceilings import Ceilings, measure_ceilings
 from tests.cluster.cluster import Cluster
 
 CONTEXT = 1024

@@ -1,7 +1,7 @@
 """A worker's steps on one GPU against what the GPU could do at most: `python -m bench.engine`.
 
 The executor is given plans as an engine would give them, of a model of Llama-3.1-8B's shape with random weights; nothing is
-sent, received or scheduled. Floors are of the same run (bench/ceilings):
+sent, received or scheduled. Floors are of the same run (disagg/bench/engine/ceilings):
 
     decode     per product the larger of bytes over a copy's rate and operations over a product's, and the bytes of KV
     prefill    operations of products and attention, over the rate of a large product held as long
@@ -24,7 +24,7 @@ import torch
 from msgspec import Struct
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from bench.ceilings import Ceilings, measure_ceilings, seconds
+from disagg.bench.engine.ceilings import Ceilings, measure_ceilings, seconds
 from disagg.messages.control import Computation
 from disagg.messages.layout import GroupPages
 from disagg.messages.plan import Run, SamplerStart, SequenceStart, WorkerPlan

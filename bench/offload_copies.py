@@ -26,8 +26,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from bench.ceilings import measure_ceilings
 from bench.engine import SHAPE, STEPS, Bench, random_model, work_of
+from disagg.bench.engine.ceilings import measure_ceilings
 from disagg.messages.control import Computation
 from disagg.messages.layout import LayerGroup
 from disagg.models.pool import Pool

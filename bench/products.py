@@ -17,7 +17,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from bench.ceilings import graph_seconds, measure_ceilings
+from disagg.bench.engine.ceilings import graph_seconds, measure_ceilings
 from disagg.models.fused import kernels as fused
 from disagg.models.overlap import overlap
 from disagg.models.products.choice import FewRows, OneRow, few_rows, one_row

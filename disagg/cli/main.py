@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from disagg.cli.cache_commands import cache
+from disagg.cli.engine_command import bench_engine
 from disagg.cli.flags import (
     MAX_DEADLINE_S,
     Command,
@@ -289,6 +290,7 @@ def bench() -> None:
     """Measure an endpoint, or parts of the system on this machine."""
 
 
+bench.add_command(bench_engine)
 bench.add_command(bench_serve)
 bench.add_command(bench_transfer)
 cli.add_command(plan)
