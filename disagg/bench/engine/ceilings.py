@@ -46,7 +46,8 @@ def measure_ceilings(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) 
     burst_s = seconds(product, rounds=max(3, int(BURST_S / product_s)), device=kind)
     seconds(product, rounds=max(1, int(SUSTAINED_S / product_s)), device=kind)
     sustained_s = seconds(product, rounds=max(3, int(0.2 / product_s)), device=kind)
-    name = torch.cuda.get_device_name(device) if kind == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    name = torch.cuda.get_device_name(device) if kind == "cuda" else f"CPU, {threads} thread{'s' * (threads > 1)}"
     what = f"{size}^3 {str(dtype).removeprefix('torch.')}"
     return Ceilings(2 * nbytes / copy_s, flops / burst_s, flops / sustained_s, name, what)
 
