@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -62,18 +63,7 @@ class _SequencesByTokens(click.ParamType[tuple[int, int]]):
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Keep every figure.")
 @click.option("--plot", "plot_file", type=FILE, metavar="FILE", help="Draw the roofline, as SVG.")
 @config_options
-def bench_engine(
-    model: str | None,
-    tps: tuple[int, ...],
-    decodes: tuple[tuple[int, int], ...],
-    prompts: tuple[int, ...],
-    steps: int | None,
-    rounds: int,
-    json_file: Path | None,
-    plot_file: Path | None,
-    file: Path | None,
-    sets: tuple[str, ...],
-) -> None:
+def bench_engine(file: Path | None, sets: tuple[str, ...], model: str | None, **options: Any) -> None:
     """Run an engine by itself, and show how near it comes to what its device can do.
 
     Starts the workers of one mixed server with a model, and nothing else: no router, no transfer. The engine schedules random
@@ -91,14 +81,5 @@ def bench_engine(
 
     raise_at_ctrl_c()
     overrides = overrides_of(sets)
-    options = EngineOptions(
-        tps=tps,
-        decodes=decodes,
-        prompts=prompts,
-        steps=steps or 0,
-        rounds=rounds,
-        json_file=json_file,
-        plot_file=plot_file,
-    )
     config = load_config(file, overrides)
-    sys.exit(run_engine_bench(options, config, model_directory(model, file, overrides), note))
+    sys.exit(run_engine_bench(EngineOptions(**options), config, model_directory(model, file, overrides), note))

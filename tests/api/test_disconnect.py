@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+from typing import Any
 
 import httpx
 import pytest
@@ -143,8 +144,14 @@ async def test_shutdown_aborts_calls_that_do_not_end_in_time(server: HttpServer,
     assert b"[DONE]" not in await reader.read()
 
 
-async def test_the_server_leaves_signals_to_the_process(server: HttpServer) -> None:
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+@pytest.fixture
+def at_sigterm() -> Any:
+    """Before a server is started."""
+    return signal.getsignal(signal.SIGTERM)
+
+
+async def test_the_server_leaves_signals_to_the_process(at_sigterm: Any, server: HttpServer) -> None:
+    assert signal.getsignal(signal.SIGTERM) == at_sigterm
     assert server.port > 0
 
 

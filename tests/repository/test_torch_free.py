@@ -11,6 +11,7 @@ from tests.repository.source import PACKAGE, name_of, source_files
 HEAVY = ("torch", "transformers", "triton", "nixl_cu13")
 STAGING_WITH_TORCH = ("checksum", "copy", "kernels", "mover", "rows", "triton_mover")
 WITH_TORCH = (
+    "disagg.bench.engine.ceilings.",
     "disagg.bench.transfer.rank.",  # processes that `disagg bench` starts, as servers start workers
     "disagg.bench.transfer.unstaged.",
     "disagg.models.",

@@ -49,12 +49,12 @@ DEFAULTS = {
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
-    """As given; what is empty or 0 follows from the device (`DEFAULTS`). tps: one engine after the other."""
+    """As given; what is empty or None follows from the device (`DEFAULTS`). tps: one engine after the other."""
 
     tps: tuple[int, ...]
     decodes: tuple[Decode, ...]
     prompts: tuple[int, ...]
-    steps: int
+    steps: int | None
     rounds: int
     json_file: Path | None
     plot_file: Path | None
@@ -96,6 +96,8 @@ class _Bench:
         self._model_dir = model_dir
         self._say = say
         self._rng = random.Random(0)
+        assert options.steps is not None, "the device decides"
+        self._steps = options.steps
         most = max((count for count, _ in options.decodes), default=1)
         self._engine = Offline(config, model_dir, most)
 
@@ -152,7 +154,7 @@ class _Bench:
     async def _decode(self, engine: Offline, shape: Shape, ceilings: Ceilings, count: int, tokens: int) -> Measured:
         """Medians over steps that follow each other."""
         try:
-            steps = await engine.decode([self._tokens(tokens) for _ in range(count)], self._options.steps + 1)
+            steps = await engine.decode([self._tokens(tokens) for _ in range(count)], self._steps + 1)
         except DisaggError as error:
             return Measured(shape.tp, "decode", count, tokens, why_not=str(error))
         apart_s = [after.ended_s - before.ended_s for before, after in pairwise(steps)]
