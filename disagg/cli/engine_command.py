@@ -46,7 +46,7 @@ class _SequencesByTokens(click.ParamType[tuple[int, int]]):
     type=_SequencesByTokens(),
     metavar="NxTOKENS",
     help="Steps of so many sequences that begin with so many tokens; may be repeated.  [default: 1, 32, 128 and 256 of 1024 "
-    "tokens, 32x8192, 1x32768; on CPU 1, 8 and 32 of 256; none beside --prefill]",
+    "tokens, 32x8192, 1x32768; on CPU 1, 4 and 16 of 256; none beside --prefill]",
 )
 @click.option(
     "--prefill",
