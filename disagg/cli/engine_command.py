@@ -63,7 +63,9 @@ class _SequencesByTokens(click.ParamType[tuple[int, int]]):
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Keep every figure.")
 @click.option("--plot", "plot_file", type=FILE, metavar="FILE", help="Draw the roofline, as SVG.")
 @config_options
-def bench_engine(file: Path | None, sets: tuple[str, ...], model: str | None, **options: Any) -> None:
+def bench_engine(
+    file: Path | None, sets: tuple[str, ...], model: str | None, steps: int | None, **options: Any
+) -> None:
     """Run an engine by itself, and show how near it comes to what its device can do.
 
     Starts the workers of one mixed server with a model, and nothing else: no router, no transfer. The engine schedules random
@@ -82,4 +84,8 @@ def bench_engine(file: Path | None, sets: tuple[str, ...], model: str | None, **
     raise_at_ctrl_c()
     overrides = overrides_of(sets)
     config = load_config(file, overrides)
-    sys.exit(run_engine_bench(EngineOptions(**options), config, model_directory(model, file, overrides), note))
+    sys.exit(
+        run_engine_bench(
+            EngineOptions(steps=steps or 0, **options), config, model_directory(model, file, overrides), note
+        )
+    )

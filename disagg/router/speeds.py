@@ -79,6 +79,14 @@ class _Sums(Struct, frozen=True):
         return Speed(max(0.0, (self.y - token_s * self.x) / self.n), token_s, self.x / self.n)
 
 
+class _Shown(Struct, frozen=True):
+    """By one server's prompts. ended_s: when the last one did, by its clock; heard_s: when that was heard, by ours."""
+
+    sums: _Sums
+    ended_s: float
+    heard_s: float
+
+
 def _one(tokens: float, seconds: float) -> _Sums:
     return _Sums(1.0, tokens, seconds, tokens * tokens, tokens * seconds)
 
@@ -95,9 +103,7 @@ class Speeds:
     """Of all servers of one router."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, _Sums] = {}
-        self._ended_s: dict[str, float] = {}
-        self._heard_s: dict[str, float] = {}
+        self._shown: dict[str, _Shown] = {}
         self._all = _GUESS
         self._lines: dict[str, Speed] = {}  # asked for with every view
         self._drawn_s = -math.inf
@@ -108,25 +114,24 @@ class Speeds:
 
         Of prompts that are told out of order, only the latest count.
         """
-        last_s = self._ended_s.get(server, -math.inf)
+        shown = self._shown.get(server)
+        last_s = -math.inf if shown is None else shown.ended_s
         seconds = min(MAX_S, ended_s - max(began_s, last_s))
         if not seconds >= 0:  # nor if it is not a number
             return
         one = _one(max(1, tokens), seconds)
-        known = self._sums.get(server)
-        if known is None:
-            self._sums[server] = one
-        else:
-            _, fading = self._shown(server, self.usual, began_s - last_s)
-            self._sums[server] = known.slower(fading).plus(one, KEPT)
-        self._ended_s[server], self._heard_s[server] = ended_s, now_s
+        sums = one
+        if shown is not None:
+            _, fading = self._faded(shown.sums, self.usual, began_s - last_s)
+            sums = shown.sums.slower(fading).plus(one, KEPT)
+        self._shown[server] = _Shown(sums, ended_s, now_s)
         self._all = self._all.plus(one, KEPT)
         self._lines.clear()
 
     def forget(self, server: str) -> None:
         """It has left."""
-        for known in (self._sums, self._ended_s, self._heard_s, self._lines):
-            known.pop(server, None)
+        self._shown.pop(server, None)
+        self._lines.pop(server, None)
 
     def of(self, server: str, now_s: float) -> Speed:
         """Of one that has computed nothing yet: as the fastest, or it might never be tried."""
@@ -136,22 +141,22 @@ class Speeds:
         line = self._lines.get(server)
         if line is None:
             usual = self.usual
-            if server in self._sums:
-                line = self._known(server, usual, now_s)
+            if server in self._shown:
+                line = self._known(self._shown[server], usual, now_s)
             else:
-                found = (usual, *(self._known(each, usual, now_s) for each in self._sums))
+                found = (usual, *(self._known(each, usual, now_s) for each in self._shown.values()))
                 line = min(found, key=lambda each: each.seconds(1, usual.prompt_tokens))
             self._lines[server] = line
         return line
 
-    def _known(self, server: str, usual: Speed, now_s: float) -> Speed:
-        line, fading = self._shown(server, usual, now_s - self._heard_s[server])
+    def _known(self, shown: _Shown, usual: Speed, now_s: float) -> Speed:
+        line, fading = self._faded(shown.sums, usual, now_s - shown.heard_s)
         line = Speed(line.prompt_s * fading, line.token_s * fading, line.prompt_tokens)
         return usual if 1 / ALIKE <= _times_slower(line, usual) <= ALIKE else line
 
-    def _shown(self, server: str, usual: Speed, idle_s: float) -> tuple[Speed, float]:
-        """What its prompts said when it last computed one, and by what to multiply that after so long."""
-        line = self._all.times(2 / self._all.n).plus(self._sums[server]).line()
+    def _faded(self, sums: _Sums, usual: Speed, idle_s: float) -> tuple[Speed, float]:
+        """What a server's prompts said when it last computed one, and by what to multiply that after so long."""
+        line = self._all.times(2 / self._all.n).plus(sums).line()
         return line, _times_slower(line, usual) ** (0.5 ** (max(0.0, idle_s - IDLE_S) / HALF_S) - 1.0)
 
     @property

@@ -49,12 +49,12 @@ DEFAULTS = {
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
-    """As given; what is empty or None follows from the device (`DEFAULTS`). tps: one engine after the other."""
+    """As given; what is empty or 0 follows from the device (`DEFAULTS`). tps: one engine after the other."""
 
     tps: tuple[int, ...]
     decodes: tuple[Decode, ...]
     prompts: tuple[int, ...]
-    steps: int | None
+    steps: int
     rounds: int
     json_file: Path | None
     plot_file: Path | None
@@ -96,16 +96,14 @@ class _Bench:
         self._model_dir = model_dir
         self._say = say
         self._rng = random.Random(0)
-        assert options.steps is not None, "the device decides"
-        self._steps = options.steps
         most = max((count for count, _ in options.decodes), default=1)
         self._engine = Offline(config, model_dir, most)
+        self._dtype = choose_dtype(config.model.dtype, self._engine.device, self._engine.inspected.torch_dtype)
 
     def ceilings(self) -> Ceilings:
         """Before the engine takes its memory. Raises DisaggError."""
-        dtype = choose_dtype(self._config.model.dtype, self._engine.device, self._engine.inspected.torch_dtype)
         self._say(f"measuring what {self._engine.device} can do at most")
-        command = [sys.executable, "-m", "disagg.bench.engine.ceilings", self._engine.device, dtype]
+        command = [sys.executable, "-m", "disagg.bench.engine.ceilings", self._engine.device, self._dtype]
         try:
             done = subprocess.run(
                 [*command, str(self._config.worker.threads)], capture_output=True, timeout=CEILINGS_S, check=True
@@ -140,9 +138,8 @@ class _Bench:
         top = msgspec.json.decode((self._model_dir / "config.json").read_bytes(), type=dict)
         text = {**top, **top["text_config"]} if isinstance(top.get("text_config"), dict) else top
         inspected, facts = engine.inspected, engine.facts
-        dtype = choose_dtype(self._config.model.dtype, engine.device, inspected.torch_dtype)
         weights = weights_of(tensors, text, inspected.vocab_size)
-        return Shape(weights, facts.model.groups, inspected.num_heads, DTYPE_BYTES[dtype], facts.tp)
+        return Shape(weights, facts.model.groups, inspected.num_heads, DTYPE_BYTES[self._dtype], facts.tp)
 
     def _tokens(self, count: int) -> tuple[int, ...]:
         vocab_size = self._engine.facts.model.vocab_size
@@ -154,7 +151,7 @@ class _Bench:
     async def _decode(self, engine: Offline, shape: Shape, ceilings: Ceilings, count: int, tokens: int) -> Measured:
         """Medians over steps that follow each other."""
         try:
-            steps = await engine.decode([self._tokens(tokens) for _ in range(count)], self._steps + 1)
+            steps = await engine.decode([self._tokens(tokens) for _ in range(count)], self._options.steps + 1)
         except DisaggError as error:
             return Measured(shape.tp, "decode", count, tokens, why_not=str(error))
         apart_s = [after.ended_s - before.ended_s for before, after in pairwise(steps)]

@@ -23,6 +23,7 @@ from disagg.server.bringup import Bringup, with_device
 from disagg.server.dispatch import Dispatch
 from disagg.server.recorder import Unrecorded
 from disagg.server.workers import Workers
+from disagg.types.arithmetic import ceil_div
 from disagg.types.errors import ConfigError, DisaggError
 from disagg.types.ids import LegKey
 from disagg.types.sampling import SamplingParams
@@ -121,7 +122,6 @@ class Offline:
         self._model_dir = model_dir
         self._asker = _Asker()
         self._serial = 0
-        self._tasks: list[asyncio.Task[None]] = []
         self.facts: EngineFacts
 
     async def __aenter__(self) -> Offline:
@@ -142,12 +142,11 @@ class Offline:
         except BaseException:
             await workers.stop()
             raise
-        self._tasks.append(asyncio.create_task(self._tick()))
+        self._ticker = asyncio.create_task(self._tick())
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._ticker.cancel()
         await self._workers.stop()
 
     def _with_room(self, config: Config, most: int) -> Config:
@@ -179,8 +178,8 @@ class Offline:
     async def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> list[Step]:
         """So many steps in a row in which each sequence has its next token. Raises DisaggError if they cannot run together."""
         count = len(prompts)
-        before = sum(-(-len(prompt) // self.facts.scheduling.chunk_tokens) + 1 for prompt in prompts)
-        first = len(self._steps.done)
+        before = sum(ceil_div(len(prompt), self.facts.scheduling.chunk_tokens) + 1 for prompt in prompts)
+        looked_at = len(self._steps.done)
         keys = [self._start(prompt, before + 4 * steps + 16) for prompt in prompts]
         found: list[Step] = []
         while len(found) < steps:
@@ -192,8 +191,9 @@ class Offline:
                     "(engine.kv_memory_bytes)"
                 )
             await self._changed()
-            found = []
-            for step in self._steps.done[first:]:
+            new = self._steps.done[looked_at:]  # alone: who looks takes time from who schedules
+            looked_at += len(new)
+            for step in new:
                 together = len(step.rows) == count and all(rows.count == 1 for rows in step.rows)
                 found = [*found, step] if together else []
         await self._abort(keys)
@@ -223,11 +223,13 @@ class Offline:
                 raise DisaggError(end.reason or end.outcome.value)
 
     async def _changed(self) -> None:
-        """Something was said, or time has passed. Raises DisaggError when the workers are lost."""
+        """Something was said, or time has passed. Raises DisaggError when the workers are lost, and what a tick raised."""
         lost = asyncio.ensure_future(self._workers.wait_lost())
         changed = asyncio.ensure_future(self._asker.changed.wait())
         try:
-            await asyncio.wait({lost, changed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({lost, changed, self._ticker}, return_when=asyncio.FIRST_COMPLETED)
+            if self._ticker.done():
+                self._ticker.result()
             if lost.done():
                 raise DisaggError(f"the workers are lost: {lost.result()}")
         finally:

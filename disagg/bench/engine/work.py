@@ -9,6 +9,7 @@ other are left out, so a floor is one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,9 +53,7 @@ def weights_of(tensors: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
     """tensors: shapes by name, as a checkpoint has them. config: of the text model, as in config.json."""
     layers = output = experts = 0
     for name, shape in tensors.items():
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if len(shape) < 2:
             continue  # norms and biases
         if shape[0] >= vocab_size:
