@@ -183,15 +183,13 @@ class Sampler:
             token_ids = first_or_none(logits).index_select(0, rows) if first is None else first
         else:
             sound = has_first(logits).index_select(0, rows) if first is None else first >= 0
-            if edited.any():
-                x = logits.index_select(0, rows).float()
-            else:
-                x = _rows_of(logits, rows)
+            edits = bool(edited.any())
+            x = logits.index_select(0, rows).float() if edits else _rows_of(logits, rows)
             if (
                 x.device.type == "cpu" and not sound.all()
             ):  # a GPU computes something of them; nothing here raises there
                 x = x.masked_fill(~sound.unsqueeze(1), 0.0)
-            if edited.any():
+            if edits:
                 self._edit(x, slot_ids)
             token_ids = self._choose(x, slot_ids, greedy).where(sound, NO_TOKEN)
         logprobs, top_ids, top_logprobs = self._raw_logprobs(logits, rows, slot_ids, token_ids)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from disagg.messages.plan import NO_TOKEN
 from disagg.types.arithmetic import ceil_div
 
 BLOCK = 4096  # columns that a program asks for at once
@@ -32,7 +33,7 @@ def first_argmax_into(x: Tensor, out: Tensor) -> None:
 
 def checked(first: Tensor, x: Tensor) -> Tensor:
     """torch's argmax, -1 for a row that has no token: torch takes NaN for the largest. first: [R] int64; x: [R, V]."""
-    return first.where(x.gather(1, first.unsqueeze(1)).squeeze(1).isfinite(), -1)
+    return first.where(x.gather(1, first.unsqueeze(1)).squeeze(1).isfinite(), NO_TOKEN)
 
 
 def launch(x: Tensor, out: Tensor) -> None:
