@@ -7,6 +7,7 @@ being neither: bytes first, then the notification.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,14 @@ class Hub:
         self.lock = threading.Lock()
         self.agents: dict[str, LoopbackBackend] = {}  # by metadata: one per life of an agent
         self.frozen: set[str] = set()
+        self._lives = itertools.count(1)
+
+    def add(self, name: str, agent: LoopbackBackend) -> str:
+        """Metadata of a new life: a number no earlier one had, as addresses of objects are used again."""
+        with self.lock:
+            life = f"loopback {name} {next(self._lives)}"
+            self.agents[life] = agent
+        return life
 
     def find(self, metadata: str) -> LoopbackBackend | None:
         return self.agents.get(metadata)
@@ -61,9 +70,7 @@ class LoopbackBackend:
         self._writes: dict[int, _Write] = {}
         self._failed: list[FailedWrite] = []
         self._wired: list[Wired] = []
-        with hub.lock:
-            self._life = f"loopback {name} {id(self)}"
-            hub.agents[self._life] = self
+        self._life = hub.add(name, self)
 
     @property
     def name(self) -> str:
