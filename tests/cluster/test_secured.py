@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import string
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +57,37 @@ def test_a_tenant_finds_what_it_has_cached_itself_and_nothing_else(secured: http
     assert cached(secured, B) > 0
     assert cached(secured, A, "mine") == 0
     assert cached(secured, A, "mine") > 0
+
+
+def timed(client: httpx.Client, headers: dict[str, str], prompt: str) -> float:
+    """Seconds until a prompt of text has its one token."""
+    body = {"model": "llama", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    began = time.perf_counter()
+    answer = client.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return time.perf_counter() - began
+
+
+def share_faster(these: list[float], those: list[float]) -> float:
+    """How often one of these is less than one of those (Mann and Whitney's U as a share): a half, if nothing tells them apart."""
+    return sum((a < b) + 0.5 * (a == b) for a in these for b in those) / (len(these) * len(those))
+
+
+@pytest.mark.timeout(400)
+def test_time_does_not_tell_what_another_tenant_has_asked(secured: httpx.Client) -> None:
+    rng = random.Random(7)
+    again, probed, fresh = [], [], []
+    for trial in range(60):
+        asked, unasked = ("".join(rng.choices(string.ascii_lowercase, k=1800)) for _ in range(2))
+        timed(secured, A, asked)
+        # Whatever comes first after a pause may be slower: each kind does equally often.
+        turns = [(again, A, asked), (probed, B, asked), (fresh, B, unasked)]
+        for times, whose, prompt in turns[trial % 3 :] + turns[: trial % 3]:
+            times.append(timed(secured, whose, prompt))
+    # Of 60 and 60 that are alike, the share is 0.5 with a standard deviation of sqrt(121 / 43200) = 0.053: 0.27 away from it
+    # is seen once in three million runs. One's own cache is seen in nearly every pair, so the clock is good enough.
+    assert share_faster(again, fresh) > 0.9
+    assert 0.23 < share_faster(probed, fresh) < 0.77
 
 
 @pytest.mark.timeout(400)
