@@ -33,6 +33,7 @@ from disagg.messages.legs import (
     Outcome,
     ServerState,
     StartLeg,
+    Tier,
 )
 from disagg.messages.plan import StepResult, WorkerPlan
 from disagg.messages.tiers import TierEvent
@@ -215,8 +216,8 @@ class DataParallel:
         each = [rank.parked(now_s) for rank in self.ranks]
         return sum(count for count, _ in each), max(longest_s for _, longest_s in each)
 
-    def kv_snapshot(self) -> KvEvents:
-        return self._cached.snapshot()
+    def kv_snapshot(self, tier: Tier = Tier.GPU) -> KvEvents:
+        return self._cached.snapshot() if tier is Tier.GPU else KvEvents()
 
     def arena_bytes(self) -> tuple[int, int, int]:
         return 0, 0, 0

@@ -33,6 +33,7 @@ from disagg.messages.legs import (
     ServerState,
     StartLeg,
     StepCosts,
+    Tier,
 )
 from disagg.messages.link import LinkHello, LinkMessage
 from disagg.messages.plan import StepResult, WorkerPlan
@@ -342,13 +343,16 @@ class Engine:
 
     def load(self, state: ServerState) -> LoadReport:
         running, waiting = self.running_and_waiting
-        host = None if self.core.tiers is None else self.core.tiers.host_memory()
+        tiers = self.core.tiers
+        host, loads = (None, None) if tiers is None else (tiers.host_memory(), tiers.load_costs())
         load = self.core.pool.load(state, running=running, waiting=waiting, host=host)
         received = tuple(
             ReceivedFrom(peer, each.payload_bytes, each.transfers, each.failures, each.seconds)
             for peer, each in self.core.counters.received.items()
         )
-        return replace(load, arena=ArenaReport(*self.arena_bytes()), received=received, steps=self._step_costs())
+        return replace(
+            load, arena=ArenaReport(*self.arena_bytes()), received=received, steps=self._step_costs(), loads=loads
+        )
 
     def _step_costs(self) -> StepCosts | None:
         line, scheduling = self._batch.step_costs(), self.core.facts.scheduling
@@ -360,9 +364,11 @@ class Engine:
         """How many sequences gave way and have not gone on, and for how long the longest of them."""
         return len(self._batch.parked), self._batch.longest_parked_s(now_s)
 
-    def kv_snapshot(self) -> KvEvents:
-        """Everything that is in the prefix cache."""
-        return self.core.pool.snapshot()
+    def kv_snapshot(self, tier: Tier = Tier.GPU) -> KvEvents:
+        """Everything that is in the prefix cache, or in another tier."""
+        if tier is Tier.GPU:
+            return self.core.pool.snapshot()
+        return self.core.tiers.snapshot(tier) if self.core.tiers is not None else KvEvents()
 
     def arena_bytes(self) -> tuple[int, int, int]:
         """(free, leased, quarantined), of each rank."""
@@ -407,5 +413,7 @@ class Engine:
 
     def _take(self) -> list[Instruction]:
         out = [*self.core.out, *self.core.pool.take_events()]
+        if self.core.tiers is not None:
+            out += self.core.tiers.take_events()
         self.core.out.clear()
         return out

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from disagg.messages.legs import KvEvents, PeerRef, ServerMessage
+from disagg.messages.legs import KvEvents, PeerRef, ServerMessage, Tier
 from disagg.messages.link import LinkMessage
 from disagg.messages.plan import WorkerPlan
 from disagg.messages.tiers import TierCommand
@@ -65,9 +65,10 @@ class ForgetLink(Struct, frozen=True):
 
 
 class PublishKv(Struct, frozen=True):
-    """Tell every router what entered and left the prefix cache."""
+    """Tell every router what entered and left a tier."""
 
     events: KvEvents
+    tier: Tier = Tier.GPU
 
 
 class ToStore(Struct, frozen=True):

@@ -25,6 +25,7 @@ from disagg.engine.instructions import Instruction, ToStore, ToTransfer
 from disagg.engine.offload import Offload
 from disagg.memory.kv_memory import KvMemory
 from disagg.messages.layout import GroupKind
+from disagg.messages.legs import LoadCosts
 from disagg.messages.tiers import CopiedIn, CopyIn, PageMove, PartsRead
 from disagg.offload.acks import Acks
 from disagg.offload.host import Placed
@@ -370,6 +371,13 @@ class Loads:
             self._let_others_go_on()
 
     # ---- what others need to know of it
+
+    def costs(self) -> LoadCosts:
+        """As measured lately, of tokens that need a page of every group of full attention and nothing else."""
+        groups, rates = self._layout.groups, self.rates
+        page_bytes = sum(group.page_bytes for group in groups if group.kind is GroupKind.FULL)
+        host_s, storage_s = (rate.seconds(page_bytes) or 0.0 for rate in (rates.from_host, rates.from_storage))
+        return LoadCosts(host_s / self._page_tokens, storage_s / self._page_tokens)
 
     def held(self) -> list[tuple[int, int]]:
         """Pages of the pool that loads fill, by group and page."""

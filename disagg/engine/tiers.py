@@ -7,11 +7,11 @@ from collections.abc import Callable, Hashable, Mapping
 
 from disagg.engine.asks import Asks
 from disagg.engine.facts import OffloadFacts
-from disagg.engine.instructions import Counters, Instruction
+from disagg.engine.instructions import Counters, Instruction, PublishKv
 from disagg.engine.loads import Loads
 from disagg.engine.offload import Offload
 from disagg.memory.kv_memory import KvMemory
-from disagg.messages.legs import HostMemory
+from disagg.messages.legs import HostMemory, KvEvents, LoadCosts, Tier
 from disagg.messages.tiers import CopiedIn, CopiedOut, PartsRead, PartsWritten, TierEvent
 from disagg.offload.instructions import StoreEvent, StoreFound, StorePublished, StoreWorks
 
@@ -73,6 +73,21 @@ class Tiers:
         held = self.offload.held()
         held.update(self.loads.held())
         return held
+
+    def take_events(self) -> list[PublishKv]:
+        """What has changed in these tiers since this was last asked."""
+        manager = self.offload.manager
+        news = ((Tier.HOST, manager.host.take_events()), (Tier.STORAGE, manager.stored.take_events()))
+        return [PublishKv(events, tier) for tier, events in news if events.stored or events.removed]
+
+    def snapshot(self, tier: Tier) -> KvEvents:
+        """Everything that is known to be in one of them."""
+        manager = self.offload.manager
+        return manager.host.snapshot() if tier is Tier.HOST else manager.stored.snapshot()
+
+    def load_costs(self) -> LoadCosts:
+        """What bringing KV back took lately."""
+        return self.loads.costs()
 
     def host_memory(self) -> HostMemory:
         """In large pages of each rank's pool."""

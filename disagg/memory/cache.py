@@ -19,6 +19,7 @@ from itertools import repeat, takewhile
 
 from msgspec import Struct
 
+from disagg.memory.changes import Changes
 from disagg.memory.layout import PoolLayout
 from disagg.memory.prefixes import longest_checkpointed, longest_windowed
 from disagg.messages.layout import GroupKind
@@ -52,9 +53,7 @@ class PrefixCache:
         self.layout = layout
         self._pages: list[dict[bytes, int]] = [{} for _ in layout.groups]
         self._keys: list[dict[int, bytes]] = [{} for _ in layout.groups]
-        # By group: what was stored (True) or removed since the last report. What came and went, or went and came, is no news:
-        # so there is never more of it than pages that are cached, or were at the last report.
-        self._news: list[dict[bytes, bool]] = [{} for _ in layout.groups]
+        self._changes: Changes[tuple[int, bytes]] = Changes()
 
     def __len__(self) -> int:
         return sum(map(len, self._pages))
@@ -155,8 +154,7 @@ class PrefixCache:
         assert page not in keys, f"page {page} of group {g} is cached under another key"
         pages[key] = page
         keys[page] = key
-        if self._news[g].pop(key, True):
-            self._news[g][key] = True
+        self._changes.came((g, key))
         return True
 
     def remove(self, g: int, page: int) -> None:
@@ -164,18 +162,14 @@ class PrefixCache:
         key = self._keys[g].pop(page, None)
         if key is not None:
             del self._pages[g][key]
-            if not self._news[g].pop(key, False):
-                self._news[g][key] = False
+            self._changes.left((g, key))
 
     # ---- telling
 
     def take_events(self) -> KvEvents:
         """What has changed since this was last asked."""
-        news, self._news = self._news, [{} for _ in self._news]
-        return KvEvents(
-            stored=tuple((g, key) for g, keys in enumerate(news) for key, stored in keys.items() if stored),
-            removed=tuple((g, key) for g, keys in enumerate(news) for key, stored in keys.items() if not stored),
-        )
+        stored, removed = self._changes.take()
+        return KvEvents(tuple(stored), tuple(removed))
 
     def snapshot(self) -> KvEvents:
         """Everything that is cached."""

@@ -150,8 +150,16 @@ class LegEnd(Struct, frozen=True):
     storage_tokens: int = 0
 
 
+class Tier(enum.StrEnum):
+    """Where a server has KV."""
+
+    GPU = "gpu"  # in its prefix cache; of a server without a GPU, too
+    HOST = "host"
+    STORAGE = "storage"  # as far as it knows; others that store at the same place have it, too
+
+
 class KvEvents(Struct, frozen=True):
-    """What entered and left a server's prefix cache, in order of happening within each list: (layer group, page hash).
+    """What entered and left one tier of a server, in order of happening within each list: (layer group, page hash).
 
     A hash names a page of tokens and all before it (see memory/hashing). No page is in both lists.
     """
@@ -249,6 +257,15 @@ class StepCosts(Struct, frozen=True):
     max_running: int
 
 
+class LoadCosts(Struct, frozen=True):
+    """What it takes a server to bring KV back, in seconds for each token, as measured lately; 0: not yet. From storage it comes
+    to the host, and from there it goes on.
+    """
+
+    host_token_s: float = 0.0
+    storage_token_s: float = 0.0
+
+
 class LoadReport(Struct, frozen=True):
     """A server's state and load, sent every heartbeat and at each change of state. Pages are large pages (memory/layout)."""
 
@@ -267,6 +284,7 @@ class LoadReport(Struct, frozen=True):
     loop_gap_s: float = 0.0  # the longest time for which its event loop stood still, in the last one to two minutes
     carried: tuple[CarriedBy, ...] = ()  # by what KV goes to which peer, of a server that sends
     steps: StepCosts | None = None  # None before enough of them
+    loads: LoadCosts | None = None  # None without offload
 
 
 class PrefixGroup(Struct, frozen=True):
@@ -330,6 +348,7 @@ class ServerHello(Struct, frozen=True):
     hands_over: bool = False
     version: Version = BEFORE_NUMBERS  # what the server's process speaks
     role_change: RoleChange | None = None  # None of a server that does not know `SetRole`
+    storage: str = ""  # digest of where it stores KV; who says the same finds what it has stored. Empty: nowhere
 
 
 RouterMessage = StartLeg | AbortLeg | PodGone | Drain | HandOver | SetRole

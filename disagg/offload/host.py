@@ -18,6 +18,7 @@ from disagg.memory.allocator import PageAllocator
 from disagg.memory.cache import PrefixCache
 from disagg.memory.layout import PoolLayout
 from disagg.messages.layout import GroupKind
+from disagg.messages.legs import KvEvents
 
 Placed = tuple[int, int, int]  # group, page number, page
 
@@ -55,6 +56,14 @@ class HostPool:
     def lookup(self, hashes: Sequence[bytes], num_tokens_cap: int) -> int:
         """Tokens of the longest prefix that is valid in every group, by the rules of the prefix cache."""
         return self._cache.lookup(hashes, num_tokens_cap)
+
+    def take_events(self) -> KvEvents:
+        """What has come and gone since this was last asked."""
+        return self._cache.take_events()
+
+    def snapshot(self) -> KvEvents:
+        """Everything that is here."""
+        return self._cache.snapshot()
 
     @property
     def used_large(self) -> int:

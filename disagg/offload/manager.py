@@ -33,6 +33,7 @@ from disagg.offload.host import HostPool, Placed
 from disagg.offload.instructions import Copy, Discard, GpuPage, Instruction, Pin, Publish, Unpin
 from disagg.offload.rules import OffloadRules
 from disagg.offload.spans import Flow, InFlightSpans, Key, Span, SpanState, gpu_pages, know
+from disagg.offload.stored import StoredPages
 
 View = Callable[[int, int], int | None]  # (group, page_no) -> page of the GPU
 
@@ -70,8 +71,7 @@ class OffloadManager:
         self._keepers: dict[Flow, None] = {}  # sequences that have not let go of the host's pages
         self._in_flight = InFlightSpans()
         self._copied: OrderedDict[bytes, None] = OrderedDict()  # pages whose content, if there is any, is on the host
-        self._stored: OrderedDict[bytes, None] = OrderedDict()
-        self._stored_keys: OrderedDict[Key, None] = OrderedDict()
+        self.stored = StoredPages(self._groups)
         self._copying: dict[int, Span] = {}
         self._uploading: dict[int, Span] = {}  # from its upload to its end
         self._waiting: deque[Span] = deque()
@@ -126,12 +126,8 @@ class OffloadManager:
 
     def found(self, hashes: Sequence[bytes], pages: int, keys: Iterable[Key] = ()) -> None:
         """Storage was asked for a sequence, and has its first so many pages, in these groups. What it has not it has lost."""
-        know(self._stored, hashes[:pages])
-        know(self._stored_keys, keys)
-        for page_hash in hashes[pages:]:
-            self._stored.pop(page_hash, None)
-            for g in self._groups:
-                self._stored_keys.pop((g, page_hash), None)
+        self.stored.add(hashes[:pages], keys)
+        self.stored.lost(hashes[pages:])
 
     def set_store(self, works: bool) -> None:
         """Storage is degraded to none, or is there again: then what is on the host only is written, as sequences come by."""
@@ -189,14 +185,14 @@ class OffloadManager:
         span = self._uploading.pop(op)
         assert span.state is SpanState.PUBLISHING, f"upload {op} is {span.state.value}"
         found = 0 if pages is None else min(pages, len(span.hashes))
-        know(self._stored, span.hashes[:found])
+        self.stored.add(span.hashes[:found])
         if found < len(span.hashes):
             if found and self._storing:
                 self._go_on_from(span, found)
             else:
                 self._fail(span)
             return self._take()
-        know(self._stored_keys, span.keys)
+        self.stored.add((), span.keys)
         self.counts["stored"] += sum(map(len, span.placed))
         self._end(span, SpanState.STORED)
         for child in span.children:
@@ -229,7 +225,7 @@ class OffloadManager:
         while flow.at < min(flow.pages, len(flow.hashes)):
             page_hash = flow.hashes[flow.at]
             span = self._in_flight.hashes.get(page_hash)
-            if stores and page_hash in self._stored:
+            if stores and self.stored.has_prefix(page_hash):
                 pass
             elif span is not None:
                 if stores and not span.to_storage:
@@ -247,7 +243,7 @@ class OffloadManager:
         """A span ends where the next page is stored, or in a span already, though pages before it are not."""
         for page_no in range(flow.at + 1, stop):
             page_hash = flow.hashes[page_no]
-            if page_hash in self._in_flight.hashes or (self._stores(flow) and page_hash in self._stored):
+            if page_hash in self._in_flight.hashes or (self._stores(flow) and self.stored.has_prefix(page_hash)):
                 return page_no
         return stop
 
@@ -274,7 +270,7 @@ class OffloadManager:
     def _make_span(self, flow: Flow, stop: int, view: View) -> bool:
         """Pages [flow.at, stop). False: not now, and nothing has changed."""
         before, stores = flow.hash_before(flow.at), self._stores(flow)
-        is_stored = not flow.at or (stores and before in self._stored)
+        is_stored = not flow.at or (stores and self.stored.has_prefix(before))
         parent = None if is_stored else self._in_flight.hashes.get(before)
         if stores and not is_stored:
             if parent is None:
@@ -328,7 +324,7 @@ class OffloadManager:
 
         def kept(page_no: int) -> bool:
             key = g, flow.hashes[page_no]
-            return key in self._in_flight.keys or (key in self._stored_keys and self._stores(flow))
+            return key in self._in_flight.keys or (self.stored.has_page(key) and self._stores(flow))
 
         return self._rules.wanted(g, range(flow.at, stop), flow.prompt_end, there, kept)
 

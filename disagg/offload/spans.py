@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
 
 from disagg.messages.layout import GroupKind
 from disagg.offload.host import Placed
@@ -14,7 +13,6 @@ from disagg.offload.rules import OffloadRules
 from disagg.types.bounded import forget_oldest
 
 Key = tuple[int, bytes]  # (group, hash)
-K = TypeVar("K", Key, bytes)
 
 KNOWN = 1 << 18  # names that are remembered, about 150 bytes each; of others, whoever is asked says that they are there
 
@@ -159,9 +157,9 @@ def gpu_pages(pages: Mapping[tuple[int, int], int]) -> tuple[GpuPage, ...]:
     return tuple(GpuPage(g, page_no, page) for (g, page_no), page in pages.items())
 
 
-def know(known: OrderedDict[K, None], names: Iterable[K]) -> None:
+def know(known: OrderedDict[bytes, None], names: Iterable[bytes], most: int = KNOWN) -> None:
     """Remembers names, and forgets those that were heard of first when there are too many."""
     for name in names:
         known[name] = None
         known.move_to_end(name)
-        forget_oldest(known, KNOWN)
+        forget_oldest(known, most)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from disagg.router.policies import RequestFacts, cached_tokens
-from disagg.router.view import ClusterView, ServerView
+from disagg.router.policies import RequestFacts, own_s, under_way_s
+from disagg.router.view import ClusterView
 from disagg.types.ids import Role
 
 LESS_URGENT, MORE_URGENT = 0.5, 2.0  # of router.shed_wait_s
@@ -43,22 +43,12 @@ def expected(view: ClusterView, facts: RequestFacts, queue: Queue) -> Expected |
     if not servers:
         return None
     queue_s = servers[0].usual_speed.seconds(queue.prompts, queue.tokens) / len(servers)
-    waits_s = [queue_s + _under_way_s(server) for server in servers]
+    waits_s = [queue_s + under_way_s(server) for server in servers]
     least_s = min(waits_s)
     if least_s <= 0:
         return Expected(0.0, 0.0)
-    end_s = min(wait_s + _own_s(server, facts) for server, wait_s in zip(servers, waits_s, strict=True))
+    end_s = min(wait_s + own_s(server, facts) for server, wait_s in zip(servers, waits_s, strict=True))
     return Expected(least_s, end_s - least_s)
-
-
-def _under_way_s(server: ServerView) -> float:
-    ours_s = server.speed.seconds(server.outstanding_prompts, server.outstanding_prompt_tokens)
-    return ours_s + server.others_prompts * server.speed.usual_s
-
-
-def _own_s(server: ServerView, facts: RequestFacts) -> float:
-    cached = cached_tokens(server, facts, facts.prefill_tokens - 1)
-    return server.speed.seconds(1, facts.prefill_tokens - cached)
 
 
 def share_of(own: int, all_prompts: int, tenants: int) -> float:

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from disagg.messages.legs import PeerRef, ServerState, StartLeg
 from disagg.messages.needs import understands
-from disagg.router.policies import Policy, RequestFacts, cached_tokens, first_turn
+from disagg.router.policies import Policy, RequestFacts, first_turn, hit
 from disagg.router.view import ClusterView, NoPair, NoPairReason, Pair, ServerView, Work
 from disagg.types.ids import Role
 from disagg.types.protocol import circles
@@ -45,7 +45,7 @@ def pick_pair(
         decode=best.decode.peer_ref,
         max_total_tokens=min(_length(best.prefill), _limit(best.decode)),
         weights=best.prefill.weights,
-        hit_tokens=cached_tokens(best.prefill, facts, facts.prefill_tokens - 1) if policy.uses_caches else 0,
+        hit_tokens=hit(best.prefill, facts, facts.prefill_tokens - 1).tokens if policy.uses_caches else 0,
         pages=facts.pages.of(best.prefill.hello.prefix) if best.prefill.hello is not None else (),
     )
 

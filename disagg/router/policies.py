@@ -12,7 +12,8 @@ from typing import ClassVar, Protocol
 
 from msgspec import Struct
 
-from disagg.router.prefixes import NO_PAGES, PromptPages, hit_tokens
+from disagg.messages.legs import LoadCosts, StorageState
+from disagg.router.prefixes import NO_HIT, NO_PAGES, Hit, PromptPages, hit_of
 from disagg.router.sessions import NOWHERE
 from disagg.router.view import ServerView
 from disagg.types.ids import Role
@@ -22,6 +23,7 @@ Rank = tuple[float, ...]
 GRAIN_SHARE = 0.05  # of what a prompt costs if nothing of it is cached: smaller differences are none
 STRANGE_SHARE = 0.1  # of a prompt: what it is worth to stay where the conversation was
 SEQUENCE_S = 0.002  # that one more sequence in a decode batch costs all of them
+HOST_SHARE, STORAGE_SHARE = 0.05, 0.2  # of computing a token: bringing one, before that was measured
 TRANSFER_TOKEN_S = 5e-6  # of a token's KV, from prefill to decode: most of it beside computing
 
 
@@ -123,8 +125,9 @@ class RoundRobin:
 class KvAware:
     """By the seconds that a request is expected to take, in steps that no server is preferred within.
 
-        prefill   (tokens that it computes for us + those of others' prompts + this prompt - what it has cached) at its speed
-        decode    sequences per free page, and the transfer of what it has not cached
+        prefill   (tokens that it computes for us + those of others' prompts + this prompt - what it has cached) at its speed, and
+                  what it takes to bring of it what is on its host or in storage
+        decode    sequences per free page, and the transfer of what it has neither cached nor on its host
 
     Servers that its conversation was not sent to before count as busier by a tenth of a prompt, or one sequence. So
     a prompt goes where its prefix is until waiting there costs more than computing it elsewhere; which then has it, too.
@@ -143,7 +146,7 @@ class KvAware:
         assert server.load is not None
         moved = 0
         if server.role is Role.DECODE:
-            moved = facts.prefill_tokens - cached_tokens(server, facts, facts.prefill_tokens)
+            moved = facts.prefill_tokens - hit(server, facts, facts.prefill_tokens).tokens
         sequences = _sequences_per_free(server, facts) + facts.strange(server.name)
         seconds = SEQUENCE_S * sequences + TRANSFER_TOKEN_S * moved
         return (seconds, float(-server.load.pages_total))
@@ -154,19 +157,42 @@ class KvAware:
 
 def prefill_s(server: ServerView, facts: RequestFacts) -> float:
     """Until a prompt that is sent now is computed."""
-    speed = server.speed
-    ours_s = speed.seconds(server.outstanding_prompts, server.outstanding_prompt_tokens)
-    tokens = facts.prefill_tokens - cached_tokens(server, facts, facts.prefill_tokens - 1)
-    return ours_s + server.others_prompts * speed.usual_s + speed.seconds(1, tokens)
+    return under_way_s(server) + own_s(server, facts)
 
 
-def cached_tokens(server: ServerView, facts: RequestFacts, at_most: int) -> int:
+def under_way_s(server: ServerView) -> float:
+    """What the prompts take that it has."""
+    ours_s = server.speed.seconds(server.outstanding_prompts, server.outstanding_prompt_tokens)
+    return ours_s + server.others_prompts * server.speed.usual_s
+
+
+def own_s(server: ServerView, facts: RequestFacts) -> float:
+    """Until a prompt is computed that nothing is before. What is not cached but on the host or in storage is brought, or computed
+    if that is faster."""
+    found = hit(server, facts, facts.prefill_tokens - 1)
+    brought_s = min(_load_s(server, found), server.speed.seconds(0, found.host + found.storage))
+    return brought_s + server.speed.seconds(1, facts.prefill_tokens - found.tokens)
+
+
+def hit(server: ServerView, facts: RequestFacts, at_most: int) -> Hit:
     """What a server has of the prompt, or is computing now; at most so much is of use to it."""
     rules = server.hello.prefix if server.hello is not None else None
     pages = facts.pages.of(rules)
     if rules is None or not pages:
-        return 0
-    return hit_tokens(rules, server.cached.groups, pages, max(0, at_most), server.coming)
+        return NO_HIT
+    # Prefill brings what is in storage; a decode server's share of that would be read twice, and is sent to it.
+    reads = server.role is not Role.DECODE and server.load is not None and server.load.store is StorageState.OK
+    tiers = (server.cached.groups, server.on_host.groups, server.stored.groups if reads else ())
+    return hit_of(rules, tiers, pages, max(0, at_most), server.coming)
+
+
+def _load_s(server: ServerView, found: Hit) -> float:
+    """What it takes to bring what is not in the prefix cache; what was not measured is guessed from the speed of computing."""
+    measured = server.load.loads if server.load is not None else None
+    loads, computing_s = measured or LoadCosts(), server.usual_speed.token_s
+    host_s = loads.host_token_s or HOST_SHARE * computing_s
+    storage_s = loads.storage_token_s or STORAGE_SHARE * computing_s
+    return (found.host + found.storage) * host_s + found.storage * storage_s
 
 
 def _sequences_per_free(server: ServerView, facts: RequestFacts) -> float:

@@ -3,8 +3,8 @@
     prompt ── once, when it is accepted ──> a chain of page hashes for each way in which servers name pages (PrefixRules)
     chain  ── per server ──> the longest prefix that is valid in all of its layer groups: its hit
 
-A hit is looked up as servers do (memory/cache), in what they have said of their caches. It is a hint, and errs towards less: what
-is in host memory or storage is not known, and a server that does not say how it names pages has none.
+A hit is looked up as servers do (memory/cache), in what they have said of their caches, their hosts' memory and their storage. It
+is a hint, and errs towards less: a server that does not say how it names pages has none.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Container, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 
 from msgspec import Struct
 
@@ -56,6 +57,35 @@ def num_pages(ways: Sequence[PrefixRules], num_tokens: int) -> int:
     return sum(min(MAX_PAGES, num_tokens // rules.page_tokens) for rules in ways)
 
 
+class Hit(Struct, frozen=True):
+    """Tokens of a prompt that need not be computed: first those in the prefix cache, then those that are brought from the host,
+    then those that come from storage."""
+
+    gpu: int = 0
+    host: int = 0
+    storage: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.gpu + self.host + self.storage
+
+
+NO_HIT = Hit()
+
+
+class _InAny:
+    """Pages that are in one of several tiers."""
+
+    def __init__(self, tiers: Sequence[Collection[bytes]]) -> None:
+        self._tiers = tiers
+
+    def __contains__(self, page: object) -> bool:
+        return any(page in tier for tier in self._tiers)
+
+    def __bool__(self) -> bool:
+        return any(self._tiers)
+
+
 class PromptHashing:
     """Names a prompt's pages, some at each `step`; `pages` when it is `done`."""
 
@@ -85,9 +115,30 @@ class PromptHashing:
             self._left.pop()
 
 
+def hit_of(
+    rules: PrefixRules,
+    tiers: Sequence[Sequence[Collection[bytes]]],
+    hashes: Sequence[bytes],
+    at_most: int,
+    coming: Container[bytes] = _NOTHING,
+) -> Hit:
+    """tiers: of a server, its prefix cache, its host and its storage, each as `hit_tokens` wants it; empty, if it has none. A
+    page may be in several, and counts where it is nearest.
+    """
+    found = [hit_tokens(rules, tiers[0], hashes, at_most, coming)]
+    for number in range(1, len(tiers)):
+        together = [
+            _InAny([tier[g] for tier in tiers[: number + 1] if g < len(tier)]) for g in range(len(rules.groups))
+        ]
+        more = hit_tokens(rules, together, hashes, at_most, coming) if tiers[number] and found[-1] < at_most else 0
+        found.append(max(found[-1], more))
+    gpu, *further = found
+    return Hit(gpu, *(stop - start for start, stop in pairwise([gpu, *further])))
+
+
 def hit_tokens(
     rules: PrefixRules,
-    groups: Sequence[Collection[bytes]],
+    groups: Sequence[Container[bytes]],
     hashes: Sequence[bytes],
     at_most: int,
     coming: Container[bytes] = _NOTHING,
@@ -106,7 +157,7 @@ def hit_tokens(
     found = min(at_most // rules.page_tokens, len(hashes))
     rest = []
     for g, group in enumerate(rules.groups):
-        pages: Collection[bytes] = groups[g] if g < len(groups) else ()
+        pages: Container[bytes] = groups[g] if g < len(groups) else ()
         if group.kind == GroupKind.FULL:
             # Of full attention the end of a prefix is evicted before its beginning, so what is there is found by halves.
             found = bisect_left(hashes, True, hi=found, key=partial(_is_missing, pages, coming))

@@ -37,6 +37,8 @@ def server_status(server: ServerView, view: ClusterView) -> dict[str, Any]:
         "steps": to_builtins(load.steps) if load is not None else None,
         "loop_gap_s": load.loop_gap_s if load is not None else 0.0,
         "cached_pages": list(server.cached.counts()),
+        "host_cached_pages": list(server.on_host.counts()),
+        "stored_pages": list(server.stored.counts()),
         "address": server.address,
         "incarnation": hello.incarnation if hello is not None else "",
         "connected": server.connected,

@@ -24,9 +24,10 @@ from disagg.discovery.found import Found
 from disagg.messages.channel import Frame
 from disagg.messages.legs import LoadReport, RouterMessage, ServerHello, ServerMessage, StartLeg
 from disagg.messages.needs import lacks
+from disagg.router.known_kv import KnownKv, Stores
 from disagg.router.outstanding import Outstanding
 from disagg.router.speeds import Speed
-from disagg.router.view import CachedPages, Circuit, ServerView, Work, others_prompts
+from disagg.router.view import Circuit, ServerView, Work, others_prompts
 from disagg.streams.state import Queue, Verdict
 from disagg.streams.stream import ResumableStream
 from disagg.text.model_files import differing
@@ -113,6 +114,7 @@ class Caller(Struct, frozen=True, kw_only=True):
     files: Mapping[str, str] = NO_FILES
     version: Version = field(default_factory=own_version)
     clock: Callable[[], float] = time.monotonic
+    stores: Stores = field(default_factory=Stores)
 
 
 class ServerStream:
@@ -127,7 +129,7 @@ class ServerStream:
         self.hello: ServerHello | None = None
         self.load: LoadReport | None = None
         self.others_prompts = 0
-        self.cached = CachedPages()
+        self.kv = KnownKv(caller.stores)
         self.connected = False
         self.lost = False
         self.error = ""
@@ -209,7 +211,9 @@ class ServerStream:
             coming=outstanding.pages(name),
             speed=speed,
             usual_speed=usual_speed,
-            cached=self.cached,
+            cached=self.kv.cached,
+            on_host=self.kv.on_host,
+            stored=self.kv.stored,
             error=self.error,
             refused=self.refused,
             differing=self.differing,
@@ -346,7 +350,7 @@ class ServerStream:
             if heard.load is not None and heard.load.lost_pods:
                 self._owner.pods_lost(self.name, heard.load.lost_pods)
             if heard.kv is not None:
-                self.cached.apply(heard.kv.events, reset=heard.kv.reset)
+                self.kv.apply(heard.kv)
 
     def _loaded_so(self, load: LoadReport) -> None:
         self.others_prompts = others_prompts(self.role, load, self._owner.prompts_sent(self.name))
@@ -380,7 +384,9 @@ class ServerStream:
         self._compare_files(hello)
         self._compare_weights(hello)
         if before is None or before.incarnation != hello.incarnation:
-            self.cached.clear()
+            self.kv.clear()
+        if before is None or before.storage != hello.storage:
+            self.kv.stores_at(hello.storage)
         if before is None or was_lost or not before.incarnation:  # it has none while it loads
             return
         if before.incarnation == hello.incarnation:
@@ -431,7 +437,7 @@ class ServerStream:
         if self.hello is None or self.lost:
             return
         self.lost, self.connected = True, False
-        self.cached.clear()
+        self.kv.clear()
         self._begin(secrets.token_hex(8))
         self._report(self.hello.incarnation, crashed, reason)
         self._owner.server_changed(self.name)

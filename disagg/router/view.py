@@ -51,7 +51,7 @@ MAX_CACHED_PAGES = 1 << 20  # of one server; they take 100 bytes each
 
 
 class CachedPages:
-    """What one incarnation of a server has in its prefix cache, as far as it has said so: pages by layer group and hash.
+    """What one incarnation of a server has in a tier, as far as it has said so: pages by layer group and hash.
 
     A hint: it lags behind by about a tenth of a second, and more when much changes; of more than MAX_CACHED_PAGES it knows some.
     """
@@ -114,8 +114,10 @@ class ServerView(Struct, frozen=True, kw_only=True):
     coming: Container[bytes] = _NO_PAGES  # names of the pages of the prompts that it has to compute
     speed: Speed = GUESS  # at which it computes prompts
     usual_speed: Speed = GUESS  # at which all servers do
-    # The one part that is not frozen: it is too large to be copied for each decision.
+    # The parts that are not frozen, by tier (`known_kv`): they are too large to be copied for each decision.
     cached: CachedPages = field(default_factory=CachedPages)
+    on_host: CachedPages = field(default_factory=CachedPages)
+    stored: CachedPages = field(default_factory=CachedPages)
     error: str = ""
     refused: str = ""  # why its version and this router's cannot speak with each other, if so
     differing: tuple[str, ...] = ()  # of its model's files, those that this router does not make tokens and text with

@@ -41,6 +41,7 @@ from disagg.messages.legs import (
     ServerMessage,
     SetRole,
     StartLeg,
+    Tier,
 )
 from disagg.messages.link import LinkHello, LinkMessage
 from disagg.messages.plan import StepResult, WorkerPlan
@@ -68,7 +69,7 @@ class Workers(Protocol):
 class Routers(Protocol):
     def tell(self, router: int, message: ServerMessage) -> None: ...
 
-    def publish(self, events: KvEvents) -> None:
+    def publish(self, tier: Tier, events: KvEvents) -> None:
         """To all of them."""
 
     def flush(self) -> None:
@@ -280,7 +281,7 @@ class Dispatch:
                 case ToLink():
                     self.links.send(instruction.link, instruction.message)
                 case PublishKv():
-                    self.routers.publish(instruction.events)
+                    self.routers.publish(instruction.tier, instruction.events)
                 case DialLink():
                     self.links.dial(instruction.peer)
                 case DropLink():

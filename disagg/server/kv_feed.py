@@ -1,28 +1,61 @@
-"""What one router is still to be told of this server's prefix cache. Pure; knows pages by their names, and no streams.
+"""What one router is still to be told of the KV that this server has. Pure; knows pages by their names, and no streams.
 
     begin ──> all of it is due ──> parts, the first of them a reset ──> changes, the latest of each page ──> parts ...
                   ^                                                          │
                   └─────────── more changes wait than are kept ──────────────┘
 
 What routers know of a cache is a hint, so it needs no numbers and no acknowledgements: within a stream nothing is lost,
-and every stream begins with all of it.
+and every stream begins with all of it. Tiers take turns, so that none waits for another that always has news.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from disagg.messages.legs import KvEvents
+from disagg.messages.legs import KvEvents, Tier
 from disagg.wire.server import KvUpdate
 
 PART_PAGES = 8192  # about 300 KB on the wire
 MAX_CHANGES = 65536  # pages; when more wait, to tell everything again costs no more
 
 
+class KvFeeds:
+    """Of several tiers."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._feeds = {tier: KvFeed(tier) for tier in tiers}
+
+    def begin(self) -> None:
+        for feed in self._feeds.values():
+            feed.begin()
+
+    def add(self, tier: Tier, events: KvEvents) -> None:
+        if tier in self._feeds:
+            self._feeds[tier].add(events)
+
+    @property
+    def pending(self) -> bool:
+        return any(feed.pending for feed in self._feeds.values())
+
+    @property
+    def waiting_pages(self) -> int:
+        return sum(feed.waiting_pages for feed in self._feeds.values())
+
+    def take(self, snapshot: Callable[[Tier], KvEvents]) -> KvUpdate | None:
+        """The next part, of the tier that has waited longest since its last one."""
+        for tier, feed in self._feeds.items():
+            if feed.pending:
+                self._feeds[tier] = self._feeds.pop(tier)
+                return feed.take(partial(snapshot, tier))
+        return None
+
+
 class KvFeed:
     """`begin` it with every hello, `add` what happens, `take` one part at a time."""
 
-    def __init__(self, part_pages: int = PART_PAGES, max_changes: int = MAX_CHANGES) -> None:
+    def __init__(self, tier: Tier = Tier.GPU, part_pages: int = PART_PAGES, max_changes: int = MAX_CHANGES) -> None:
+        self._tier = tier
         self._part_pages = part_pages
         self._max_changes = max_changes
         self._all_due = False
@@ -60,7 +93,7 @@ class KvFeed:
         return left + len(self._changes)
 
     def take(self, snapshot: Callable[[], KvEvents]) -> KvUpdate | None:
-        """The next part, of at most `part_pages` pages. snapshot: everything that is in the cache, asked only if due."""
+        """The next part, of at most `part_pages` pages. snapshot: everything that is in the tier, asked only if due."""
         reset = self._all_due
         if reset:
             self._all_due = False
@@ -80,4 +113,4 @@ class KvFeed:
         self._told = stop
         if stop >= len(removed) + len(stored):
             self._telling = None
-        return KvUpdate(part, reset)
+        return KvUpdate(part, reset, self._tier)

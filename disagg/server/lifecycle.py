@@ -26,7 +26,7 @@ from disagg.config.staging import Device
 from disagg.config.tree import Config, WorkerConfig
 from disagg.convert.model_dir import resolve
 from disagg.engine.now import Now
-from disagg.messages.legs import KvEvents, LoadReport, Outcome, ServerState, StorageState
+from disagg.messages.legs import KvEvents, LoadReport, Outcome, ServerState, StorageState, Tier
 from disagg.messages.tiers import TierEvent
 from disagg.messages.transfer import Beat, PeerWired, TransferEvent
 from disagg.server.bringup import Bringup, on_this_machine, why_not_role
@@ -40,7 +40,7 @@ from disagg.server.leg_spans import LegSpans
 from disagg.server.links import Links
 from disagg.server.listening import dialable, listen
 from disagg.server.model_identity import SHOWN_DIGITS, ModelIdentity, changed
-from disagg.server.offloading import Offloading
+from disagg.server.offloading import Offloading, storage_name
 from disagg.server.recorder import recorder_of
 from disagg.server.role import RoleOf, ServerRole
 from disagg.server.roles import RoleChanges
@@ -103,6 +103,7 @@ class Server:
             self._load,
             config.server.pod,
             hands_over=self._role.hands_over,
+            storage=storage_name(config),
         )
         identity.role_change = lambda: self._roles.report
         self._supervisor = Supervisor(identity, self._roles, self._stop, self, config.worker.command)
@@ -119,6 +120,7 @@ class Server:
             on_message=dispatch.router_message,
             on_lease_end=dispatch.lease_end,
             dump=dumper.dump,
+            tiers=self._offloading.tiers,
         )
         self._links = dispatch.links = dumper.links = Links(
             lease_s=config.transfer.link_lease_s,
@@ -428,9 +430,9 @@ class Server:
             carried=self._carriers.report(self._device),
         )
 
-    def _kv_snapshot(self) -> KvEvents:
+    def _kv_snapshot(self, tier: Tier) -> KvEvents:
         engine = self._dispatch.engine
-        return engine.kv_snapshot() if engine is not None else KvEvents()
+        return engine.kv_snapshot(tier) if engine is not None else KvEvents()
 
     def _health(self) -> tuple[int, str]:
         state = self._identity.state

@@ -6,12 +6,14 @@ nothing of obstore is imported.
 
 from __future__ import annotations
 
+import hashlib
+import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from disagg.config.tree import Config
 from disagg.engine.facts import EngineFacts
-from disagg.messages.legs import StorageState
+from disagg.messages.legs import StorageState, Tier
 from disagg.messages.tiers import PartsWritten, TierCommand
 from disagg.offload.instructions import StoreEvent
 from disagg.server.tier_sums import WAYS, TierSums
@@ -35,6 +37,20 @@ def open_storage(config: Config) -> ObjectStore | None:
     return open_store(config.storage.url, config.storage.options)
 
 
+def storage_name(config: Config) -> str:
+    """Servers of which this is the same find what each other has stored; empty without storage.
+
+    A directory is a host's own, as far as anybody can tell from its name.
+    """
+    if not (config.offload.enabled and config.storage.url):
+        return ""
+    url = config.storage.url
+    where = [url, *(f"{key}={value}" for key, value in sorted(config.storage.options.items()) if "endpoint" in key)]
+    if url.startswith("file:"):
+        where.append(socket.gethostname())
+    return hashlib.sha256("\n".join(where).encode()).hexdigest()[:32]
+
+
 class Offloading:
     """`open` once, then `up` and `down` with every incarnation."""
 
@@ -44,6 +60,13 @@ class Offloading:
         self._store: ObjectStore | None = None
         self._keeper: StoreKeeper | None = None
         self._budget: StoreBudget | None = None
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """That this server may have KV in."""
+        if not self._config.offload.enabled:
+            return (Tier.GPU,)
+        return (Tier.GPU, Tier.HOST, Tier.STORAGE) if self._config.storage.url else (Tier.GPU, Tier.HOST)
 
     def open(self) -> None:
         """See open_storage."""

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,9 +28,10 @@ from disagg.messages.legs import (
     ServerHello,
     ServerMessage,
     StartLeg,
+    Tier,
 )
 from disagg.server.door import Door, Rivals
-from disagg.server.kv_feed import KvFeed
+from disagg.server.kv_feed import KvFeeds
 from disagg.streams.state import Verdict, frame_length
 from disagg.streams.stream import ResumableStream
 from disagg.types.errors import ProtocolError
@@ -116,7 +117,7 @@ class Lease:
         )
         self.said = 0  # number of the last frame that went out for the first time
         self.hello_due = False
-        self.kv = KvFeed()  # of the connection that serves this lease now
+        self.kv = KvFeeds(())  # of the connection that serves this lease now
         self.rivals = Rivals()
         self.fault = ""  # what its router said and must not
         self.had_leg = False
@@ -137,7 +138,7 @@ def _size(message: ServerMessage) -> int:
 class RouterStreams(ServerServicer):
     """Serves Attach and Dump. `tell`, `publish` and `flush` are called by the server's loop; everything runs on that loop.
 
-    snapshot: everything that is in the prefix cache now, as stored.
+    snapshot: everything that is in a tier now, as stored. tiers: that there are.
     """
 
     def __init__(
@@ -146,11 +147,13 @@ class RouterStreams(ServerServicer):
         heartbeat_s: float,
         hello: Callable[[], ServerHello],
         load: Callable[[], LoadReport],
-        snapshot: Callable[[], KvEvents],
+        snapshot: Callable[[Tier], KvEvents],
         on_message: Callable[[int, RouterMessage], None],
         on_lease_end: Callable[[int, str], None],
         dump: Callable[[], Any],
+        tiers: Sequence[Tier] = (Tier.GPU,),
     ) -> None:
+        self._tiers = tiers
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
         self._hello = hello
@@ -182,11 +185,11 @@ class RouterStreams(ServerServicer):
         for lease in self._leases.values():
             lease.stream.flush()
 
-    def publish(self, events: KvEvents) -> None:
-        """The prefix cache has changed since the last call, or since `snapshot` was asked."""
+    def publish(self, tier: Tier, events: KvEvents) -> None:
+        """A tier has changed since the last call, or since `snapshot` was asked."""
         for lease in self._leases.values():
             idle = not lease.kv.pending
-            lease.kv.add(events)
+            lease.kv.add(tier, events)
             if idle:
                 lease.stream.wake()
 
@@ -319,7 +322,7 @@ class RouterStreams(ServerServicer):
         attached = AttachReply(last_received=state.received, resumed=resumed)
         yield ServerSays(frame=state.beat(now), load=self._load(), hello=self._hello(), attached=attached)
         next_kv_s = now
-        feed = lease.kv = KvFeed()
+        feed = lease.kv = KvFeeds(self._tiers)
         feed.begin()
 
         def also_due_s() -> float:

@@ -7,6 +7,7 @@ from disagg.messages.legs import (
     CarriedBy,
     GroupMemory,
     HostMemory,
+    LoadCosts,
     LoadReport,
     MemoryReport,
     ReceivedFrom,
@@ -60,6 +61,8 @@ def fill_load(out: pb.server.LoadReport, load: LoadReport) -> None:
         )
     for to in load.carried:
         out.carried.add(peer=to.peer, ways=to.ways, slow=to.slow)
+    if (loads := load.loads) is not None:
+        out.loads.CopyFrom(pb.server.LoadCosts(host_token_s=loads.host_token_s, storage_token_s=loads.storage_token_s))
     if (steps := load.steps) is not None:
         out.steps.CopyFrom(
             pb.server.StepCosts(
@@ -97,7 +100,12 @@ def read_load(message: pb.server.LoadReport) -> LoadReport:
         loop_gap_s=read_seconds(message, "loop_gap_s"),
         carried=tuple(map(_read_carried, message.carried)),
         steps=_read_steps(message.steps) if message.HasField("steps") else None,
+        loads=_read_loads(message.loads) if message.HasField("loads") else None,
     )
+
+
+def _read_loads(message: pb.server.LoadCosts) -> LoadCosts:
+    return LoadCosts(read_seconds(message, "host_token_s"), read_seconds(message, "storage_token_s"))
 
 
 def _read_steps(message: pb.server.StepCosts) -> StepCosts:

@@ -26,6 +26,7 @@ from disagg.messages.legs import (
     ServerMessage,
     SetRole,
     StartLeg,
+    Tier,
 )
 from disagg.types.protocol import BEFORE_NUMBERS, Version
 from disagg.types.sampling import MAX_CACHE_SALT_CHARS, MAX_CHOICES, MAX_PRIORITY
@@ -78,6 +79,8 @@ OUTCOME_TO_PROTO = {
     Outcome.HANDED_OVER: pb.server.OUTCOME_HANDED_OVER,
 }
 OUTCOME_FROM_PROTO = {int(v): k for k, v in OUTCOME_TO_PROTO.items()}
+TIER_TO_PROTO = {Tier.HOST: pb.server.TIER_HOST, Tier.STORAGE: pb.server.TIER_STORAGE}
+TIER_FROM_PROTO = {int(v): k for k, v in TIER_TO_PROTO.items()}
 
 MAX_MODEL_FILES = 64
 MAX_NOTE_CHARS = 4096
@@ -103,17 +106,18 @@ class AttachReply(Struct, frozen=True):
 
 
 class KvUpdate(Struct, frozen=True):
-    """What a router should know of a server's prefix cache. reset: all that was said before is void."""
+    """What a router should know of a server's tier. reset: all that was said before of it is void."""
 
     events: KvEvents
     reset: bool = False
+    tier: Tier = Tier.GPU
 
 
 class ServerSays(Struct, frozen=True):
     """One message of a server on a stream.
 
     attached: in the first message only. hello: in the first, and again when a new incarnation of the workers is up. kv:
-    after every hello comes a reset, with all that the cache has in one message or several, and then what has changed.
+    after every hello comes a reset of each tier, with all that it has in one message or several, and then what has changed.
     """
 
     frame: Frame[ServerMessage]
@@ -294,8 +298,11 @@ def server_says_to_proto(says: ServerSays) -> pb.server.ServerFrame:
         out.attached.last_received = says.attached.last_received
         out.attached.resumed = says.attached.resumed
         out.attached.SetInParent()
-    if says.kv is not None:
+    if says.kv is not None and says.kv.tier is Tier.GPU:
         _fill_kv(out.kv, says.kv)
+    elif says.kv is not None:
+        out.below.tier = TIER_TO_PROTO[says.kv.tier]
+        _fill_kv(out.below.update, says.kv)
     return out
 
 
@@ -311,8 +318,16 @@ def server_says_from_proto(message: pb.server.ServerFrame) -> ServerSays:
         load=read_load(message.load) if message.HasField("load") else None,
         hello=_read_server_hello(message.hello) if message.HasField("hello") else None,
         attached=attached,
-        kv=_read_kv(message.kv) if message.HasField("kv") else None,
+        kv=_read_kv_of_a_tier(message),
     )
+
+
+def _read_kv_of_a_tier(message: pb.server.ServerFrame) -> KvUpdate | None:
+    """At most one; of a tier that only newer servers know, none."""
+    if message.HasField("kv"):
+        return _read_kv(message.kv, Tier.GPU)
+    tier = TIER_FROM_PROTO.get(message.below.tier)
+    return _read_kv(message.below.update, tier) if tier is not None else None
 
 
 def _fill_kv(out: pb.server.KvUpdate, kv: KvUpdate) -> None:
@@ -323,7 +338,7 @@ def _fill_kv(out: pb.server.KvUpdate, kv: KvUpdate) -> None:
         getattr(out, f"{column}_groups").extend(group for group, _ in pages)
 
 
-def _read_kv(message: pb.server.KvUpdate) -> KvUpdate:
+def _read_kv(message: pb.server.KvUpdate, tier: Tier) -> KvUpdate:
     columns = {}
     for column in ("stored", "removed"):
         keys, groups = getattr(message, column), getattr(message, f"{column}_groups")
@@ -334,7 +349,7 @@ def _read_kv(message: pb.server.KvUpdate) -> KvUpdate:
         if keys and max(map(len, keys)) > MAX_PAGE_HASH_BYTES:
             refuse(message, column, f"has a name of {max(map(len, keys))} bytes; at most {MAX_PAGE_HASH_BYTES} may be")
         columns[column] = tuple(zip(groups, keys, strict=True))
-    return KvUpdate(KvEvents(**columns), message.reset)
+    return KvUpdate(KvEvents(**columns), message.reset, tier)
 
 
 def _fill_server_hello(out: pb.server.ServerHello, hello: ServerHello) -> None:
@@ -361,6 +376,7 @@ def _fill_server_hello(out: pb.server.ServerHello, hello: ServerHello) -> None:
     fill_version(out.version, hello.version)
     if hello.role_change is not None:
         fill_role_change(out.role_change, hello.role_change)
+    out.storage = hello.storage
 
 
 def _fill_prefix(out: pb.server.PrefixRules, rules: PrefixRules) -> None:
@@ -395,6 +411,7 @@ def _read_server_hello(message: pb.server.ServerHello) -> ServerHello:
     require(message, "load")
     if len(message.files) > MAX_MODEL_FILES:
         refuse(message, "files", f"has {len(message.files)} entries; at most {MAX_MODEL_FILES} are read")
+    refuse_long(message, "storage")
     if len(message.note) > MAX_NOTE_CHARS:
         refuse(message, "note", f"has {len(message.note)} characters; at most {MAX_NOTE_CHARS} are read")
     return ServerHello(
@@ -420,6 +437,7 @@ def _read_server_hello(message: pb.server.ServerHello) -> ServerHello:
         hands_over=message.hands_over,
         version=read_version(message),
         role_change=read_role_change(message.role_change) if message.HasField("role_change") else None,
+        storage=message.storage,
     )
 
 

@@ -20,7 +20,7 @@ from disagg.memory.groups import spec_of
 from disagg.memory.layout import PageSizing, pool_layout
 from disagg.messages import link as m
 from disagg.messages.layout import GroupKind, GroupPages, LayerGroup, StatePart
-from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, Outcome, PeerRef, ServerMessage, StartLeg
+from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, Outcome, PeerRef, ServerMessage, StartLeg, Tier
 from disagg.messages.pieces import Piece
 from disagg.messages.plan import SampledToken, SamplerStart, StepResult, WorkerPlan
 from disagg.messages.transfer import (
@@ -204,7 +204,7 @@ class Lone:
         """Schedules after each call, as the server does, and listens to what is published."""
         out = [*out, *self.engine.schedule(self.now)]
         for instruction in out:
-            if isinstance(instruction, PublishKv):
+            if isinstance(instruction, PublishKv) and instruction.tier is Tier.GPU:
                 self.known.update(instruction.events.stored)
                 self.known.difference_update(instruction.events.removed)
         for plan in plans(out):

@@ -41,6 +41,7 @@ from disagg.messages.legs import (
     ServerMessage,
     ServerState,
     StartLeg,
+    Tier,
 )
 from disagg.messages.link import LinkHello, LinkMessage, RankInfo
 from disagg.messages.plan import SampledToken, StepResult, WorkerPlan
@@ -256,14 +257,16 @@ class SimRouters:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self.known: set[tuple[int, bytes]] = set()
+        self.known: dict[Tier, set[tuple[int, bytes]]] = {tier: set() for tier in Tier}
 
     def tell(self, router: int, message: ServerMessage) -> None:
         self._server.to_router.append(message)
 
-    def publish(self, events: KvEvents) -> None:
-        self.known.update(events.stored)
-        self.known.difference_update(events.removed)
+    def publish(self, tier: Tier, events: KvEvents) -> None:
+        known = self.known[tier]
+        assert known.isdisjoint(events.stored) and known.issuperset(events.removed), f"no news of {tier}"
+        known.update(events.stored)
+        known.difference_update(events.removed)
 
     def flush(self) -> None:
         pass
@@ -338,7 +341,8 @@ class Server:
         event(self.dispatch)
         assert len(self.engine.pipeline.in_flight) <= 2
         self.engine.check_integrity()
-        assert self.routers.known == set(self.engine.kv_snapshot().stored), "cache events do not add up to the cache"
+        for tier, known in self.routers.known.items():
+            assert known == set(self.engine.kv_snapshot(tier).stored), f"events do not add up to what {tier} has"
 
 
 @dataclass

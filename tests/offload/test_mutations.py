@@ -62,7 +62,11 @@ OF_MANAGER = (
         replaced("min(pages, len(span.hashes))", "len(span.hashes)"),
     ),
     Mutation("what failed is not tried again", "OffloadManager._fail", replaced("flow.go_back(span.start)", "pass")),
-    Mutation("what was stored is stored again", "OffloadManager._skip", replaced("page_hash in self._stored", "False")),
+    Mutation(
+        "what was stored is stored again",
+        "OffloadManager._skip",
+        replaced("self.stored.has_prefix(page_hash)", "False"),
+    ),
     Mutation(
         "what is under way is made again",
         "OffloadManager._skip",
@@ -82,7 +86,7 @@ OF_MANAGER = (
     Mutation(
         "pages of windows are stored again by every span",
         "OffloadManager._wanted",
-        replaced("key in self._in_flight.keys or (key in self._stored_keys and self._stores(flow))", "False"),
+        replaced("key in self._in_flight.keys or (self.stored.has_page(key) and self._stores(flow))", "False"),
     ),
     Mutation("the host's pages stay held", "OffloadManager._end", replaced("self.host.release(placed)", "pass")),
     Mutation(

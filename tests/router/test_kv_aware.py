@@ -16,13 +16,33 @@ from disagg.memory.groups import GroupSpec
 from disagg.memory.hashing import chain_root, extend_hashes
 from disagg.memory.layout import pool_layout
 from disagg.messages.layout import GroupKind
-from disagg.messages.legs import KvEvents, PrefixGroup, PrefixRules, ServerState
+from disagg.messages.legs import (
+    KvEvents,
+    LoadCosts,
+    PrefixGroup,
+    PrefixRules,
+    ServerState,
+    StorageState,
+    Tier,
+)
+from disagg.router.known_kv import KnownKv, Stores
 from disagg.router.placement import pick_pair
-from disagg.router.policies import KvAware, LeastLoaded, Policy, RequestFacts, prefill_s
-from disagg.router.prefixes import MAX_PAGES, TURN_PAGES, PromptHashing, PromptPages, hit_tokens, num_pages
+from disagg.router.policies import KvAware, LeastLoaded, Policy, RequestFacts, hit, prefill_s
+from disagg.router.prefixes import (
+    MAX_PAGES,
+    NO_HIT,
+    TURN_PAGES,
+    Hit,
+    PromptHashing,
+    PromptPages,
+    hit_of,
+    hit_tokens,
+    num_pages,
+)
 from disagg.router.speeds import GUESS, Speed, Speeds
 from disagg.router.view import CachedPages, ClusterView, NoPair, Pair, ServerView, others_prompts
 from disagg.types.ids import Role
+from disagg.wire.server import KvUpdate
 from tests.router.test_policies import d, m, p
 
 PAGE = 4
@@ -233,6 +253,96 @@ def test_only_servers_that_can_be_used_are_taken_whatever_they_have_cached(
         return
     by_name = {server.name: server for server in servers}
     assert all(by_name[name].usable for name in found.servers)  # type: ignore[index]
+
+
+# ---- other tiers
+
+
+def below(server: ServerView, tier: str, tokens: Sequence[int], store: StorageState = StorageState.OK) -> ServerView:
+    """The server has this prompt in a tier below its prefix cache, too."""
+    pages = CachedPages()
+    pages.apply(KvEvents(tuple((0, page) for page in hashes_of(tokens))))
+    assert server.load is not None
+    return replace(server, **{tier: pages, "load": replace(server.load, store=store)})
+
+
+def test_tokens_count_where_they_are_nearest() -> None:
+    server = below(below(having(p("p"), PROMPT[:20]), "on_host", PROMPT[:40]), "stored", PROMPT[:60])
+    facts = asked(PROMPT)
+    assert hit(server, facts, 79) == Hit(20, 20, 20)
+    assert hit(server, facts, 30) == Hit(20, 8, 0), "whole pages, as far as they are of use"
+    assert hit(having(p("p")), facts, 79) == NO_HIT
+    degraded = below(server, "stored", PROMPT[:60], StorageState.DEGRADED)
+    assert hit(degraded, facts, 79) == Hit(20, 20, 0)
+
+
+def test_a_decode_server_is_sent_what_is_in_storage_only() -> None:
+    server = below(below(having(d("d"), PROMPT[:20]), "on_host", PROMPT[:40]), "stored", PROMPT)
+    assert hit(server, asked(PROMPT), 80) == Hit(20, 20, 0)
+
+
+def test_a_prompt_goes_where_its_host_has_it_and_rather_where_it_is_cached() -> None:
+    host, cached = below(having(p("p1")), "on_host", PROMPT), having(p("p2"), PROMPT)
+    decode = having(d("d"))
+    for serial in range(3):
+        found = pick((having(p("p0")), host, decode), asked(PROMPT, serial=serial))
+        assert (found.prefill.name, found.hit_tokens) == ("p1", 76)
+        assert pick((host, cached, decode), asked(PROMPT, serial=serial)).prefill.name == "p2"
+    busy = replace(host, outstanding_prompt_tokens=100, outstanding_prompts=1)
+    assert pick((having(p("p0")), busy, decode), asked(PROMPT)).prefill.name == "p0"
+
+
+def test_what_is_in_storage_is_everywhere_so_the_least_busy_server_takes_it() -> None:
+    servers = [below(having(p(f"p{n}")), "stored", PROMPT) for n in range(3)]
+    busy = [replace(each, outstanding_prompt_tokens=40, outstanding_prompts=1) for each in servers[:2]]
+    assert pick((*busy, servers[2], having(d("d"))), asked(PROMPT)).prefill.name == "p2"
+
+
+def test_what_is_slower_to_bring_than_to_compute_is_worth_no_more_than_nothing() -> None:
+    slow = below(having(p("p1")), "on_host", PROMPT)
+    assert slow.load is not None
+    facts = asked(PROMPT)
+    for token_s in (1e-5, 1e-4):
+        measured = replace(slow, load=replace(slow.load, loads=LoadCosts(token_s)))
+        left_s = SPEED.seconds(1, len(PROMPT) - 76)
+        assert prefill_s(measured, facts) == pytest.approx(left_s + 76 * token_s)
+    slower = replace(slow, load=replace(slow.load, loads=LoadCosts(10 * SPEED.token_s)))
+    assert prefill_s(slower, facts) == pytest.approx(prefill_s(having(p("p0")), facts))
+    storage = below(having(p("p1")), "stored", PROMPT)
+    assert storage.load is not None
+    both = replace(storage, load=replace(storage.load, loads=LoadCosts(1e-5, 3e-5)))
+    assert prefill_s(both, facts) == pytest.approx(SPEED.seconds(1, 4) + 76 * 4e-5)
+
+
+def test_windows_and_states_are_looked_up_across_tiers_as_a_load_would_find_them() -> None:
+    rules = replace(FULL, groups=(PrefixGroup("full"), PrefixGroup("window", 2 * PAGE)))
+    pages = hashes_of(PROMPT, rules)
+    gpu = (set(pages[:10]), set(pages[8:9]))
+    host = (set(pages[:10]), set(pages[9:10]))
+    assert hit_of(rules, (gpu, ()), pages, 80) == NO_HIT, "half of a window"
+    assert hit_of(rules, (gpu, host), pages, 80) == Hit(0, 40)
+
+
+def test_what_is_in_storage_is_known_of_all_that_store_there_and_the_rest_is_each_ones_own() -> None:
+    stores = Stores()
+    one, other, elsewhere = KnownKv(stores), KnownKv(stores), KnownKv(stores)
+    one.stores_at("s3")
+    elsewhere.stores_at("another")
+    page = (0, b"a")
+    for tier in Tier:
+        one.apply(KvUpdate(KvEvents((page,)), True, tier))
+    other.stores_at("s3")
+    assert other.stored.holds(*page) and not other.on_host.holds(*page) and not other.cached.holds(*page)
+    assert not elsewhere.stored.holds(*page)
+    one.clear()
+    assert not one.cached.holds(*page) and not one.on_host.holds(*page) and one.stored.holds(*page)
+    other.apply(KvUpdate(KvEvents(), True, Tier.STORAGE))
+    assert one.stored.holds(*page), "one that has just come up knows of nothing, which makes nothing untrue"
+    other.apply(KvUpdate(KvEvents(removed=(page,)), False, Tier.STORAGE))
+    assert not one.stored.holds(*page)
+    one.stores_at("")
+    other.stores_at("")
+    assert not stores.get("s3"), "nobody stores there any more"
 
 
 # ---- speeds

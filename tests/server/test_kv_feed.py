@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from disagg.messages.legs import KvEvents
+from disagg.messages.legs import KvEvents, Tier
 from disagg.router.view import CachedPages
-from disagg.server.kv_feed import KvFeed
+from disagg.server.kv_feed import KvFeed, KvFeeds
 from disagg.wire.server import KvUpdate
 
 A, B, C, D = ((0, b"a"), (0, b"b"), (1, b"c"), (1, b"d"))
@@ -157,3 +157,29 @@ class Telling(RuleBasedStateMachine):
 
 TestTelling: Any = Telling.TestCase
 TestTelling.settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=40)
+
+
+def test_tiers_take_turns_and_each_begins_with_all_that_it_has() -> None:
+    has = {Tier.GPU: (A,), Tier.HOST: (B, C), Tier.STORAGE: ()}
+    feeds = KvFeeds(tuple(has))
+    feeds.begin()
+
+    def take() -> KvUpdate | None:
+        feeds.add(Tier.GPU, KvEvents(stored=((0, bytes([len(heard)])),)))  # always has news
+        return feeds.take(lambda tier: KvEvents(stored=has[tier]))
+
+    heard: list[KvUpdate | None] = []
+    for _ in range(4):
+        heard.append(take())
+    assert heard[:3] == [KvUpdate(KvEvents(stored=pages), True, tier) for tier, pages in has.items()]
+    assert heard[3] is not None and heard[3].tier is Tier.GPU and not heard[3].reset
+    feeds.add(Tier.STORAGE, KvEvents(stored=(D,)))
+    assert [part and part.tier for part in (take(), take())] == [Tier.STORAGE, Tier.GPU]
+
+
+def test_a_tier_that_a_server_has_not_got_is_not_spoken_of() -> None:
+    feeds = KvFeeds((Tier.GPU,))
+    feeds.begin()
+    feeds.add(Tier.HOST, KvEvents(stored=(A,)))
+    assert feeds.take(lambda tier: KvEvents()) == KvUpdate(KvEvents(), True, Tier.GPU)
+    assert not feeds.pending

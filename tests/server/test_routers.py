@@ -28,6 +28,7 @@ from disagg.messages.legs import (
     ServerMessage,
     ServerState,
     StartLeg,
+    Tier,
 )
 from disagg.messages.plan import TokenLogprobs
 from disagg.router.dial import dial_server
@@ -64,7 +65,7 @@ class Server:
             heartbeat_s=heartbeat_s,
             hello=self._hello,
             load=lambda: LOAD,
-            snapshot=lambda: KvEvents(stored=self.cached),
+            snapshot=lambda _: KvEvents(stored=self.cached),
             on_message=lambda _, message: self.heard.append(message),
             on_lease_end=lambda _, reason: self.ended.append(reason),
             dump=lambda: "",
@@ -148,7 +149,7 @@ async def test_a_router_hears_all_that_is_cached_and_then_what_changes(server: S
     server.cached = (A, B)
     router = await attach(server)
     await router.knows(A, B)
-    server.streams.publish(KvEvents(stored=(C,), removed=(A,)))
+    server.streams.publish(Tier.GPU, KvEvents(stored=(C,), removed=(A,)))
     await router.knows(B, C)
     assert router.resets == 1
     await router.close()
@@ -156,7 +157,7 @@ async def test_a_router_hears_all_that_is_cached_and_then_what_changes(server: S
 
 async def test_every_router_hears_it(server: Server) -> None:
     attached = [await attach(server, name=f"router-{index}") for index in range(3)]
-    server.streams.publish(KvEvents(stored=(A,)))
+    server.streams.publish(Tier.GPU, KvEvents(stored=(A,)))
     server.cached = (A,)  # for those whose stream has not looked yet
     for router in attached:
         await router.knows(A)
@@ -168,7 +169,7 @@ async def test_a_router_that_comes_back_hears_everything_again(server: Server) -
     router = await attach(server)
     await router.knows(A)
     await router.close()
-    server.streams.publish(KvEvents(stored=(B,)))
+    server.streams.publish(Tier.GPU, KvEvents(stored=(B,)))
     server.cached = (A, B)
     again = await attach(server)
     attached = again.said[0].attached
@@ -182,7 +183,7 @@ async def test_a_hello_begins_the_cache_again(server: Server) -> None:
     server.cached = (A,)
     router = await attach(server)
     await router.knows(A)
-    server.streams.publish(KvEvents(stored=(B,)))  # of the workers that are lost
+    server.streams.publish(Tier.GPU, KvEvents(stored=(B,)))  # of the workers that are lost
     server.cached, server.incarnation = (C,), "two"
     server.streams.announce()
     await router.until(lambda: router.hello is not None and router.hello.incarnation == "two")
@@ -223,7 +224,7 @@ async def test_changes_do_not_wait_for_a_heartbeat() -> None:
     async with Server(heartbeat_s=3600.0) as server:
         router = await attach(server)
         await router.until(lambda: router.resets == 1)
-        server.streams.publish(KvEvents(stored=(A,)))
+        server.streams.publish(Tier.GPU, KvEvents(stored=(A,)))
         await router.knows(A)
         await router.close()
 
@@ -232,14 +233,14 @@ async def test_news_of_the_cache_ride_on_frames_of_tokens_and_take_no_numbers(se
     router = await attach(server)
     await router.until(lambda: router.resets == 1)
     await asyncio.sleep(routers.KV_EVERY_S)
-    server.streams.publish(KvEvents(stored=(A,)))
+    server.streams.publish(Tier.GPU, KvEvents(stored=(A,)))
     server.streams.tell(0, LegTokens(KEY, 0, 0, (1,)))
     server.streams.tell(0, LegEnd(KEY, Outcome.DONE, ""))
     server.streams.flush()
     await router.knows(A)
     assert len(router.messages) == 2
     await asyncio.sleep(routers.KV_EVERY_S)
-    server.streams.publish(KvEvents(stored=(B,)))
+    server.streams.publish(Tier.GPU, KvEvents(stored=(B,)))
     await router.knows(A, B)
     assert router.channel.received == 1
     assert [says.frame.number for says in router.said if says.kv is not None] == [0, 1, 0]
@@ -249,7 +250,7 @@ async def test_news_of_the_cache_ride_on_frames_of_tokens_and_take_no_numbers(se
 async def test_a_large_cache_is_told_at_leisure_and_tokens_overtake_it(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routers, "KvFeed", partial(KvFeed, part_pages=1))
+    monkeypatch.setattr(kv_feed, "KvFeed", partial(KvFeed, part_pages=1))
     monkeypatch.setattr(routers, "KV_EVERY_S", 3600.0)
     server.cached = (A, B, C)
     router = await attach(server)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from disagg.messages.channel import MAX_FRAME_MESSAGES, Frame
@@ -84,6 +86,10 @@ def table(**columns):
     return pb.server.LogprobTable(**columns)
 
 
+def below(**fields: Any) -> pb.server.TierUpdate:
+    return pb.server.TierUpdate(tier=pb.server.TIER_HOST, update=pb.server.KvUpdate(**fields))
+
+
 def server_hello(**changes):
     fields = {
         "name": "p",
@@ -141,6 +147,19 @@ def server_hello(**changes):
         (
             pb.server.ServerFrame(kv=pb.server.KvUpdate(stored=[b"a", b"b"], stored_groups=[0])),
             "KvUpdate.stored_groups has 1 entries for 2 of stored",
+        ),
+        (
+            pb.server.ServerFrame(below=below(stored=[b"a"], stored_groups=[])),
+            "KvUpdate.stored_groups has 0 entries for 1 of stored",
+        ),
+        (server_hello(storage="x" * 257), "ServerHello.storage has 257 characters; at most 256"),
+        (
+            pb.server.ServerFrame(
+                load=pb.server.LoadReport(
+                    state=pb.server.SERVER_STATE_READY, loads=pb.server.LoadCosts(host_token_s=float("nan"))
+                )
+            ),
+            "LoadCosts.host_token_s is nan",
         ),
         (
             pb.server.ServerFrame(kv=pb.server.KvUpdate(removed_groups=[1])),
@@ -345,3 +364,8 @@ def test_what_a_leg_holds_is_bounded(fields, says):
 def test_what_cannot_be_decoded_is_refused_in_words(read):
     with pytest.raises(ProtocolError, match="what came is no such message"):
         read(Undecodable("what came is no such message"))
+
+
+def test_a_tier_that_only_newer_servers_know_is_not_heard_and_no_fault() -> None:
+    says = server.server_says_from_proto(pb.server.ServerFrame(below=pb.server.TierUpdate(tier=7)))
+    assert says.kv is None

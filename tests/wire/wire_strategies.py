@@ -126,9 +126,12 @@ loads = st.builds(
     st.floats(0, 1e9),
     tuples(st.builds(legs.CarriedBy, text, tuples(text), st.booleans())),
     st.none() | st.builds(legs.StepCosts, *[st.floats(0, 1e9)] * 3, u32, u64, u64, u32),
+    st.none() | st.builds(legs.LoadCosts, *[st.floats(0, 1e9)] * 2),
 )
 cached_pages = tuples(st.tuples(st.integers(0, MAX_GROUPS - 1), st.binary(max_size=36)))
-kv_updates = st.builds(KvUpdate, st.builds(legs.KvEvents, cached_pages, cached_pages), st.booleans())
+kv_updates = st.builds(
+    KvUpdate, st.builds(legs.KvEvents, cached_pages, cached_pages), st.booleans(), st.sampled_from(legs.Tier)
+)
 prefix_rules = st.builds(
     legs.PrefixRules,
     tuples(text),
@@ -155,6 +158,7 @@ server_hellos = st.builds(
     st.booleans(),
     versions,
     st.none() | role_changes,
+    text,
 )
 router_hellos = st.builds(RouterHello, name, name, name, u64, text, text, versions)
 attach_replies = st.builds(AttachReply, u64, st.booleans())

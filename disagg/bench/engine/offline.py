@@ -15,7 +15,7 @@ from disagg.config.steps import size_steps
 from disagg.config.tree import Config
 from disagg.engine.facts import EngineFacts
 from disagg.engine.now import Now
-from disagg.messages.legs import AbortLeg, KvEvents, LegEnd, Outcome, PeerRef, ServerMessage, StartLeg
+from disagg.messages.legs import AbortLeg, KvEvents, LegEnd, Outcome, PeerRef, ServerMessage, StartLeg, Tier
 from disagg.messages.link import LinkMessage
 from disagg.messages.plan import StepResult, WorkerPlan
 from disagg.mixed_server.role import MIXED
@@ -81,7 +81,7 @@ class _Asker:
         if isinstance(message, LegEnd):
             self.ends[message.key] = message
 
-    def publish(self, events: KvEvents) -> None: ...
+    def publish(self, tier: Tier, events: KvEvents) -> None: ...
 
     def flush(self) -> None:
         self.changed.set()
