@@ -105,7 +105,8 @@ def verify_storage(file: Path | None, overrides: Mapping[str, object], as_json: 
         return int(bool(damage))
     for each in damage:
         print(f"{each.cause}: {each.path}: {each.why}")
-    print(f"{len(found.spans)} spans with {parts} parts: {f'{len(damage)} damaged' if damage else 'all whole'}")
+    whole = "all whole" if found.spans else "nothing is stored there"
+    print(f"{len(found.spans)} spans with {parts} parts: {f'{len(damage)} damaged' if damage else whole}")
     return int(bool(damage))
 
 

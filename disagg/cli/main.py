@@ -28,6 +28,7 @@ from disagg.cli.group import CommandGroup
 from disagg.cli.interrupts import end_at_ctrl_c, raise_at_ctrl_c
 from disagg.cli.load_commands import bench_serve, report
 from disagg.cli.plan_command import plan
+from disagg.cli.terminal import write_whatever_is_said
 from disagg.cli.transfer_command import bench_transfer
 from disagg.cli.up_settings import up_settings
 
@@ -56,6 +57,7 @@ def cli() -> None:
 def main() -> None:
     """Entry of the `disagg` command."""
     end_at_ctrl_c()
+    write_whatever_is_said()
     cli(prog_name="disagg")
 
 

@@ -33,6 +33,22 @@ def result(text: str) -> None:
     _say(sys.stdout, text)
 
 
+def write_whatever_is_said() -> None:
+    """What stdout and stderr cannot encode is escaped there, instead of ending the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def full_block(encoding: str) -> str:
+    """What bars are drawn with: a block, where it can be written."""
+    try:
+        "█".encode(encoding)
+    except UnicodeEncodeError:
+        return "#"
+    return "█"
+
+
 def for_terminal(text: str, stream: TextIO | None) -> str:
     """What a model or a server says, to be written to `stream`: on a terminal it must not drive it, elsewhere it stays."""
     return printable_text(text) if stream is not None and stream.isatty() else text

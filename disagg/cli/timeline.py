@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from disagg.cli.terminal import full_block
 from disagg.messages.legs import TimelineEvent
 from disagg.types.plain import one_line
 
@@ -56,8 +57,10 @@ def timeline_rows(events: Iterable[TimelineEvent], cells: int = BAR_CELLS) -> tu
     return tuple(_row(group, begin_s, total_s, cells) for group in groups)
 
 
-def timeline_table(events: Sequence[TimelineEvent], title: str = "timeline", cells: int = BAR_CELLS) -> Table:
-    """The rows as a table for a terminal."""
+def timeline_table(
+    events: Sequence[TimelineEvent], title: str = "timeline", cells: int = BAR_CELLS, block: str = "█"
+) -> Table:
+    """The rows as a table for a terminal. block: what bars are made of."""
     events = _drawable(events)
     rows = timeline_rows(events, cells)
     end_s = max((event.end_unix_s for event in events), default=0.0)
@@ -72,7 +75,7 @@ def timeline_table(events: Sequence[TimelineEvent], title: str = "timeline", cel
     for row in rows:
         style = styles.setdefault(row.name, _STYLES[len(styles) % len(_STYLES)])
         name = f"{row.name} x{row.count}" if row.count > 1 else row.name
-        bar = "".join("█" if cell else " " for cell in row.cells)
+        bar = "".join(block if cell else " " for cell in row.cells)
         table.add_row(
             Text(one_line(name)),
             show_s(row.start_s),
@@ -91,7 +94,8 @@ def print_timeline(console: Console, events: Sequence[TimelineEvent], title: str
     beside = max(len(event.name) for event in events) + 32  # the other columns and what is between them
     room = max(0, console.width - beside)
     detail = min(room // 2, max(len(event.detail) for event in events))
-    console.print(timeline_table(events, title, cells=max(10, min(60, room - detail))))
+    block = full_block(console.encoding)
+    console.print(timeline_table(events, title, cells=max(10, min(60, room - detail)), block=block))
 
 
 def show_s(seconds: float) -> str:

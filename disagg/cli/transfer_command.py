@@ -13,6 +13,7 @@ from disagg.cli.flags import size_of
 from disagg.cli.interrupts import raise_at_ctrl_c
 
 DEFAULT_PORT = 7600  # as in bench/transfer/far, which is not imported for help
+MOST_TOKENS, MOST_IN_FLIGHT, MOST_REPEATS = 1 << 22, 1024, 100_000
 _OF_LISTENING = ("device", "ucx_tls", "ucx_net_devices")
 
 
@@ -45,7 +46,7 @@ def _only_what_listening_takes(ctx: click.Context) -> None:
 @click.option(
     "--tokens",
     multiple=True,
-    type=click.IntRange(1),
+    type=click.IntRange(1, MOST_TOKENS),
     metavar="N",
     help="Length of the sequence that is moved; may be repeated.  [default: 2048, 8192, 32768; on CPU 256, 1024]",
 )
@@ -65,7 +66,7 @@ def _only_what_listening_takes(ctx: click.Context) -> None:
 )
 @click.option(
     "--in-flight",
-    type=click.IntRange(2),
+    type=click.IntRange(2, MOST_IN_FLIGHT),
     metavar="N",
     help="Gather buffers of each prefill rank: so many writes at once.  [default: 4]",
 )
@@ -90,7 +91,11 @@ def _only_what_listening_takes(ctx: click.Context) -> None:
     help="UCX_NET_DEVICES.  [default: UCX chooses; on CPU lo, between machines the device of the connection]",
 )
 @click.option(
-    "--repeat", "repeats", type=click.IntRange(1), metavar="N", help="Trials per row.  [default: 15; on CPU 7]"
+    "--repeat",
+    "repeats",
+    type=click.IntRange(1, MOST_REPEATS),
+    metavar="N",
+    help="Trials per row.  [default: 15; on CPU 7]",
 )
 @click.option("--unstaged", is_flag=True, help="Also move it without staging: a descriptor per page, layer and plane.")
 @click.option(

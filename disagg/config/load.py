@@ -13,7 +13,10 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import select
 import shlex
+import stat
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -38,6 +41,7 @@ from disagg.types.plain import NAME_CHARS, one_line
 from disagg.types.small_files import CONFIG_BYTES, MAX_DEPTH, nested_too_deep
 
 ENV_PREFIX = "DISAGG__"
+PIPE_S = 10.0  # for a configuration file that is a pipe, until all of it is there
 MOST_ENTRIES = 64  # of a table
 
 
@@ -135,8 +139,7 @@ def _settings(
 
 def _read_toml(file: Path) -> dict[str, object]:
     try:
-        with file.open("rb") as opened:
-            content = opened.read(CONFIG_BYTES + 1)
+        content = _read(file)
         if len(content) > CONFIG_BYTES:
             raise ConfigError(
                 f"configuration file {_name(file)} has more than {CONFIG_BYTES} bytes, which are the most"
@@ -151,6 +154,30 @@ def _read_toml(file: Path) -> dict[str, object]:
     if found is None or nested_too_deep(found):
         raise ConfigError(f"configuration file {_name(file)} is nested more than {MAX_DEPTH} deep")
     return found
+
+
+def _read(file: Path) -> bytes:
+    """At most CONFIG_BYTES + 1. What is no regular file, such as the pipe of `<(...)`, has PIPE_S to say it all."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb", buffering=0) as opened:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.set_blocking(descriptor, True)
+            return opened.read(CONFIG_BYTES + 1)
+        until_s = time.monotonic() + PIPE_S
+        content = b""
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        while len(content) <= CONFIG_BYTES:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or not poll.poll(left_s * 1000):
+                raise ConfigError(
+                    f"configuration file {_name(file)} is no regular file, and does not end within {PIPE_S:g} s"
+                )
+            more = opened.read(CONFIG_BYTES + 1 - len(content))
+            if more == b"":
+                break
+            content += more or b""
+        return content
 
 
 def _name(given: object) -> str:

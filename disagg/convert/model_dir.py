@@ -37,6 +37,10 @@ def resolve(name_or_dir: str, cache_dir: Path, progress: Progress | None = None)
     Raises ConfigError naming the value and what is allowed.
     """
     report: Progress = progress or (lambda stage, fraction: None)
+    try:
+        name_or_dir.encode()
+    except UnicodeEncodeError as error:  # it is said in messages that are text
+        raise ConfigError(f"model {quoted(name_or_dir)}: it is not UTF-8 at character {error.start}") from error
     if name_or_dir in KNOWN_MODELS:
         return _cached(
             cache_dir / f"{name_or_dir}-{CONVERTER_VERSION}",

@@ -8,6 +8,7 @@ the last span of a sequence first, and of a span its name before its parts.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
@@ -299,8 +300,12 @@ async def collect(
     Garbage: spans that cannot be read, but for those of another version, or whose parts are not all there; and when they are
     older than grace_s, spans that nobody can find, parts that belong to no span and notes of reads of spans that have gone.
     """
-    now_s = await store_clock(store)
+    began_s = time.monotonic()
     found = await survey(store, progress)
+    if not (found.spans or found.damage or found.parts or found.reads):
+        return Collected(0, 0, 0, 0)  # and nothing is written where nothing is stored
+    took_s = time.monotonic() - began_s
+    now_s = await store_clock(store) - took_s  # when the survey began: nothing is taken for older than it was
     _, lost = _chains(sorted(found.spans, key=lambda each: each.span.start))
     broken = [
         each

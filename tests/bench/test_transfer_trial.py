@@ -121,7 +121,21 @@ def test_plain_copies_move_what_the_ranks_owe_each_other() -> None:
     assert routes == tuple((f"cuda:{rank}", "cuda:2", 5 * shape.bytes_per_token) for rank in range(2))
 
 
-@pytest.mark.parametrize("text", ["", "8x8", "0x8x128xbfloat16", "32x8x128xint4", "axbxcxfloat32"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "8x8",
+            "0x8x128xbfloat16",
+            "32x8x128xint4",
+            "axbxcxfloat32",
+            "\u0663x8x128xfloat32",
+            "\xb2x8x128xfloat32",
+        ),
+        *("1025x8x128xfloat32", "32x1025x128xfloat32", "32x8x4097xfloat32", f"32x8x{'9' * 9999}xfloat32"),
+    ],
+)
 def test_shapes_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"shape|dtype"):
         Shape.parse(text)
@@ -139,3 +153,9 @@ def test_shapes_and_pairs_are_read_as_they_are_written() -> None:
 def test_a_piece_that_no_arena_holds_is_refused() -> None:
     with pytest.raises(ValueError, match="do not fit an arena"):
         Rings.of(1 << 20, 1 << 20)
+
+
+@pytest.mark.parametrize("text", ["1:0", "65:1", "1:65", f"1:{'9' * 9999}", "\u0661:1", "1"])
+def test_pairs_of_sizes_that_nobody_has_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="each 1 to 64"):
+        Pair.parse(text)

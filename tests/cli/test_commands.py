@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -230,3 +231,44 @@ def test_a_server_names_the_setting_of_a_port_that_is_taken(setting: str) -> Non
     taken_by = "(Address already in use)"
     assert last == f"error: {setting} = {port}: cannot listen on 127.0.0.1:{port} {taken_by}; 0 takes a free one"
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--shape", "99999999x99999999x99999999xfloat32"], "1 to 1024 layers"),
+        (["--shape", "1x1x100000000xfloat32"], "a head_dim of 1 to 4096"),
+        (["--tokens", "99999999999"], "1<=x<=4194304"),
+        (["--in-flight", "100000000"], "2<=x<=1024"),
+        (["--repeat", "99999999999999"], "1<=x<=100000"),
+        (["--tp", "1:99999999"], "each 1 to 64"),
+    ],
+)
+def test_a_bench_of_transfers_has_bounds(flags: list[str], said: str) -> None:
+    result = run("bench", "transfer", "--device", "cpu", *flags)
+    assert result.exit_code == 2 and said in result.output, result.output
+
+
+@pytest.mark.parametrize("flags", [["--arena", "999TiB"], ["--piece", "9TiB"], ["--shape", "1024x1024x4096xfloat32"]])
+def test_a_bench_of_transfers_takes_no_more_memory_than_there_is(flags: list[str]) -> None:
+    result = run("bench", "transfer", "--device", "cpu", "--tp", "1:1", "--no-curve", *flags)
+    assert result.exit_code == 2 and "needs" in result.output and "this machine has" in result.output, result.output
+
+
+def test_what_a_terminal_cannot_encode_is_escaped_and_ends_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys; from disagg.cli.terminal import write_whatever_is_said as first; first(); "
+        "from disagg.cli.timeline import print_timeline; from disagg.messages.legs import TimelineEvent; "
+        "from rich.console import Console; print('\U0001f642 \u6c49'); print(chr(0xdcff), file=sys.stderr); "
+        "print_timeline(Console(), [TimelineEvent('\u6c49', 0.0, 1.0)])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"\\U0001f642 \\u6c49") and b"####" in done.stdout
+    assert done.stderr == b"\\udcff\n"

@@ -120,3 +120,12 @@ def test_without_torch_it_is_not_known_and_said_so(llama: Path, monkeypatch: pyt
     shown = inspect(llama)
     assert shown.exit_code == 0
     assert "cannot be said here: torch and transformers are not installed" in shown.stderr
+
+
+def test_a_path_that_is_no_text_is_refused_wherever_a_model_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "q\udcff"
+    make_tiny("llama", tmp_path / "llama").rename(path)
+    assert refused(inspect(path)).endswith(f"it is not UTF-8 at character {len(str(path)) - 1}")
+    for command in (["model", "path"], ["bench", "engine", "--decode", "1x4", "--model"]):
+        shown = CliRunner().invoke(cli, [*command, str(path)])
+        assert shown.exit_code == 2 and "it is not UTF-8" in shown.output, shown.output

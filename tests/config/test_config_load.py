@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from disagg.config import load
 from disagg.config.load import child_environ, dump_config, load_config
 from disagg.config.tree import Config, LogConfig, ModelConfig, RouterConfig, ServerRef, TransferConfig, WorkerConfig
 from disagg.types.errors import ConfigError
@@ -266,3 +270,39 @@ def test_what_is_no_flat_table_is_refused(value: object) -> None:
 def test_an_entry_of_what_is_no_table_is_no_setting() -> None:
     with pytest.raises(ConfigError, match="is not a setting"):
         load_config(None, {"storage.url.x": "y"}, {})
+
+
+def test_a_file_may_be_a_pipe_that_says_all_of_it_in_parts(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "fifo")
+
+    def write() -> None:
+        with fifo.open("wb", buffering=0) as opened:
+            for part in (b"[engine]\n", b"page_tokens", b" = 64\n"):
+                opened.write(part)
+                time.sleep(0.05)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert load_config(fifo, {}, {}).engine.page_tokens == 64
+    writer.join()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_pipe_that_does_not_end_is_not_waited_for(
+    tmp_path: Path, writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "PIPE_S", 0.2)
+    os.mkfifo(fifo := tmp_path / "fifo")
+    held = os.open(fifo, os.O_RDWR)
+    if writes:
+        os.write(held, b"[engine]\n")
+    try:
+        with pytest.raises(ConfigError, match=r"fifo is no regular file, and does not end within 0.2 s"):
+            load_config(fifo, {}, {})
+    finally:
+        os.close(held)
+
+
+def test_a_device_that_never_ends_is_read_as_far_as_a_file_may_be_long() -> None:
+    with pytest.raises(ConfigError, match="has more than"):
+        load_config(Path("/dev/zero"), {}, {})

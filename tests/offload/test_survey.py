@@ -267,3 +267,11 @@ def test_a_store_that_does_not_answer_is_an_error_and_no_verdict(s3: S3Server) -
     flags = [flag for name, value in s3.options.items() for flag in ("--set", f"storage.options.{name}={value}")]
     code, output = disagg("verify", "--storage", s3.url, *flags)
     assert code == 1 and "did not do what it was asked" in output and "whole" not in output
+
+
+async def test_where_nothing_is_stored_nothing_is_written(store: ObjectStore, tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir(exist_ok=True)
+    (tmp_path / "kv" / "strange").write_text("a file of somebody else")
+    done = await collect(store, 1, grace_s=-10.0)
+    assert (done.spans, done.objects, done.freed_bytes, done.left_bytes) == (0, 0, 0, 0)
+    assert [path.name for path in (tmp_path / "kv").rglob("*")] == ["strange"]

@@ -26,6 +26,7 @@ from disagg.bench.transfer.processes import STEP_TIMEOUT_S, RankPort, RankProces
 from disagg.bench.transfer.report import curve_of, heading, legend, table_of
 from disagg.messages.control import OpenTransfer
 from disagg.messages.transfer import AddPeer
+from disagg.server.device import memory_bytes
 from disagg.server.networks import choose_net_devices
 from disagg.staging.pieces import TRAILER_BYTES
 from disagg.staging.slices import SliceError, heads_per_rank
@@ -35,7 +36,6 @@ from disagg.types.errors import ConfigError, DisaggError
 MIB = 1 << 20
 START_DELAY_S = 0.003  # from saying when a trial starts to its start; NVLink stays awake for as long
 WARM_UPS = 2
-SPARE_PAGES = 5  # one page in so many is not part of the sequence: pages are picked at random
 FILE_COLUMNS = 120  # of what is written into a file
 
 
@@ -124,6 +124,7 @@ def run_transfer_bench(options: TransferOptions, say: Callable[[str], None]) -> 
                 resolved = _decide(options, ranks)
                 if _left_out(resolved, pair, say):
                     continue
+            resolved.check_memory(pair, memory_bytes())
             bench = PairBench(resolved, pair, ranks)
             say(f"TP {pair}: {', '.join(bench.placement.src)} to {', '.join(bench.placement.dst)}")
             measurements += bench.measure()
@@ -240,7 +241,6 @@ class PairBench:
         self._all = (*self._src, *self._dst)
         self._ways: dict[str, None] = {}
         self._clock_error_s = ranks.clock_error_s if isinstance(ranks, FarRanks) else 0.0
-        self._num_pages = ceil_div(resolved.most_tokens, resolved.page_tokens) * SPARE_PAGES // (SPARE_PAGES - 1) + 1
         self._random = random.Random(7)
         self._trials = 0
         self._entries = 0
@@ -278,7 +278,7 @@ class PairBench:
                         group=group,
                         first_head=rank // replicas * group.kv_heads,
                         page_tokens=resolved.page_tokens,
-                        num_pages=self._num_pages,
+                        num_pages=self._resolved.num_pages,
                         transfer=OpenTransfer(
                             backend="nixl",
                             incarnation="D" if decode else "P",
@@ -462,7 +462,7 @@ class PairBench:
 
     def _pick_pages(self, tokens: int) -> tuple[int, ...]:
         """Random pages in random order, as in a pool that has served for a while."""
-        return tuple(self._random.sample(range(self._num_pages), ceil_div(tokens, self._resolved.page_tokens)))
+        return tuple(self._random.sample(range(self._resolved.num_pages), ceil_div(tokens, self._resolved.page_tokens)))
 
     def _fill(self, seed: int, src_pages: tuple[int, ...], dst_pages: tuple[int, ...]) -> None:
         for processes, pages in ((self._src, src_pages), (self._dst, dst_pages)):

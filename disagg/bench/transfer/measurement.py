@@ -5,11 +5,14 @@ from __future__ import annotations
 from msgspec import Struct
 
 from disagg.bench.transfer import trial
+from disagg.config.sizes import show_bytes
 from disagg.types.arithmetic import ceil_div
+from disagg.types.errors import ConfigError
 
 FIRST_CONTACT = "first contact"
 STAGED, UNSTAGED = "staged", "unstaged"
 IDLE_S = 0.05  # after which NVLink is asleep
+SPARE_PAGES = 5  # one page in so many is not part of the sequence: pages are picked at random
 LEAD_PIECES = 2  # as many bytes go before what is measured: they take longer than NVLink takes to wake
 
 
@@ -49,6 +52,27 @@ class ResolvedOptions(Struct, frozen=True):
             return 0
         pages = ceil_div(LEAD_PIECES * self.piece_bytes, self.shape.bytes_per_token * self.page_tokens)
         return pages * self.page_tokens
+
+    @property
+    def num_pages(self) -> int:
+        """Of each rank's pool."""
+        return ceil_div(self.most_tokens, self.page_tokens) * SPARE_PAGES // (SPARE_PAGES - 1) + 1
+
+    def memory_bytes(self, pair: trial.Pair) -> int:
+        """What ranks allocate: on a CPU those of both sides, with --to those of prefill. Raises SliceError."""
+        tokens = self.num_pages * self.page_tokens
+        pools = [tp * tokens * self.shape.on_rank(tp).bytes_per_token for tp in (pair.src_tp, pair.dst_tp)]
+        src = pools[0] + pair.src_tp * self.in_flight * self.largest_piece_bytes
+        return src if self.to else src + pools[1] + pair.dst_tp * self.arena_bytes
+
+    def check_memory(self, pair: trial.Pair, there: int) -> None:
+        """Raises ConfigError for what a machine with so many bytes cannot hold; 0: it is not known. Of GPUs it never is."""
+        needed = self.memory_bytes(pair)
+        if self.device == "cpu" and there and needed > there:
+            raise ConfigError(
+                f"TP {pair} of {max(self.tokens)} tokens needs {show_bytes(needed)} for pools, buffers and arenas, and this "
+                f"machine has {show_bytes(there)}; --shape, --tokens, --piece, --in-flight and --arena say how much"
+            )
 
 
 class Measurement(Struct, frozen=True):

@@ -32,6 +32,7 @@ from disagg.types.arithmetic import ceil_div, round_up
 from disagg.types.ids import LegKey
 
 LINK = 0
+MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM, MOST_TP = 1024, 1024, 4096, 64
 SEGMENT_ALIGN = 4096
 STAGES = ("gather", "wire", "scatter")
 
@@ -50,11 +51,19 @@ class Shape(Struct, frozen=True):
     def parse(cls, text: str) -> Shape:
         """ "32x8x128xbfloat16": layers, KV heads, head_dim, dtype. Raises ValueError."""
         parts = text.split("x", 3)
-        if len(parts) != 4 or not all(part.isdigit() and int(part) > 0 for part in parts[:3]):
+        if len(parts) != 4 or not all(part.isascii() and part.isdigit() for part in parts[:3]):
             raise ValueError(f"{text!r} is no shape; it must be LAYERSxKV_HEADSxHEAD_DIMxDTYPE or a known name")
+        sizes = [int(part[:9]) for part in parts[:3]]
+        if not all(
+            0 < size <= most for size, most in zip(sizes, (MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM), strict=True)
+        ):
+            raise ValueError(
+                f"{text!r} is no shape: it may have 1 to {MOST_LAYERS} layers, 1 to {MOST_HEADS} KV heads and a head_dim of 1 to "
+                f"{MOST_HEAD_DIM}"
+            )
         if parts[3] not in DTYPE_BYTES:
             raise ValueError(f"{text!r} has an unknown dtype; known: {', '.join(DTYPE_BYTES)}")
-        return cls(int(parts[0]), int(parts[1]), int(parts[2]), parts[3])
+        return cls(sizes[0], sizes[1], sizes[2], parts[3])
 
     @property
     def bytes_per_token(self) -> int:
@@ -86,8 +95,10 @@ class Pair(Struct, frozen=True):
     def parse(cls, text: str) -> Pair:
         """ "2:1": two prefill ranks, one decode rank. Raises ValueError."""
         src, _, dst = text.partition(":")
-        if not (src.isdigit() and dst.isdigit() and int(src) > 0 and int(dst) > 0):
-            raise ValueError(f"{text!r} is no pair of TP sizes; it must be PREFILL:DECODE, such as 2:1")
+        if not all(part.isascii() and part.isdigit() and 0 < int(part[:9]) <= MOST_TP for part in (src, dst)):
+            raise ValueError(
+                f"{text!r} is no pair of TP sizes; it must be PREFILL:DECODE, such as 2:1, each 1 to {MOST_TP}"
+            )
         return cls(int(src), int(dst))
 
 
