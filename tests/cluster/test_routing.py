@@ -11,6 +11,7 @@ from tests.cluster.cluster import Cluster
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 PAGE, TALKS, TURNS = 8, 3, 3
+PROMPTS, LENGTH = 7, 40 * PAGE
 
 
 @pytest.mark.timeout(600)
@@ -47,4 +48,43 @@ def test_the_next_turn_of_a_conversation_goes_where_its_prefix_is(tmp_path: Path
         used = [cluster.metrics(name)["disagg_prefill_tokens_total"] for name in cluster.servers("prefill")]
         assert min(used) > 0, "one server did it all"
         assert cluster.router_metrics()["disagg_router_expected_cached_tokens_total"] > 0
+        cluster.check_adds_up()
+
+
+@pytest.mark.timeout(600)
+def test_a_prompt_goes_where_the_host_has_it_and_what_is_stored_is_known_of_all(tmp_path: Path) -> None:
+    """Prefill servers whose pools hold one prompt and a half: of an odd number asked again, each is found on one of the hosts.
+
+    Every prompt ends with its first token, so that prefill stores it; then all servers have it.
+    """
+    model = make_tiny("llama", tmp_path / "llama")
+    pool = f"{LENGTH * 3 // 2 * 3 * 2 * 2 * 16 * 4}B"  # 3 layers, keys and values, 2 heads of 16, float32
+    flags = ("--prefill", "2", "--page-tokens", str(PAGE), "--kv-memory", pool, "--dtype", "float32")
+    tiers = ("--offload", "on", "--host-memory", "16MiB", "--storage", f"file://{tmp_path / 'store'}")
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(LENGTH)] for _ in range(PROMPTS)]
+    with Cluster(tmp_path / "run", "--model", str(model), *flags, *tiers) as cluster:
+        names = cluster.servers("prefill")
+
+        def pages(which: str) -> list[int]:
+            return [sum(cluster.server(name)[which]) for name in names]
+
+        def tokens(tier: str) -> float:
+            series = f'disagg_prefix_hit_tokens_total{{tier="{tier}"}}'
+            return sum(cluster.metrics(name).get(series, 0) for name in names)
+
+        first = [cluster.complete(prompt, max_tokens=1, temperature=0).token_ids for prompt in prompts]
+        whole = PROMPTS * LENGTH // PAGE
+        cluster.wait(
+            lambda: sum(pages("host_cached_pages")) >= whole, 30, f"{whole} pages on hosts that the router knows"
+        )
+        cluster.wait(lambda: pages("stored_pages") == [whole, whole], 30, f"{whole} pages in storage, known of all")
+        assert sum(pages("cached_pages")) < whole, "pools hold it all, and nothing is shown"
+        assert min(pages("host_cached_pages")) > 0, "one server did it all"
+        for at in rng.sample(range(PROMPTS), PROMPTS):
+            answer = cluster.complete(prompts[at], max_tokens=1, temperature=0)
+            assert answer.token_ids == first[at]
+            assert answer.usage["prompt_tokens_details"]["cached_tokens"] >= LENGTH - 2 * PAGE
+        assert tokens("host") > PROMPTS * LENGTH / 2
+        assert tokens("storage") == 0, "a prompt was sent to a server whose host has not got it"
         cluster.check_adds_up()

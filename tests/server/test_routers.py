@@ -35,7 +35,7 @@ from disagg.router.dial import dial_server
 from disagg.router.service import Router as WholeRouter
 from disagg.router.streams import Connection, NameTaken
 from disagg.router.view import CachedPages
-from disagg.server import door, routers
+from disagg.server import door, kv_feed, routers
 from disagg.server.kv_feed import KvFeed
 from disagg.server.routers import FRAME_BYTES, LOGPROB_BYTES, Lease, MergingOutbox, RouterStreams
 from disagg.types.errors import Unavailable
