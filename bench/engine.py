@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from disagg.bench.engine.ceilings import Ceilings, measure_ceilings, seconds
@@ -49,7 +50,9 @@ DECODES = (
     (1, 32768),
 )  # (sequences, tokens of each)
 PREFILLS = ((2048, 8192), (8192, 8192), (32768, 8192), (2048, 512), (8192, 512), (32768, 512))  # (tokens, of one chunk)
+MIXED = ((16, 512), (64, 512), (128, 512), (64, 256), (128, 768))  # (sequences of 1024 tokens, rows with the chunk's)
 PROFILED = 5  # replays
+MIXED_STEPS = 8  # of one measurement, after as many
 STEPS = 24  # of one measurement, after as many to warm up
 MAX_LEN = 33 * 1024
 MOST_KV_GIB = 80
@@ -120,7 +123,7 @@ class Bench:
     def __init__(self, model: PagedModel, computation: Computation, page_tokens: int, kv_gib: int, slots: int) -> None:
         self._page_tokens = page_tokens
         self._executor = Executor(rank=0)
-        self._executor.adopt(model, graphs=computation.graphs)
+        self._executor.adopt(model, graphs=computation.graphs, mixed=computation.mixed)
         (group,) = model.groups
         page_bytes = group.page_bytes(page_tokens)
         self._num_pages = (kv_gib << 30) // page_bytes
@@ -212,6 +215,19 @@ class Bench:
         self._run([self._plan(ends=tuple(start.seq_id for start in starts))])
         return found
 
+    def mixed(self, count: int, tokens: int, rows: int) -> float:
+        """Seconds of a step of as many sequences and of a prompt's next chunk, which fills it up to so many rows."""
+        starts = self._starts(count, tokens, tokens - 1, 2 * MIXED_STEPS + 3)
+        (prompt,) = self._starts(1, (rows - count) * 2 * MIXED_STEPS + 1, 0, 1)
+        decodes = tuple(Run(start.seq_id, 1, True) for start in starts)
+        runs = (*decodes, Run(prompt.seq_id, rows - count, False))
+        prompt = replace(prompt, samplers=(SamplerStart(count, 0),))
+        self._run([self._plan(starts=(*starts, prompt), runs=decodes)])
+        self._run([self._plan(runs=runs) for _ in range(MIXED_STEPS)])
+        step_s = self._run([self._plan(runs=runs) for _ in range(MIXED_STEPS)]) / MIXED_STEPS
+        self._run([self._plan(ends=(*(start.seq_id for start in starts), prompt.seq_id))])
+        return step_s
+
     def prefill(self, tokens: int, chunk: int, rounds: int = 3) -> float:
         """Seconds of one prompt, the median of some behind a first one."""
         taken = []
@@ -285,7 +301,8 @@ def main() -> int:
     fusions = tuple(arguments.fusions)
     for count in range(len(fusions) + 1) if arguments.each_fusion else (len(fusions),):
         computation = Computation(
-            arguments.prefill_attention, arguments.decode_attention, not arguments.no_graphs, fusions[:count]
+            *(arguments.prefill_attention, arguments.decode_attention, not arguments.no_graphs, fusions[:count]),
+            mixed="mixed" in arguments.phases and not arguments.no_graphs,
         )
         print(f"\n{computation}", flush=True)
         measure(computation, arguments, ceilings)
@@ -332,12 +349,27 @@ def measure(computation: Computation, arguments: argparse.Namespace, ceilings: C
                 print(decode_row(bench, count, tokens, ceilings), flush=True)
                 if arguments.kernels:
                     print(*bench.kernels(count, tokens), sep="\n", flush=True)
+    if "mixed" in arguments.phases:
+        print("decode  rows in all     step ms    floor ms   step/floor", flush=True)
+        for count, rows in MIXED:
+            if count < arguments.most_sequences:
+                print(mixed_row(bench, count, rows, ceilings), flush=True)
     if "prefill" in arguments.phases:
         print("prefill     chunk   prompt ms    floor ms (burst)   (sustained)    of burst   of sustained", flush=True)
         for tokens, chunk in PREFILLS:
             print(prefill_row(bench, tokens, chunk, ceilings), flush=True)
             if arguments.kernels:
                 print(*bench.prefill_kernels(tokens, chunk), sep="\n", flush=True)
+
+
+def mixed_row(bench: Bench, count: int, rows: int, ceilings: Ceilings) -> str:
+    tokens, chunk = 1024, rows - count
+    seen, before = count * (tokens + 3 * MIXED_STEPS // 2), 3 * MIXED_STEPS * chunk // 2
+    visible = seen + chunk * before + chunk * (chunk + 1) // 2
+    work = work_of(SHAPE, rows, count, seen + before + chunk, visible)
+    floor_s = work.floor_s(ceilings, ceilings.burst)
+    step_s = bench.mixed(count, tokens, rows)
+    return f"{count:6d} {rows:10d} {step_s * 1e3:11.3f} {floor_s * 1e3:11.3f} {step_s / floor_s:12.2f}"
 
 
 def decode_row(bench: Bench, count: int, tokens: int, ceilings: Ceilings) -> str:

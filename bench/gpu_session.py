@@ -87,6 +87,12 @@ PARTS = (
         module("bench.engine", "--phases", "decode"),
     ),
     Part(
+        "mixed",
+        1.5,
+        "steps of both phases, captured, over their floor: with chunks of 512 they took 20 to 33 ms, of which products need 13",
+        module("bench.engine", "--phases", "mixed"),
+    ),
+    Part(
         "client",
         3.0,
         "the same at the client, and a burst of prompts from eight processes (.85) (Show 3)",

@@ -14,13 +14,15 @@ class Computation(Struct, frozen=True):
     """How a model's layers are computed, where the device allows it.
 
     prefill_attention, decode_attention: names of backends (models/attention/choice), or "auto". graphs: decode steps are
-    captured as CUDA graphs. fusions: names of passes over modules (models/fused/passes).
+    captured as CUDA graphs, and so are short chunks of prompts. fusions: names of passes over modules (models/fused/passes).
+    mixed: steps of both phases are usual, and are captured, too.
     """
 
     prefill_attention: str = "auto"
     decode_attention: str = "auto"
     graphs: bool = True
     fusions: tuple[str, ...] = ("norm", "residual", "gate_up", "qkv", "few_rows", "rotation", "ends")
+    mixed: bool = False
 
 
 class Load(Struct, frozen=True, tag="load"):

@@ -44,12 +44,16 @@ class DecodeBatch:
 
     lengths: [B] int64, tokens of each sequence including the new one. What the host knows of them without a device sync:
     none is above max_length, and together they are at least total_length.
+
+    first_row: [1] int64, where the first row is, if that is on the device: in graphs of both phases, whose rows are then said by
+    their tables alone. A sequence of length 0 has no row.
     """
 
     start: int
     lengths: torch.Tensor
     max_length: int
     total_length: int
+    first_row: torch.Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -172,7 +176,7 @@ class ForwardBatch:
             assert run.num_tokens > 0 and run.context_tokens >= 0, f"prefill run {run}"
             row += run.num_tokens
         num_runs = len(self.prefills)
-        if self.decodes is not None:
+        if self.decodes is not None and self.decodes.first_row is None:
             assert self.decodes.start == row, f"decode rows start at {self.decodes.start}, not {row}"
             row += self.decodes.num_sequences
             num_runs += self.decodes.num_sequences

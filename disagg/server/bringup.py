@@ -64,6 +64,7 @@ from disagg.server.piece_sizes import check_longest, check_rows
 from disagg.server.role import ServerRole
 from disagg.server.workers import Workers, WorkersLost
 from disagg.types.errors import ConfigError
+from disagg.types.ids import Role
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +127,9 @@ def stages_of(groups: Sequence[LayerGroup], cuts: Sequence[int]) -> Stages:
     return tuple(tuple(layers.on_stage(first, stop) for layers in groups) for first, stop in pairwise(cuts))
 
 
-def computation_of(model: ModelConfig) -> Computation:
-    return Computation(model.prefill_attention, model.decode_attention, model.graphs, model.fusions)
+def computation_of(model: ModelConfig, role: Role) -> Computation:
+    mixed = role is Role.MIXED
+    return Computation(model.prefill_attention, model.decode_attention, model.graphs, model.fusions, mixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +238,7 @@ class Bringup:
             tp=config.server.tp,
             meet_s=timeout_s,
             collective_s=config.worker.step_deadline_s,
-            computation=computation_of(config.model),
+            computation=computation_of(config.model, self.role.role),
             dp=config.server.dp,
             pp=config.server.pp,
         )

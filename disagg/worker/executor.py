@@ -24,6 +24,7 @@ from disagg.models.batch import ForwardBatch
 from disagg.models.device import upload
 from disagg.models.experts import Spread
 from disagg.models.graphs import DecodeGraphs, try_capture
+from disagg.models.mixed_graphs import MixedGraphs, try_capture_mixed
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
 from disagg.models.prefill_graphs import PrefillGraphs, try_capture_prefills
@@ -91,7 +92,9 @@ class Executor:
         self._sampler: Sampler | None = None
         self._graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         self._captures = True
+        self._captures_mixed = False
         self._device = "cpu"
         self.overlaps = False
         """Whether a step may be launched before the one before it is collected."""
@@ -154,15 +157,16 @@ class Executor:
             torch.backends.cudnn.allow_tf32 = False
         spread = Spread(self._everyone, self._peers) if self._everyone.size > 1 else None
         model = PagedModel.load(model_dir, dtype, device, self._ranks, computation, spread, self._links)
-        self.adopt(model, graphs=computation.graphs and not self._links.several)
+        graphs = computation.graphs and not self._links.several
+        self.adopt(model, graphs=graphs, mixed=graphs and computation.mixed)
         if gemv_copies:
             self.model.add_gemv_copies()
 
-    def adopt(self, model: PagedModel, *, graphs: bool) -> None:
-        """Take a model that is loaded. graphs: decode steps are captured, where they can be."""
+    def adopt(self, model: PagedModel, *, graphs: bool, mixed: bool = False) -> None:
+        """Take a model that is loaded. graphs: steps of one phase are captured, where they can be. mixed: those of both, too."""
         self._model = model
         self._device = str(model.device)
-        self._captures = graphs
+        self._captures, self._captures_mixed = graphs, mixed
         # Ranks agree on tokens over the host, and do not compute experts ahead of each other.
         alone = self._ranks.size == 1 and not self._links.several
         self.overlaps = model.device.type == "cuda" and alone and model.spread is None
@@ -181,7 +185,8 @@ class Executor:
     def profile(self, chunk_tokens: int, max_slots: int) -> tuple[int, int]:
         """(bytes of the device, most that the largest step had in use); zeros on CPU. Raises ConfigError if it does not
         fit."""
-        return measure_largest_step(self.model, chunk_tokens, max_slots, captures=self._captures)
+        captures = (self._captures, self._captures_mixed)
+        return measure_largest_step(self.model, chunk_tokens, max_slots, captures=captures)
 
     def make_pool(
         self, num_large: int, large_bytes: int, strides: Sequence[int], page_tokens: int, max_slots: int
@@ -199,6 +204,8 @@ class Executor:
         if self._captures:
             self._graphs = try_capture(self.model, self._pool, max_slots, self._tokens_before)
             self._prefill_graphs = try_capture_prefills(self.model, self._pool)
+        if self._captures_mixed:
+            self._mixed_graphs = try_capture_mixed(self.model, self._pool, max_slots, self._tokens_before)
         if self.model.samples:
             self._sampler = Sampler(self.model.vocab_size, max_slots, self._device)
         return self._pool.bytes.nbytes
@@ -306,6 +313,8 @@ class Executor:
             logits, first = self._graphs.forward(batch)
         elif self._prefill_graphs is not None and self._prefill_graphs.captured(batch):
             logits = self._prefill_graphs.forward(batch)
+        elif self._mixed_graphs is not None and self._mixed_graphs.captured(batch):
+            logits, first = self._mixed_graphs.forward(batch)
         else:
             return self.model.forward(batch.on(self.pool.device), self.pool, written, hidden=hidden), None
         if written is not None:

@@ -14,6 +14,7 @@ import torch
 from disagg.messages.sequence_diff import KnownSequence, RunView, page_table
 from disagg.models.attention.backend import PREPARING
 from disagg.models.graphs import try_capture
+from disagg.models.mixed_graphs import try_capture_mixed
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
 from disagg.models.prefill_graphs import try_capture_prefills
@@ -50,11 +51,12 @@ _SAMPLING = SamplingParams(
 
 @torch.inference_mode()
 def measure_largest_step(
-    model: PagedModel, chunk_tokens: int, max_slots: int, *, captures: bool = True
+    model: PagedModel, chunk_tokens: int, max_slots: int, *, captures: tuple[bool, bool] = (True, False)
 ) -> tuple[int, int]:
     """(bytes of the device, most bytes that this process had in use on it); (0, 0) on CPU, which is not measured.
 
-    captures: with what the graphs of decode steps hold. Raises ConfigError if the device has not enough for the step.
+    captures: with what graphs hold, of steps of one phase, and of both. Raises ConfigError if the device has not enough for
+    the step.
     """
     device = model.device
     if device.type != "cuda":
@@ -78,17 +80,21 @@ def measure_largest_step(
     stats = torch.cuda.memory_stats(device)
     torch.cuda.empty_cache()
     beside_torch = total - free - stats["reserved_bytes.all.current"]
-    captured_bytes = _captured_bytes(model, max_slots) if captures else 0
+    captured_bytes = _captured_bytes(model, max_slots, captures) if any(captures) else 0
     return total, own_peak_bytes(stats["reserved_bytes.all.peak"], beside_torch) + captured_bytes
 
 
-def _captured_bytes(model: PagedModel, max_slots: int) -> int:
+def _captured_bytes(model: PagedModel, max_slots: int, captures: tuple[bool, bool]) -> int:
     """What graphs hold, with their inputs. They are captured once more when the pool is there."""
     free_before, _ = torch.cuda.mem_get_info(model.device)
     torch_before = torch.cuda.memory_reserved(model.device)
     tokens = torch.zeros(max_slots, dtype=torch.int64, device=model.device)
     pool = _scratch_pool(model)
-    graphs = try_capture(model, pool, max_slots, tokens), try_capture_prefills(model, pool)
+    graphs: list[object] = []
+    if captures[0]:
+        graphs += [try_capture(model, pool, max_slots, tokens), try_capture_prefills(model, pool)]
+    if captures[1]:
+        graphs.append(try_capture_mixed(model, pool, max_slots, tokens))
     torch.cuda.empty_cache()
     free_after, _ = torch.cuda.mem_get_info(model.device)
     torch_after = torch.cuda.memory_reserved(model.device)

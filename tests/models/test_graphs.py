@@ -14,15 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from disagg.models import prefill_graphs
+from disagg.models import mixed_graphs, prefill_graphs
 from disagg.models.attention import calls, choice
 from disagg.models.attention.choice import OFFERS
 from disagg.models.attention.writer import TritonWriter
 from disagg.models.batch import ForwardBatch
 from disagg.models.graphs import MOST_ROWS, DecodeGraphs, sizes_up_to, try_capture
+from disagg.models.mixed_graphs import MixedGraphs
 from disagg.models.model import PagedModel
 from disagg.models.prefill_graphs import PrefillGraphs, variants
-from tests.models.driver import Driver
+from tests.models.driver import Driver, Sequence
 from tests.models.reference import generate
 from tests.models.test_parity import assert_same, prompts_of
 from tests.models.tiny import make_tiny
@@ -159,6 +160,93 @@ def test_chunks_answer_as_transformers_does(family: str, tmp_path: Path, monkeyp
         assert_same(f"{family}, sequence {index}", sequence.outputs[:1], sequence.logits[:1], answer.first(1))
     rows, runs, sampled = (set(each) for each in zip(*driver.replayed, strict=True))
     assert min(rows) < 16 < max(rows) and {1, 3} <= runs and {0, 1} <= sampled, driver.replayed
+
+
+class RerunMixed:
+    """The same of a step of both phases."""
+
+    def __init__(self, graphs: MixedGraphs, size: int, logits: int) -> None:
+        self._graphs = graphs
+        self._batch = graphs.batch(size, logits)
+
+    def replay(self) -> None:
+        self._graphs.run(self._batch)
+
+
+class MixedGraphDriver(Driver):
+    """Steps of both phases go through graphs."""
+
+    def __init__(self, model: PagedModel, page_tokens: int, max_slots: int) -> None:
+        super().__init__(model, num_large=len(model.groups) * 60, page_tokens=page_tokens)
+        self.graphs = MixedGraphs(model, self.pool, max_slots, tokens_of(model))
+        if ON_GPU:
+            try:
+                self.graphs.capture()
+            except RuntimeError as error:
+                pytest.skip(f"transformers' module cannot be captured: {error}")
+        else:
+            self.graphs._graphs = {each: RerunMixed(self.graphs, *each) for each in self.graphs.variants}  # type: ignore[misc]
+        self.replayed: list[tuple[int, int, int, int]] = []  # rows, chunks, sequences that decode, rows of logits
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        if not self.graphs.captured(batch):
+            return super().forward(batch)
+        assert batch.decodes is not None
+        wanted = batch.logits_rows.shape[0]
+        self.replayed.append((batch.num_rows, len(batch.prefills), batch.decodes.num_sequences, wanted))
+        logits, first = self.graphs.forward(batch)
+        assert torch.equal(first, logits.argmax(-1))
+        return logits.clone()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "family", ["gemma2", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "gpt_oss"))]
+)
+def test_steps_of_both_phases_answer_as_transformers_does(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts come one after the other, in chunks of all sizes, to those that decode; from some chunks nothing is sampled."""
+    make_tiny(family, tmp_path)
+    monkeypatch.setattr(mixed_graphs, "SIZES", (16, 32, 64))
+    monkeypatch.setattr(mixed_graphs, "FEW_LOGITS", 3)
+    shapes = ((3, 64), (9, 4), (20, 7), (33, 11), (70, 32), (41, 41))
+    prompts = prompts_of(shapes)
+    answers = generate(tmp_path, prompts, 16, DEVICE)
+    driver = MixedGraphDriver(PagedModel.load(tmp_path, "float32", DEVICE), page_tokens=4, max_slots=8)
+    sequences = [driver.sequence(prompt, chunk) for prompt, (_, chunk) in zip(prompts, shapes, strict=True)]
+    running: list[Sequence] = []
+    for coming in (sequences[:1], sequences[1:3], sequences[3:4], sequences[4:]):
+        running += coming
+        while not all(sequence.decoding for sequence in coming):
+            driver.step(running)
+    driver.step(running)
+    for index, (sequence, answer) in enumerate(zip(sequences, answers, strict=True)):
+        got = len(sequence.outputs)
+        assert_same(f"{family}, sequence {index}", sequence.outputs, sequence.logits, answer.first(got))
+    rows, chunks, decodes, logits = (set(each) for each in zip(*driver.replayed, strict=True))
+    assert min(rows) <= 16 < 32 < max(rows) and {1, 2} <= chunks and {1, 5} <= decodes, driver.replayed
+    assert min(logits) <= 3 < max(logits), driver.replayed
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_tokens_that_the_host_does_not_know_yet_are_carried_into_steps_of_both_phases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny("llama", tmp_path)
+    monkeypatch.setattr(mixed_graphs, "SIZES", (16, 32))
+    driver = MixedGraphDriver(PagedModel.load(tmp_path, "float32", DEVICE), page_tokens=4, max_slots=4)
+    first, second = (driver.sequence(prompt, 64) for prompt in prompts_of(((9, 64), (5, 64))))
+    driver.step([first])
+    batch, _ = driver.host_batch_of([first, second])
+    right = driver.graphs.forward(batch)[0].clone()
+    driver.graphs._tokens_before[2] = batch.input_ids[-1].item()
+    carried = torch.full_like(batch.input_ids, -1)
+    carried[-1] = 2
+    ids = batch.input_ids.clone()
+    ids[-1] = 0
+    assert torch.equal(driver.graphs.forward(replace(batch, input_ids=ids, carried=carried))[0], right)
+    assert torch.equal(driver.graphs.forward(batch)[0], right), "what was carried once is forgotten"
 
 
 def test_sizes_waste_no_more_than_a_quarter() -> None:

@@ -38,6 +38,7 @@ from disagg.server import bringup
 from disagg.server.bringup import Bringup, Incarnation, computation_of, with_device
 from disagg.server.offloading import Offloading
 from disagg.types.errors import ConfigError
+from disagg.types.ids import Role
 
 KIB, MIB = 1 << 10, 1 << 20
 FULL = LayerGroup("full", (0, 1), 2, 8, "float32")
@@ -119,9 +120,10 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workers_are_told_all_that_is_set_of_how_a_model_is_computed() -> None:
-    assert computation_of(ModelConfig()) == Computation()
+    assert computation_of(ModelConfig(), Role.DECODE) == Computation()
     every = ModelConfig(prefill_attention="triton", decode_attention="torch", graphs=False, fusions=("norm",))
-    assert computation_of(every) == Computation("triton", "torch", False, ("norm",))
+    assert computation_of(every, Role.PREFILL) == Computation("triton", "torch", False, ("norm",))
+    assert computation_of(ModelConfig(), Role.MIXED) == Computation(mixed=True)
 
 
 async def test_without_offload_no_rank_hears_of_it() -> None:

@@ -106,13 +106,15 @@ def _place_of_keys(
 
 @triton.jit(do_not_specialize=("pages_row",))
 def _split(
-    query, kv, pages, items, sinks, out, part_acc, part_top,
+    query, kv, pages, items, sinks, out, part_acc, part_top, first_row,
     query_row, query_head, pages_row, page_stride, layer_offset, scale, softcap,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     HEADS: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, SHIFTED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One item of work. query: row r, head h at r * query_row + h * query_head.
+
+    SHIFTED: rows of query and out are behind the row that first_row, [1], names, and sequences of length 0 have none.
 
     A whole sequence goes to out [rows, QUERY_HEADS, HEAD_DIM]; a part of one to part_acc [items, QUERY_HEADS, HEAD_DIM] and
     part_top [items, QUERY_HEADS, 2] (top, total), float32. HEADS: query heads of a program, at least 16, which a matrix
@@ -133,7 +135,11 @@ def _split(
         heads = kv_head * GROUP + in_group
         dims = tl.arange(0, DIMS)
         real = (in_group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-        q = tl.load(query + row * query_row + heads[:, None] * query_head + dims[None, :], mask=real, other=0.0)
+        query_at = row
+        if SHIFTED:
+            query_at += tl.load(first_row)
+            real = real & (begin < end)
+        q = tl.load(query + query_at * query_row + heads[:, None] * query_head + dims[None, :], mask=real, other=0.0)
         top = tl.full([HEADS], _LOWEST, tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         acc = tl.zeros([HEADS, DIMS], tl.float32)
@@ -158,7 +164,7 @@ def _split(
                 total += tl.exp2(
                     tl.load(sinks + heads, mask=in_group < GROUP, other=0.0).to(tl.float32) * _LOG2_E - top
                 )
-            place = row * QUERY_HEADS + heads
+            place = query_at * QUERY_HEADS + heads
             tl.store(out + place[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=real)
         else:
             place = item.to(tl.int64) * QUERY_HEADS + heads
@@ -169,11 +175,12 @@ def _split(
 
 @triton.jit
 def _merge(
-    part_acc, part_top, splits, num_splits, sinks, out,
+    part_acc, part_top, splits, num_splits, sinks, out, first_row,
     QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SHIFTED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """What `_split` left of sequences of several parts, PARTS of them at a time. Grid: QUERY_HEADS, most splits."""
+    """What `_split` left of sequences of several parts, PARTS of them at a time. SHIFTED: as there. Grid: QUERY_HEADS, most
+    splits."""
     head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.load(splits + split * 3).to(tl.int64)
@@ -202,6 +209,8 @@ def _merge(
             top = new_top
         if SINKS:
             total += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - top)
+        if SHIFTED:
+            row += tl.load(first_row)
         tl.store(out + (row * QUERY_HEADS + head) * HEAD_DIM + dims, acc / total, mask=dims < HEAD_DIM)
 
 

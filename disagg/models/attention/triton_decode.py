@@ -81,6 +81,10 @@ class TritonDecodePlan:
             PAGE_TOKENS=view.page_tokens,
             num_warps=NUM_WARPS,
         )
+        self._shifted = batch.first_row is not None
+        self._first_row = (
+            batch.lengths if batch.first_row is None else batch.first_row
+        )  # any pointer, where there is none
         self._part_acc = self._part_top = torch.empty(0, dtype=torch.float32, device=view.device)
 
     def run(
@@ -94,8 +98,9 @@ class TritonDecodePlan:
     ) -> None:
         """See AttentionPlan."""
         batch = self._work.batch
-        rows = slice(batch.start, batch.start + batch.num_sequences)
-        query, out = query[:, rows], out[rows]
+        if batch.first_row is None:
+            rows = slice(batch.start, batch.start + batch.num_sequences)
+            query, out = query[:, rows], out[rows]
         assert query.stride(2) == 1 and out.is_contiguous(), "dims of a head are contiguous"
         if self._splits_any:
             self._make_parts(out)
@@ -115,7 +120,7 @@ class TritonDecodePlan:
         """Every item by itself. Of a sequence of one part, that is what comes out."""
         view, table = self._work.view, self._work.table
         group = view.group
-        rows, query_heads, head_dim = out.shape
+        rows, (_, query_heads, head_dim) = self._work.batch.num_sequences, out.shape
         per_kv_head = query_heads // group.kv_heads
         heads = min(max(LEAST_HEADS, triton.next_power_of_2(per_kv_head)), MOST_HEADS)
         head_blocks = group.kv_heads * ceil_div(per_kv_head, heads)
@@ -130,6 +135,7 @@ class TritonDecodePlan:
             out,
             self._part_acc,
             self._part_top,
+            self._first_row,
             query.stride(1),
             query.stride(0),
             table.pages.stride(0),
@@ -147,6 +153,7 @@ class TritonDecodePlan:
             SINKS=scoring.sinks is not None,
             STAGES=STAGES,
             WHOLE=self._whole,
+            SHIFTED=self._shifted,
             num_warps=NUM_WARPS // 2 if few else NUM_WARPS,
             **overlap(view.device),
         )
@@ -161,11 +168,13 @@ class TritonDecodePlan:
             self._num_splits,
             out if scoring.sinks is None else scoring.sinks,
             out,
+            self._first_row,
             QUERY_HEADS=query_heads,
             HEAD_DIM=head_dim,
             DIMS=self._dims,
             PARTS=self._merged_parts,
             SINKS=scoring.sinks is not None,
+            SHIFTED=self._shifted,
             num_warps=1 if self._merged_parts <= FEW_PARTS else NUM_WARPS,
             **overlap(self._work.view.device),
         )
