@@ -380,6 +380,11 @@ class HttpServer:
         """Until the server ends. Raises what ended it, if that was a failure."""
         await asyncio.shield(self._running)
 
+    def stop_listening(self) -> None:
+        """Connections that are open go on; nobody can connect any more. `shutdown` follows."""
+        for server in self._server.servers:
+            server.close()
+
     async def shutdown(self, grace_s: float, goodbye_s: float = GOODBYE_S) -> None:
         """Takes no new connections, and waits grace_s for running calls to end and for clients to read what they were sent.
 
@@ -442,14 +447,18 @@ async def serve(
     metrics: HttpMetrics | None = None,
     note_refused: Callable[[DisaggError], None] = lambda error: None,
     certificates: Reloaded[Certificates] | None = None,
+    *,
+    shared: bool = False,
+    setting: str = "router.http_port",
 ) -> HttpServer:
-    """Starts to serve in this event loop; returns once connections are taken. port 0: any free one.
+    """Starts to serve in this event loop; returns once connections are taken. port 0: any free one. shared: with other processes
+    that share it, too. setting: what says the port, for errors.
 
     note_refused: told of requests to the API that are refused before any route sees them. certificates: it speaks TLS with these.
 
     Raises ConfigError if the address cannot be had, DisaggError if it may be had later.
     """
-    listener = _listen(host, port)
+    listener = _listen(host, port, shared, setting)
     crowd = Crowd(bounds, metrics or HttpMetrics(CollectorRegistry()), note_refused)
     config = uvicorn.Config(
         app,
@@ -474,11 +483,12 @@ async def serve(
     return handle
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, shared: bool, setting: str) -> socket.socket:
     try:
-        listener = bound_socket(host, port)
+        listener = bound_socket(host, port, shared=shared)
     except (OSError, UnicodeError) as error:
-        raise cannot_listen(host, port, "router.http_port", error, "0 takes a free one") from error
+        hint = "all who listen there must share it (router.share_ports)" if shared else "0 takes a free one"
+        raise cannot_listen(host, port, setting, error, hint) from error
     # Connections inherit it: what a slow client has no room for yet stays with the router, which merges it.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     listener.setblocking(False)

@@ -107,6 +107,9 @@ def _host_port(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @click.option("--prefill", default=1, show_default=True, type=click.IntRange(0, 64), help="Prefill servers.")
 @click.option("--decode", default=1, show_default=True, type=click.IntRange(0, 64), help="Decode servers.")
 @click.option("--mixed", default=0, show_default=True, type=click.IntRange(0, 64), help="Servers that do both.")
+@click.option(
+    "--routers", default=1, show_default=True, type=click.IntRange(1, 64), help="Routers, which share the two ports."
+)
 @click.option("--prefill-tp", type=click.IntRange(1, 64), help="Ranks per prefill server.  [default: 1]")
 @click.option("--decode-tp", type=click.IntRange(1, 64), help="Ranks per decode server.  [default: 1]")
 @click.option("--mixed-tp", type=click.IntRange(1, 64), help="Ranks per mixed server.  [default: 1]")
@@ -143,6 +146,7 @@ def up(file: Path | None, sets: tuple[str, ...], run_dir: Path, parent_pid: int 
         num_prefill=sizes["prefill"],
         num_decode=sizes["decode"],
         num_mixed=sizes["mixed"],
+        num_routers=sizes["routers"],
         prefill_tp=sizes["prefill_tp"],
         decode_tp=sizes["decode_tp"],
         mixed_tp=sizes["mixed_tp"],

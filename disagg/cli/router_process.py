@@ -185,18 +185,20 @@ async def _serve_faces(
         )
         if running.gate is not None:
             require_credentials(app, running.gate)
+        router, certificates = config.router, running.router.tls.certificates
+        bounds, refused = _bounds(router), running.router.note_refused
         http = await serve(
-            app,
-            config.router.host,
-            config.router.http_port,
-            _bounds(config.router),
-            HttpMetrics(registry),
-            running.router.note_refused,
-            running.router.tls.certificates,
+            *(app, router.host, router.http_port, bounds, HttpMetrics(registry), refused, certificates),
+            shared=router.share_ports,
         )
+        own: list[HttpServer] = []
+        if router.own_http_port:
+            at = (app, router.host, router.own_http_port, bounds, None, refused, certificates)
+            own.append(await serve(*at, setting="router.own_http_port"))
         watch.start()
         stack.callback(watch.stop)
-        log.info("router is listening", extra={"http": http.base_url, "grpc_port": running.grpc_port})
+        where = {"http": http.base_url, "grpc_port": running.grpc_port}
+        log.info("router is listening", extra={**where, **({"own_http": own[0].base_url} if own else {})})
         stop = asyncio.create_task(stopping.wait())
         end = asyncio.create_task(http.wait())
         await asyncio.wait((stop, end), return_when=asyncio.FIRST_COMPLETED)
@@ -205,7 +207,10 @@ async def _serve_faces(
             end.result()  # raises what ended it
         log.info("draining", extra={"drain_s": config.router.drain_s})
         stack.pop_all()
-        await end_faces(running, http, config.router.drain_s)
+        if router.share_ports:  # who connects from now on comes to another router
+            http.stop_listening()
+            running.stop_listening(router.drain_s)
+        await end_faces(running, http, router.drain_s, *own)
         await end
 
 
@@ -225,13 +230,13 @@ async def _chat_template(files: ModelFiles, router: RouterConfig) -> AsyncGenera
         await renderer.close()
 
 
-async def end_faces(running: RunningRouter, http: HttpServer, drain_s: float) -> None:
-    """Drains both faces: what runs may finish, and clients may read it to its end, for drain_s. Then both close."""
+async def end_faces(running: RunningRouter, http: HttpServer, drain_s: float, *more: HttpServer) -> None:
+    """Drains all faces: what runs may finish, and clients may read it to its end, for drain_s. Then they close."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + drain_s
     await running.drain(drain_s)  # meanwhile HTTP still answers: new requests get 503
     left_s = max(0.0, until_s - loop.time())
-    await asyncio.gather(running.close(left_s), http.shutdown(left_s))
+    await asyncio.gather(running.close(left_s), *(each.shutdown(left_s) for each in (http, *more)))
 
 
 def _bounds(router: RouterConfig) -> Bounds:

@@ -10,8 +10,9 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -44,6 +45,9 @@ from disagg.types.plain import one_line
 from disagg.types.small_files import home_expanded, read_small
 from disagg.types.status import REFUSED
 
+if TYPE_CHECKING:
+    import httpx
+
 DRAIN_MARGIN_S = 5.0  # a child bounds its own drain; this is for what comes after
 ALL_READY_S = 15.0  # once requests succeed, how long the last servers are waited for before `ready` is said
 POLL_S = 0.25
@@ -60,6 +64,7 @@ class UpOptions(Struct, frozen=True, kw_only=True):
     num_prefill: int
     num_decode: int
     num_mixed: int = 0
+    num_routers: int = 1
     prefill_tp: int | None = None  # None: server.tp
     decode_tp: int | None = None
     mixed_tp: int | None = None
@@ -103,22 +108,23 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
     require_free(router.host, router.grpc_port, "router.grpc_port", "--grpc-port")
     model_dir = _convert(base)
     processes = cluster_processes(base, options)
-    _check_ranks(model_dir, processes[1:])
+    routers, servers = processes[: options.num_routers], processes[options.num_routers :]
+    _check_ranks(model_dir, servers)
     if choose_device(base.model.device) == "cuda":
-        ranks = {process.name: process.config.server.num_ranks for process in processes[1:]}
+        ranks = {process.name: process.config.server.num_ranks for process in servers}
         placement = place(ranks, count_gpus(), base.server.first_gpu)
-        processes = on_gpus(processes, placement)
+        servers = on_gpus(servers, placement)
         note(describe(placement, ranks))
     held = make_run_dir(options.run_parent)
     try:
         prune_run_dirs(options.run_parent)
         run_files = _RunFiles(held.path)
-        specs = [run_files.write(process) for process in processes]
-        files = log_files([*(spec.log for spec in specs), held.path / "up.log"], base.log)
+        specs = tuple([run_files.write(each) for each in group] for group in (routers, servers))
+        files = log_files([*(spec.log for group in specs for spec in group), held.path / "up.log"], base.log)
         keep_copy(streams, files.pop("up"))
         note(f"run directory: {held.path}")
-        note(f"starting {', '.join(process.name for process in processes)}")
-        return asyncio.run(_run(processes[0].config, specs, run_files, LogPump(files, _echo)))
+        note(f"starting {', '.join(process.name for process in (*routers, *servers))}")
+        return asyncio.run(_run([each.config for each in routers], specs, run_files, LogPump(files, _echo)))
     finally:
         held.release()
 
@@ -138,7 +144,7 @@ def keep_copy(streams: Sequence[UnblockedStream], file: Target) -> None:
 
 
 def cluster_processes(base: Config, options: UpOptions) -> tuple[ProcessSpec, ...]:
-    """The router and its servers, with ports that stay theirs over restarts. The router comes first."""
+    """The routers and their servers, with ports that stay theirs over restarts. The routers come first."""
     if not options.num_mixed and not (options.num_prefill and options.num_decode):
         raise ConfigError(
             f"--prefill {options.num_prefill} --decode {options.num_decode} --mixed 0: no request could be answered; there "
@@ -151,7 +157,7 @@ def cluster_processes(base: Config, options: UpOptions) -> tuple[ProcessSpec, ..
     tps = {
         (role, f"{role}-{index}"): tp or base.server.tp for role, number, tp in options.pools for index in range(number)
     }
-    ports = pick_ports(SERVER_HOST, 2 * len(tps) + 2 - len(fixed), taken=fixed)
+    ports = pick_ports(SERVER_HOST, 2 * len(tps) + 2 + options.num_routers - len(fixed), taken=fixed)
     http_port = base.router.http_port or ports.pop()
     grpc_port = base.router.grpc_port or ports.pop()
     servers, refs = [], []
@@ -171,9 +177,18 @@ def cluster_processes(base: Config, options: UpOptions) -> tuple[ProcessSpec, ..
         process = ProcessSpec(name, role, replace(base, server=own, engine=engine))
         servers.append(process)
         refs.append(ServerRef(name=name, role=role, address=_address(process)))
+    router = replace(base.router, http_port=http_port, grpc_port=grpc_port, servers=tuple(refs))
+    return *_routers(replace(base, router=router), options.num_routers, ports), *servers
+
+
+def _routers(base: Config, count: int, ports: list[int]) -> Iterator[ProcessSpec]:
+    """Several share the ports of their faces, and have one each beside them."""
     name = base.router.name or drawn_name()  # its own for as long as `up` runs: a router that is started again keeps it
-    router = replace(base.router, name=name, http_port=http_port, grpc_port=grpc_port, servers=tuple(refs))
-    return ProcessSpec("router", "router", replace(base, router=router)), *servers
+    for index in range(count):
+        own = replace(base.router, name=name if count == 1 else f"{name}-{index}")
+        if count > 1:
+            own = replace(own, share_ports=True, own_http_port=ports.pop())
+        yield ProcessSpec("router" if count == 1 else f"router-{index}", "router", replace(base, router=own))
 
 
 def _check_pools(options: UpOptions) -> None:
@@ -307,18 +322,24 @@ class _Terminal:
         note("draining; a second Ctrl-C kills")
 
 
-async def _run(config: Config, specs: list[ChildSpec], run_files: _RunFiles, pump: LogPump) -> int:
+async def _run(
+    configs: Sequence[Config], specs: tuple[list[ChildSpec], list[ChildSpec]], run_files: _RunFiles, pump: LogPump
+) -> int:
+    """configs: of the routers. specs: of the routers, and of the servers."""
+    config = configs[0]
+
     def open_output(name: str) -> int:
         run_files.restore(name)
         return pump.open(name)
 
     limits = Limits(drain_s=(config.router.drain_s + DRAIN_MARGIN_S, config.server.drain_s + DRAIN_MARGIN_S))
-    children = Children((tuple(specs[:1]), tuple(specs[1:])), limits, _Terminal(pump), child_environ(), open_output)
+    children = Children((tuple(specs[0]), tuple(specs[1])), limits, _Terminal(pump), child_environ(), open_output)
     loop = asyncio.get_running_loop()
     for number in ending_signals():
         loop.add_signal_handler(number, children.interrupt if number == signal.SIGINT else children.drain)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal set to `tostop` would stop this process for what it says
-    announcing = asyncio.create_task(_announce(config, children), name="announce")
+    routers = {spec.name: each for spec, each in zip(specs[0], configs, strict=True)}
+    announcing = asyncio.create_task(_announce(routers, children), name="announce")
     watch = LoopWatch(None, warn=problem)
     watch.start()
     try:
@@ -338,21 +359,23 @@ def _echo(name: str, line: str) -> None:
         note(f"{name}: {text}")
 
 
-async def _announce(config: Config, children: Children) -> None:
+async def _announce(routers: Mapping[str, Config], children: Children) -> None:
     """What it says is a service to people: whatever goes wrong here ends nothing else."""
     try:
-        await _say_states(config, children)
+        await _say_states(routers, children)
     except Exception as error:  # noqa: BLE001
         problem(f"the cluster runs, but its state cannot be followed: {type(error).__name__}: {error}")
 
 
-async def _say_states(config: Config, children: Children) -> None:
-    """Says what is waited for, and `ready` once, when requests will succeed."""
+async def _say_states(routers: Mapping[str, Config], children: Children) -> None:
+    """Says what is waited for, and `ready` once, when requests will succeed. routers: by the name of their process."""
     import httpx
 
+    config = next(iter(routers.values()))
     router = config.router
     host = reachable(router.host)
-    base_url = f"{'https' if config.tls.cert else 'http'}://{host}:{router.http_port}"
+    scheme = "https" if config.tls.cert else "http"
+    base_url = f"{scheme}://{host}:{router.http_port}"
     certificate = home_expanded(config.tls.cert, "tls.cert") if config.tls.cert else None
     verify = True if certificate is None else trusting(None, own=certificate)
     begin_s = time.monotonic()
@@ -372,6 +395,8 @@ async def _say_states(config: Config, children: Children) -> None:
                     # A router that takes tokens only, or whose operators have no keys, tells us no more than its health.
                     hidden = answer.status_code in (401, 403) and healthy
                     states = dict.fromkeys(names, "ready") if hidden else server_states(answer.json())
+                    if healthy and len(routers) > 1:  # whoever of them has answered: all have to
+                        healthy = await _all_healthy(client, scheme, host, routers)
                     healthy_since_s = (healthy_since_s or now_s) if healthy else None
             for name, state in (states or {}).items():
                 if state == "ready":
@@ -380,7 +405,8 @@ async def _say_states(config: Config, children: Children) -> None:
                     said[name] = state
                     note(one_line(f"{name}: {state}"))
             if states is not None and healthy_since_s is not None:
-                children.proven("router")
+                for name in routers:
+                    children.proven(name)
                 all_ready = all(state == "ready" for state in states.values())
                 if all_ready or now_s - healthy_since_s > ALL_READY_S:
                     break
@@ -390,6 +416,12 @@ async def _say_states(config: Config, children: Children) -> None:
                 note(f"still waiting for {', '.join(waiting)} ({now_s - begin_s:.0f} s)")
     if not children.draining:
         result(f"ready http={base_url} grpc={host}:{router.grpc_port}")
+
+
+async def _all_healthy(client: httpx.AsyncClient, scheme: str, host: str, routers: Mapping[str, Config]) -> bool:
+    """Each says so on the port that it has for itself."""
+    own = [f"{scheme}://{host}:{config.router.own_http_port}/health" for config in routers.values()]
+    return all([(await client.get(url)).status_code == 200 for url in own])
 
 
 def credentials_for(auth: AuthConfig) -> dict[str, str]:

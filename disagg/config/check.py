@@ -419,6 +419,16 @@ def _check_router(config: Config) -> None:
     _check_name("router.name", router.name)
     if router.http_port and router.http_port == router.grpc_port:
         raise ConfigError(f"router.http_port and router.grpc_port are both {router.http_port}; they must differ")
+    if router.own_http_port and router.own_http_port in (router.http_port, router.grpc_port):
+        raise ConfigError(
+            f"router.own_http_port = {router.own_http_port}: it is another port's, too; it must differ from "
+            "router.http_port and router.grpc_port"
+        )
+    if router.share_ports and not (router.http_port and router.grpc_port):
+        raise ConfigError(
+            "router.share_ports = true and a port of 0, which takes a free one: router.http_port and router.grpc_port must "
+            "be those of the other routers"
+        )
     if router.answer_bytes > router.memory_bytes:
         raise ConfigError(
             f"router.answer_bytes = {format_size(router.answer_bytes)}: one answer may take at most what all may, "

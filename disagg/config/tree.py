@@ -151,6 +151,8 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     host: str = "127.0.0.1"
     http_port: Port = 8000
     grpc_port: Port = 50051
+    share_ports: bool = False  # with other routers on this machine: the kernel gives each connection to one of them
+    own_http_port: Port = 0  # a further port, of this process alone, with all that http_port has; 0: none
     discovery: Literal["static", "dns", "kubernetes"] = "static"  # how servers are found; static: `servers`
     selector: str = ""  # dns: ROLE=HOST:PORT,...; kubernetes: of labels, empty: app.kubernetes.io/name=disagg
     namespace: str = ""  # of Kubernetes; empty: the router's own

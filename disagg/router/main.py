@@ -50,6 +50,7 @@ class RunningRouter:
         self.gate = gate
         self._server = server
         self._health = health
+        self._stopping: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._changed.set()
         router.on_change(self._changed.set)
@@ -70,6 +71,10 @@ class RunningRouter:
                 await self._health.set_serving(healthy)
                 told = healthy
 
+    def stop_listening(self, drain_s: float) -> None:
+        """No calls come any more; those that run have drain_s, and a little more. `close` follows."""
+        self._stopping = asyncio.create_task(self._server.stop(drain_s + _GOODBYE_S), name="router gRPC ends")
+
     async def drain(self, drain_s: float) -> None:
         """Takes nothing new; lets running requests finish, and be read, for `drain_s`, and ends the rest with an error."""
         await self.router.drain(drain_s)
@@ -82,6 +87,8 @@ class RunningRouter:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.stop(max(0.0, until_s - asyncio.get_running_loop().time()) + _GOODBYE_S)
+        if self._stopping is not None:
+            await self._stopping
 
 
 async def run_router(
@@ -124,7 +131,9 @@ async def run_router(
         port = router.tls.listen_to_clients(server, address)
     except RuntimeError as error:  # gRPC does not say why
         at, free = config.router, "0 takes a free one"
-        why = why_not_listen(at.host, at.grpc_port, "router.grpc_port", free)
+        if at.share_ports:
+            free = "all who listen there must share it (router.share_ports)"
+        why = why_not_listen(at.host, at.grpc_port, "router.grpc_port", free, shared=at.share_ports)
         raise why or DisaggError(f"router.grpc_port = {at.grpc_port}: cannot listen on {address}; {free}") from error
     await router.start()
     await server.start()
@@ -146,7 +155,10 @@ def _grpc_server(config: Config, router: Router, registry: CollectorRegistry, ga
         inference_handler(InferenceService(router)),
         interceptors=(guard,) if gate is None else (_entry(gate), guard),
         max_request_bytes=router.limits.message_bytes,
-        options=client_options(bounds.max_connections, bounds.max_calls_per_connection, bounds.head_s, bounds.idle_s),
+        options=(
+            *client_options(bounds.max_connections, bounds.max_calls_per_connection, bounds.head_s, bounds.idle_s),
+            ("grpc.so_reuseport", int(bounds.share_ports)),
+        ),
     )
 
 

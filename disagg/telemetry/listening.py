@@ -17,40 +17,42 @@ _NO_IPV6 = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUP
 _MAY_PASS = frozenset({errno.EADDRINUSE, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EINTR})
 
 
-def why_not_listen(host: str, port: int, setting: str, hint: str) -> DisaggError | None:
-    """None if it can be listened on now. setting: of the port, whose section has the `host`, too.
+def why_not_listen(host: str, port: int, setting: str, hint: str, *, shared: bool = False) -> DisaggError | None:
+    """None if it can be listened on now. setting: of the port, whose section has the `host`, too. shared: as of `bound_socket`.
 
     ConfigError for what is wrong however often it is tried; DisaggError for a port that somebody else has just now.
     """
     try:
-        with bound_socket(host, port) as probe:
+        with bound_socket(host, port, shared=shared) as probe:
             probe.listen(1)  # two may bind a port with SO_REUSEADDR, but only one may listen
     except (OSError, UnicodeError) as error:
         return cannot_listen(host, port, setting, error, hint)
     return None
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A TCP socket to listen at. host: a name or an address, with or without brackets; `::` is every address of IPv6 and of IPv4,
-    and of IPv4 alone where the machine has no other. Raises OSError or UnicodeError, of which `cannot_listen` makes an error to
-    show."""
+    and of IPv4 alone where the machine has no other. shared: with other processes of this user that say so, too. Raises OSError
+    or UnicodeError, of which `cannot_listen` makes an error to show."""
     plain = bare(host)
     if plain == EVERY:
         try:
-            return _bound(socket.AF_INET6, (EVERY, port))
+            return _bound(socket.AF_INET6, (EVERY, port), shared)
         except OSError as error:
             if error.errno not in _NO_IPV6:
                 raise
-        return _bound(socket.AF_INET, ("0.0.0.0", port))
+        return _bound(socket.AF_INET, ("0.0.0.0", port), shared)
     found = socket.getaddrinfo(plain or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found[0]
-    return _bound(family, address)
+    return _bound(family, address, shared)
 
 
-def _bound(family: int, address: Any) -> socket.socket:
+def _bound(family: int, address: Any, shared: bool) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != EVERY))
         made.bind(address)

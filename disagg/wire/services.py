@@ -53,7 +53,7 @@ CHANNEL_OPTIONS = (
 )
 SERVER_OPTIONS = (
     *_COMMON_OPTIONS,
-    ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, not load balancing
+    ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, unless both say that they share it
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),  # or the keepalive above is taken for an attack
 )
 

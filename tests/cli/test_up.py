@@ -153,3 +153,16 @@ def test_up_asks_its_router_with_an_operators_key_if_there_is_one(tmp_path: Path
     assert shown() == shown("elsewhere") == "Bearer key-a"
     assert shown("team-c", "team-b") == "Bearer key-b"
     assert credentials_for(AuthConfig(jwks_file="keys", operators=("team-a",))) == {}
+
+
+def test_several_routers_share_two_ports_and_have_one_each() -> None:
+    options = UpOptions(num_prefill=1, num_decode=1, num_routers=3)
+    processes = cluster_processes(Config(router=RouterConfig(http_port=0, grpc_port=0)), options)
+    assert [process.name for process in processes] == ["router-0", "router-1", "router-2", "prefill-0", "decode-0"]
+    routers = [process.config.router for process in processes[:3]]
+    assert len({(router.http_port, router.grpc_port) for router in routers}) == 1
+    assert all(router.share_ports for router in routers)
+    assert len({router.name for router in routers}) == len({router.own_http_port for router in routers}) == 3
+    assert all(router.servers == routers[0].servers for router in routers)
+    (alone, *_) = cluster_processes(Config(), ONE_OF_EACH)
+    assert not alone.config.router.share_ports and not alone.config.router.own_http_port

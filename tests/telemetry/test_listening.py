@@ -83,3 +83,18 @@ def test_a_host_of_others_never_will_be_had(host: str) -> None:
 def test_an_address_of_ipv6_is_said_in_brackets() -> None:
     said = cannot_listen("::1", 80, "router.http_port", OSError(errno.EACCES, "no"), "take another")
     assert isinstance(said, ConfigError) and "[::1]:80" in str(said)
+
+
+def test_a_port_is_shared_only_by_those_who_all_say_so() -> None:
+    first = bound_socket("127.0.0.1", 0, shared=True)
+    port = int(first.getsockname()[1])
+    with first:
+        first.listen(1)
+        with bound_socket("127.0.0.1", port, shared=True) as second:
+            second.listen(1)
+        assert why_not_listen("127.0.0.1", port, "router.http_port", "", shared=True) is None
+        refused = why_not_listen("127.0.0.1", port, "router.http_port", "others have it")
+        assert refused is not None and "others have it" in str(refused)
+    alone, port = listening("127.0.0.1")
+    with alone:
+        assert why_not_listen("127.0.0.1", port, "router.http_port", "", shared=True) is not None
