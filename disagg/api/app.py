@@ -41,7 +41,7 @@ from disagg.auth.quotas import Use
 from disagg.auth.reloaded import Reloaded
 from disagg.auth.tls import Certificates, serving_context
 from disagg.router.budget import Held
-from disagg.telemetry.listening import bound_socket, cannot_listen
+from disagg.telemetry.listening import Sharing, bound_socket, cannot_listen
 from disagg.telemetry.near import Asker, fault_of_asker
 from disagg.types.addresses import join
 from disagg.types.errors import DisaggError, UnknownModel
@@ -447,18 +447,15 @@ async def serve(
     metrics: HttpMetrics | None = None,
     note_refused: Callable[[DisaggError], None] = lambda error: None,
     certificates: Reloaded[Certificates] | None = None,
-    *,
-    shared: bool = False,
-    setting: str = "router.http_port",
+    sharing: Sharing = Sharing.NONE,
 ) -> HttpServer:
-    """Starts to serve in this event loop; returns once connections are taken. port 0: any free one. shared: with other processes
-    that share it, too. setting: what says the port, for errors.
+    """Starts to serve in this event loop; returns once connections are taken. port 0: any free one.
 
     note_refused: told of requests to the API that are refused before any route sees them. certificates: it speaks TLS with these.
 
     Raises ConfigError if the address cannot be had, DisaggError if it may be had later.
     """
-    listener = _listen(host, port, shared, setting)
+    listener = _listen(host, port, sharing)
     crowd = Crowd(bounds, metrics or HttpMetrics(CollectorRegistry()), note_refused)
     config = uvicorn.Config(
         app,
@@ -483,12 +480,12 @@ async def serve(
     return handle
 
 
-def _listen(host: str, port: int, shared: bool, setting: str) -> socket.socket:
+def _listen(host: str, port: int, sharing: Sharing) -> socket.socket:
+    setting = "router.own_http_port" if sharing is Sharing.BESIDE else "router.http_port"
     try:
-        listener = bound_socket(host, port, shared=shared)
+        listener = bound_socket(host, port, shared=sharing is Sharing.SHARED)
     except (OSError, UnicodeError) as error:
-        hint = "all who listen there must share it (router.share_ports)" if shared else "0 takes a free one"
-        raise cannot_listen(host, port, setting, error, hint) from error
+        raise cannot_listen(host, port, setting, error, sharing.hint) from error
     # Connections inherit it: what a slow client has no room for yet stays with the router, which merges it.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     listener.setblocking(False)

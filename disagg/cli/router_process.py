@@ -24,6 +24,7 @@ from disagg.router.budget import Held
 from disagg.router.main import RunningRouter, run_router
 from disagg.router.requests import GenerateRequest, Update
 from disagg.router.service import Router
+from disagg.telemetry.listening import Sharing
 from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.metrics import new_registry
 from disagg.telemetry.process import ending_signals
@@ -189,12 +190,12 @@ async def _serve_faces(
         bounds, refused = _bounds(router), running.router.note_refused
         http = await serve(
             *(app, router.host, router.http_port, bounds, HttpMetrics(registry), refused, certificates),
-            shared=router.share_ports,
+            Sharing.SHARED if router.share_ports else Sharing.NONE,
         )
         own: list[HttpServer] = []
         if router.own_http_port:
             at = (app, router.host, router.own_http_port, bounds, None, refused, certificates)
-            own.append(await serve(*at, setting="router.own_http_port"))
+            own.append(await serve(*at, Sharing.BESIDE))
         watch.start()
         stack.callback(watch.stop)
         where = {"http": http.base_url, "grpc_port": running.grpc_port}

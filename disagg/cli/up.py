@@ -119,7 +119,7 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
     try:
         prune_run_dirs(options.run_parent)
         run_files = _RunFiles(held.path)
-        specs = tuple([run_files.write(each) for each in group] for group in (routers, servers))
+        specs = [run_files.write(each) for each in routers], [run_files.write(each) for each in servers]
         files = log_files([*(spec.log for group in specs for spec in group), held.path / "up.log"], base.log)
         keep_copy(streams, files.pop("up"))
         note(f"run directory: {held.path}")

@@ -19,7 +19,7 @@ from disagg.convert.inspect import ModelFacts, inspect_model
 from disagg.router.grpc_service import InferenceService
 from disagg.router.metrics import GrpcMetrics
 from disagg.router.service import Router
-from disagg.telemetry.listening import why_not_listen
+from disagg.telemetry.listening import Sharing, why_not_listen
 from disagg.telemetry.traces import open_traces
 from disagg.text.model_files import TOKENIZER, ModelFiles
 from disagg.text.tokenizer import Tokenizer
@@ -130,9 +130,8 @@ async def run_router(
     try:
         port = router.tls.listen_to_clients(server, address)
     except RuntimeError as error:  # gRPC does not say why
-        at, free = config.router, "0 takes a free one"
-        if at.share_ports:
-            free = "all who listen there must share it (router.share_ports)"
+        at = config.router
+        free = (Sharing.SHARED if at.share_ports else Sharing.NONE).hint
         why = why_not_listen(at.host, at.grpc_port, "router.grpc_port", free, shared=at.share_ports)
         raise why or DisaggError(f"router.grpc_port = {at.grpc_port}: cannot listen on {address}; {free}") from error
     await router.start()

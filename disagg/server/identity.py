@@ -44,10 +44,9 @@ class Identity:
         pod: str = "",
         *,
         hands_over: bool = False,
-        storage: str = "",
         version: Version | None = None,
     ) -> None:
-        """pod: as in LinkHello. hands_over, storage: as in ServerHello. version: this process's."""
+        """pod: as in LinkHello. hands_over: as in ServerHello. version: this process's."""
         self.name = name
         self.state = ServerState.LOADING
         self.link_address = ""
@@ -62,7 +61,7 @@ class Identity:
         self._load = load
         self._pod = pod
         self.hands_over = hands_over
-        self._storage = storage
+        self.storage = ""  # as in ServerHello
         self.version = own_version() if version is None else version
         self.role_change: Callable[[], RoleChange | None] = lambda: None  # as in ServerHello
         self._server_id = secrets.token_hex(8)
@@ -121,7 +120,7 @@ class Identity:
             hands_over=self.hands_over,
             version=self.version,
             role_change=self.role_change(),
-            storage=self._storage,
+            storage=self.storage,
         )
 
     def greeting(self, generation: str) -> LinkHello | None:

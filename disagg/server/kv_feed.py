@@ -10,8 +10,7 @@ and every stream begins with all of it. Tiers take turns, so that none waits for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 
 from disagg.messages.legs import KvEvents, Tier
 from disagg.wire.server import KvUpdate
@@ -21,10 +20,11 @@ MAX_CHANGES = 65536  # pages; when more wait, to tell everything again costs no 
 
 
 class KvFeeds:
-    """Of several tiers."""
+    """Of several tiers. snapshots: of each, everything that is in it, asked only if due."""
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
-        self._feeds = {tier: KvFeed(tier) for tier in tiers}
+    def __init__(self, snapshots: Mapping[Tier, Callable[[], KvEvents]]) -> None:
+        self._snapshots = snapshots
+        self._feeds = {tier: KvFeed(tier) for tier in snapshots}
 
     def begin(self) -> None:
         for feed in self._feeds.values():
@@ -42,12 +42,12 @@ class KvFeeds:
     def waiting_pages(self) -> int:
         return sum(feed.waiting_pages for feed in self._feeds.values())
 
-    def take(self, snapshot: Callable[[Tier], KvEvents]) -> KvUpdate | None:
+    def take(self) -> KvUpdate | None:
         """The next part, of the tier that has waited longest since its last one."""
         for tier, feed in self._feeds.items():
             if feed.pending:
                 self._feeds[tier] = self._feeds.pop(tier)
-                return feed.take(partial(snapshot, tier))
+                return feed.take(self._snapshots[tier])
         return None
 
 

@@ -16,6 +16,7 @@ import logging
 import time
 from asyncio import create_task
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -103,8 +104,8 @@ class Server:
             self._load,
             config.server.pod,
             hands_over=self._role.hands_over,
-            storage=storage_name(config),
         )
+        identity.storage = storage_name(config)
         identity.role_change = lambda: self._roles.report
         self._supervisor = Supervisor(identity, self._roles, self._stop, self, config.worker.command)
         asked = (self._asked_to_drain, self._asked_for_role)
@@ -116,11 +117,10 @@ class Server:
             heartbeat_s=config.router.heartbeat_s,
             hello=identity.hello,
             load=self._load,
-            snapshot=self._kv_snapshot,
+            snapshots={tier: partial(self._kv_snapshot, tier) for tier in self._offloading.tiers},
             on_message=dispatch.router_message,
             on_lease_end=dispatch.lease_end,
             dump=dumper.dump,
-            tiers=self._offloading.tiers,
         )
         self._links = dispatch.links = dumper.links = Links(
             lease_s=config.transfer.link_lease_s,

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -117,7 +117,7 @@ class Lease:
         )
         self.said = 0  # number of the last frame that went out for the first time
         self.hello_due = False
-        self.kv = KvFeeds(())  # of the connection that serves this lease now
+        self.kv = KvFeeds({})  # of the connection that serves this lease now
         self.rivals = Rivals()
         self.fault = ""  # what its router said and must not
         self.had_leg = False
@@ -138,7 +138,7 @@ def _size(message: ServerMessage) -> int:
 class RouterStreams(ServerServicer):
     """Serves Attach and Dump. `tell`, `publish` and `flush` are called by the server's loop; everything runs on that loop.
 
-    snapshot: everything that is in a tier now, as stored. tiers: that there are.
+    snapshots: of each tier that there is, everything that is in it now, as stored.
     """
 
     def __init__(
@@ -147,18 +147,16 @@ class RouterStreams(ServerServicer):
         heartbeat_s: float,
         hello: Callable[[], ServerHello],
         load: Callable[[], LoadReport],
-        snapshot: Callable[[Tier], KvEvents],
+        snapshots: Mapping[Tier, Callable[[], KvEvents]],
         on_message: Callable[[int, RouterMessage], None],
         on_lease_end: Callable[[int, str], None],
         dump: Callable[[], Any],
-        tiers: Sequence[Tier] = (Tier.GPU,),
     ) -> None:
-        self._tiers = tiers
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
         self._hello = hello
         self._load = load
-        self._snapshot = snapshot
+        self._snapshots = snapshots
         self._on_message = on_message
         self._on_lease_end = on_lease_end
         self._dump = dump
@@ -322,7 +320,7 @@ class RouterStreams(ServerServicer):
         attached = AttachReply(last_received=state.received, resumed=resumed)
         yield ServerSays(frame=state.beat(now), load=self._load(), hello=self._hello(), attached=attached)
         next_kv_s = now
-        feed = lease.kv = KvFeeds(self._tiers)
+        feed = lease.kv = KvFeeds(self._snapshots)
         feed.begin()
 
         def also_due_s() -> float:
@@ -338,7 +336,7 @@ class RouterStreams(ServerServicer):
                 yield ServerSays(frame=state.beat(now), load=self._load(), hello=self._hello())
             kv = None
             if feed.pending and now >= next_kv_s:
-                kv = feed.take(self._snapshot)
+                kv = feed.take()
                 next_kv_s = now + KV_EVERY_S
             if frame is not None:
                 if frame.number > lease.said:

@@ -3,6 +3,7 @@ again."""
 
 from __future__ import annotations
 
+import enum
 import errno
 import os
 import socket
@@ -15,6 +16,21 @@ from disagg.types.plain import quoted
 EVERY: Final = "::"
 _NO_IPV6 = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT})
 _MAY_PASS = frozenset({errno.EADDRINUSE, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EINTR})
+
+
+class Sharing(enum.Enum):
+    """Whether other routers listen at a port, too."""
+
+    NONE = "none"
+    SHARED = "shared"
+    BESIDE = "beside"  # it is this one's alone, beside one that is shared
+
+    @property
+    def hint(self) -> str:
+        """To whoever cannot have the port."""
+        if self is Sharing.SHARED:
+            return "all who listen there must share it (router.share_ports)"
+        return "0 takes a free one" if self is Sharing.NONE else "0: none"
 
 
 def why_not_listen(host: str, port: int, setting: str, hint: str, *, shared: bool = False) -> DisaggError | None:

@@ -37,7 +37,7 @@ UP_CONTRACT = {
     "--http-port",
     "--grpc-port",
 }
-UP_BESIDES = {"--insecure", "--config", "--set", "--run-dir", "--help"}
+UP_BESIDES = {"--insecure", "--routers", "--config", "--set", "--run-dir", "--help"}
 TARGETS = {"help", "demo", "serve", "test", "check", "test-slow", "setup", "clean"}
 FLAG = re.compile(r"^ +(?:-\w, )?(--[a-z-]+)", re.MULTILINE)
 

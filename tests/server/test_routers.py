@@ -65,7 +65,7 @@ class Server:
             heartbeat_s=heartbeat_s,
             hello=self._hello,
             load=lambda: LOAD,
-            snapshot=lambda _: KvEvents(stored=self.cached),
+            snapshots={Tier.GPU: lambda: KvEvents(stored=self.cached)},
             on_message=lambda _, message: self.heard.append(message),
             on_lease_end=lambda _, reason: self.ended.append(reason),
             dump=lambda: "",
