@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,17 +68,7 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Raises RuntimeError if something in the model cannot be captured, such as a look at the device's values."""
         started_s = time.perf_counter()
-        memory = torch.cuda.graph_pool_handle()
-        # The largest first: the others find room in its memory.
-        for size in reversed(self._sizes):
-            batch = self._inputs.batch(size)
-            self._run(batch)  # compiles, and takes what libraries keep for themselves
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # The thread that transfers may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-                self._run(batch)
-            self._graphs[size] = graph
+        self._graphs = capture_each(self._sizes, self._inputs.batch, self._run)
         seconds = time.perf_counter() - started_s
         logger.info("decode steps of %s rows are captured, in %.1f s", ", ".join(map(str, self._sizes)), seconds)
 
@@ -165,11 +157,45 @@ def try_capture(model: PagedModel, pool: Pool, max_rows: int, tokens_before: Ten
     """None, and the reason in the log, where a model's steps cannot be captured."""
     if not DecodeGraphs.fit(model):
         return None
-    graphs = DecodeGraphs(model, pool, max_rows, tokens_before)
+    return captured_or_none(DecodeGraphs(model, pool, max_rows, tokens_before), "decode steps")
+
+
+# ---- what graphs of all kinds of steps have in common
+
+
+class Capturable(Protocol):
+    def capture(self) -> None:
+        """Raises RuntimeError if something in the model cannot be captured."""
+
+
+Graphs = TypeVar("Graphs", bound=Capturable)
+Variant = TypeVar("Variant", int, tuple[int, bool], tuple[int, int])
+
+
+def captured_or_none(graphs: Graphs, steps: str) -> Graphs | None:
+    """None, and the reason in the log, where they cannot be captured. steps: what they are of."""
     try:
         graphs.capture()
     except RuntimeError as error:
         torch.cuda.synchronize()
-        logger.warning("decode steps are launched one kernel at a time: %s", str(error).partition("\n")[0])
+        logger.warning("%s are launched one kernel at a time: %s", steps, str(error).partition("\n")[0])
         return None
+    return graphs
+
+
+def capture_each(
+    variants: Sequence[Variant], batch_of: Callable[[Variant], ForwardBatch], run: Callable[[ForwardBatch], None]
+) -> dict[Variant, torch.cuda.CUDAGraph]:
+    """A graph for each variant, which are in rising order. The largest is captured first: the others find room in its memory."""
+    memory = torch.cuda.graph_pool_handle()
+    graphs = {}
+    for variant in reversed(variants):
+        batch = batch_of(variant)
+        run(batch)  # compiles, and takes what libraries keep for themselves
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # The thread that transfers may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            run(batch)
+        graphs[variant] = graph
     return graphs

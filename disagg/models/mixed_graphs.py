@@ -24,7 +24,7 @@ from torch import Tensor
 from disagg.models.argmax.first import first_argmax_into
 from disagg.models.batch import AttentionTables, DecodeBatch, ForwardBatch, PageTable, PrefillRun
 from disagg.models.device import Uploads
-from disagg.models.graphs import NO_PAGE
+from disagg.models.graphs import NO_PAGE, capture_each, captured_or_none
 from disagg.models.model import PagedModel
 from disagg.models.pool import AttentionPages, Pool
 from disagg.models.prefill_graphs import MOST_RUNS, MOST_TOKENS, MOST_TOKENS_ALIKE, PrefillGraphs
@@ -106,16 +106,7 @@ class MixedGraphs:
     def capture(self) -> None:
         """Raises RuntimeError if something in the model cannot be captured, such as a look at the device's values."""
         started_s = time.perf_counter()
-        memory = torch.cuda.graph_pool_handle()
-        for variant in reversed(self.variants):  # the largest first: the others find room in its memory
-            batch = self.batch(*variant)
-            self.run(batch)  # compiles, and takes what libraries keep for themselves
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # The thread that transfers may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-                self.run(batch)
-            self._graphs[variant] = graph
+        self._graphs = capture_each(self.variants, lambda variant: self.batch(*variant), self.run)
         seconds = time.perf_counter() - started_s
         logger.info("steps of both phases of %s rows are captured, in %.1f s", ", ".join(map(str, SIZES)), seconds)
 
@@ -215,11 +206,4 @@ def try_capture_mixed(model: PagedModel, pool: Pool, max_slots: int, tokens_befo
     """None, and the reason in the log, where a model's steps cannot be captured."""
     if not MixedGraphs.fit(model):
         return None
-    graphs = MixedGraphs(model, pool, max_slots, tokens_before)
-    try:
-        graphs.capture()
-    except RuntimeError as error:
-        torch.cuda.synchronize()
-        logger.warning("steps of both phases are launched one kernel at a time: %s", str(error).partition("\n")[0])
-        return None
-    return graphs
+    return captured_or_none(MixedGraphs(model, pool, max_slots, tokens_before), "steps of both phases")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from disagg.models.batch import AttentionTables, ForwardBatch, PageTable, PrefillRun
-from disagg.models.graphs import NO_PAGE, DecodeGraphs
+from disagg.models.graphs import NO_PAGE, DecodeGraphs, capture_each, captured_or_none
 from disagg.models.model import PagedModel
 from disagg.models.pool import AttentionPages, Pool
 
@@ -82,16 +82,7 @@ class PrefillGraphs:
     def capture(self) -> None:
         """Raises RuntimeError if something in the model cannot be captured, such as a look at the device's values."""
         started_s = time.perf_counter()
-        memory = torch.cuda.graph_pool_handle()
-        for size, sampled in reversed(variants()):  # the largest first: the others find room in its memory
-            batch = self.batch(size, sampled)
-            self.run(batch)  # compiles, and takes what libraries keep for themselves
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # The thread that transfers may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-                self.run(batch)
-            self._graphs[size, sampled] = graph
+        self._graphs = capture_each(variants(), lambda variant: self.batch(*variant), self.run)
         seconds = time.perf_counter() - started_s
         logger.info("chunks of %s rows are captured, in %.1f s", ", ".join(map(str, SIZES)), seconds)
 
@@ -189,11 +180,4 @@ def try_capture_prefills(model: PagedModel, pool: Pool) -> PrefillGraphs | None:
     """None, and the reason in the log, where a model's chunks cannot be captured."""
     if not PrefillGraphs.fit(model):
         return None
-    graphs = PrefillGraphs(model, pool)
-    try:
-        graphs.capture()
-    except RuntimeError as error:
-        torch.cuda.synchronize()
-        logger.warning("short chunks are launched one kernel at a time: %s", str(error).partition("\n")[0])
-        return None
-    return graphs
+    return captured_or_none(PrefillGraphs(model, pool), "short chunks")

@@ -6,10 +6,13 @@ interpreter; with `TRITON_INTERPRET=0` it is a CUDA graph.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +22,15 @@ from disagg.models.attention import calls, choice
 from disagg.models.attention.choice import OFFERS
 from disagg.models.attention.writer import TritonWriter
 from disagg.models.batch import ForwardBatch
-from disagg.models.graphs import MOST_ROWS, DecodeGraphs, sizes_up_to, try_capture
+from disagg.models.graphs import (
+    MOST_ROWS,
+    Capturable,
+    DecodeGraphs,
+    capture_each,
+    captured_or_none,
+    sizes_up_to,
+    try_capture,
+)
 from disagg.models.mixed_graphs import MixedGraphs
 from disagg.models.model import PagedModel
 from disagg.models.prefill_graphs import PrefillGraphs, variants
@@ -41,12 +52,22 @@ def tokens_of(model: PagedModel) -> torch.Tensor:
 class Rerun:
     """What stands for a graph where there is no GPU."""
 
-    def __init__(self, graphs: DecodeGraphs, size: int) -> None:
-        self._graphs = graphs
-        self._batch = graphs._inputs.batch(size)
+    def __init__(self, run: Callable[[ForwardBatch], None], batch: ForwardBatch) -> None:
+        self._run, self._batch = run, batch
 
     def replay(self) -> None:
-        self._graphs._run(self._batch)
+        self._run(self._batch)
+
+
+def capture(graphs: Capturable, reruns: Callable[[], dict[Any, Rerun]]) -> None:
+    """By a GPU, or what stands for it, by variant."""
+    if not ON_GPU:
+        graphs._graphs = reruns()  # type: ignore[attr-defined]
+        return
+    try:
+        graphs.capture()
+    except RuntimeError as error:
+        pytest.skip(f"transformers' module cannot be captured: {error}")
 
 
 class GraphDriver(Driver):
@@ -55,13 +76,8 @@ class GraphDriver(Driver):
     def __init__(self, model: PagedModel, page_tokens: int, max_rows: int) -> None:
         super().__init__(model, num_large=len(model.groups) * 60, page_tokens=page_tokens)
         self.graphs = DecodeGraphs(model, self.pool, max_rows, tokens_of(model))
-        if ON_GPU:
-            try:
-                self.graphs.capture()
-            except RuntimeError as error:
-                pytest.skip(f"transformers' module cannot be captured: {error}")
-        else:
-            self.graphs._graphs = {size: Rerun(self.graphs, size) for size in self.graphs._sizes}  # type: ignore[misc]
+        sizes, run = self.graphs._sizes, self.graphs._run
+        capture(self.graphs, lambda: {size: Rerun(run, self.graphs._inputs.batch(size)) for size in sizes})
         self.replayed = 0
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -107,30 +123,14 @@ def test_steps_answer_as_transformers_does(family: str, tmp_path: Path) -> None:
     assert driver.replayed == OUTPUTS - 1
 
 
-class RerunPrefill:
-    """The same of a chunk."""
-
-    def __init__(self, graphs: PrefillGraphs, size: int, sampled: bool) -> None:
-        self._graphs = graphs
-        self._batch = graphs.batch(size, sampled)
-
-    def replay(self) -> None:
-        self._graphs.run(self._batch)
-
-
 class PrefillGraphDriver(Driver):
     """Chunks go through graphs."""
 
     def __init__(self, model: PagedModel, page_tokens: int) -> None:
         super().__init__(model, num_large=len(model.groups) * 60, page_tokens=page_tokens)
         self.graphs = PrefillGraphs(model, self.pool)
-        if ON_GPU:
-            try:
-                self.graphs.capture()
-            except RuntimeError as error:
-                pytest.skip(f"transformers' module cannot be captured: {error}")
-        else:
-            self.graphs._graphs = {each: RerunPrefill(self.graphs, *each) for each in variants()}  # type: ignore[misc]
+        made = self.graphs
+        capture(made, lambda: {each: Rerun(made.run, made.batch(*each)) for each in variants()})
         self.replayed: list[tuple[int, int, int]] = []  # rows, runs, rows whose logits are wanted
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -162,30 +162,14 @@ def test_chunks_answer_as_transformers_does(family: str, tmp_path: Path, monkeyp
     assert min(rows) < 16 < max(rows) and {1, 3} <= runs and {0, 1} <= sampled, driver.replayed
 
 
-class RerunMixed:
-    """The same of a step of both phases."""
-
-    def __init__(self, graphs: MixedGraphs, size: int, logits: int) -> None:
-        self._graphs = graphs
-        self._batch = graphs.batch(size, logits)
-
-    def replay(self) -> None:
-        self._graphs.run(self._batch)
-
-
 class MixedGraphDriver(Driver):
     """Steps of both phases go through graphs."""
 
     def __init__(self, model: PagedModel, page_tokens: int, max_slots: int) -> None:
         super().__init__(model, num_large=len(model.groups) * 60, page_tokens=page_tokens)
         self.graphs = MixedGraphs(model, self.pool, max_slots, tokens_of(model))
-        if ON_GPU:
-            try:
-                self.graphs.capture()
-            except RuntimeError as error:
-                pytest.skip(f"transformers' module cannot be captured: {error}")
-        else:
-            self.graphs._graphs = {each: RerunMixed(self.graphs, *each) for each in self.graphs.variants}  # type: ignore[misc]
+        made = self.graphs
+        capture(made, lambda: {each: Rerun(made.run, made.batch(*each)) for each in made.variants})
         self.replayed: list[tuple[int, int, int, int]] = []  # rows, chunks, sequences that decode, rows of logits
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -279,3 +263,26 @@ def test_whether_a_family_can_be_captured_or_not_it_is_served(family: str, tmp_p
     driver.run(sequences, OUTPUTS)
     for sequence, answer in zip(sequences, generate(tmp_path, prompts, OUTPUTS, DEVICE), strict=True):
         assert_same(family, sequence.outputs, sequence.logits, answer)
+
+
+def test_the_largest_is_captured_first_and_each_is_run_once_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[object] = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: ran.append("wait"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: contextlib.nullcontext(ran.append("capture")))
+    found = capture_each([1, 2, 4], lambda size: size * 10, ran.append)  # type: ignore[arg-type, return-value]
+    assert ran == [each for size in (40, 20, 10) for each in (size, "wait", "capture", size)]
+    assert set(found) == {1, 2, 4} and len(set(map(id, found.values()))) == 3
+
+
+def test_what_raises_while_it_is_captured_has_no_graphs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Looks:
+        def capture(self) -> None:
+            raise RuntimeError("it looks at the device\nhere")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert captured_or_none(Looks(), "short chunks") is None
+    assert caplog.messages == ["short chunks are launched one kernel at a time: it looks at the device"]
