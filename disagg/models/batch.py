@@ -124,6 +124,12 @@ class ForwardBatch:
     def num_rows(self) -> int:
         return self.input_ids.shape[0]
 
+    @property
+    def wants_every_row(self) -> bool:
+        """Whether `logits_rows` are all of them in order. As many rows of a batch with prefills may be others: where it is
+        captured, which they are is said anew at each replay."""
+        return not self.prefills and self.logits_rows.shape[0] == self.num_rows
+
     def token_ids(self) -> torch.Tensor:
         """[N] int64, of all rows."""
         if self.carried is None:

@@ -49,7 +49,7 @@ class AttemptLeg:
         "handed_over",
         "key",
         "prefill_ended",
-        "prefill_failed",
+        "prefill_failure",
         "verdict_armed",
     )
 
@@ -57,7 +57,7 @@ class AttemptLeg:
         self.key = key
         self.choices = choices
         self.prefill_ended = False
-        self.prefill_failed = False
+        self.prefill_failure = ""  # what was said of it, once it has failed
         self.decode_ended = False
         self.decode_spoke = False
         self.handed_over = False
@@ -90,7 +90,7 @@ class Legs:
 
     def verdict_owed(self, leg: AttemptLeg) -> bool:
         """Prefill has failed, and whether decode holds all it needs is for decode to say."""
-        return leg.prefill_failed and not (leg.decode_spoke or leg.decode_ended) and self.goes_on(leg)
+        return bool(leg.prefill_failure) and not (leg.decode_spoke or leg.decode_ended) and self.goes_on(leg)
 
     def abort(self, leg: AttemptLeg) -> list[Instruction]:
         """Ends the leg on its servers, as far as they have not said its end. The answer may still come, or not."""
@@ -121,7 +121,8 @@ class Legs:
         lost = (event.server, event.incarnation)
         for leg in self._legs.values():
             if lost == (self._pair.prefill.name, self._pair.prefill.incarnation) and not leg.prefill_ended:
-                leg.prefill_ended = leg.prefill_failed = prefill_hit = True
+                leg.prefill_ended = prefill_hit = True
+                leg.prefill_failure = f"{event.server}: {event.reason}"
             if lost == (self._pair.decode.name, self._pair.decode.incarnation) and not leg.decode_ended:
                 leg.decode_ended = True
                 decode_hit = decode_hit or self.goes_on(leg)

@@ -229,7 +229,7 @@ class RequestMachine:
                 return []
             if end.outcome is Outcome.GIVEN_BACK:  # decode was never told of it, and has what it had
                 return self._replay(end.outcome.value, f"{event.server}: {end.reason}", landed_at=self._landed_at)
-            leg.prefill_failed = True
+            leg.prefill_failure = f"{event.server}: {end.reason}"
             return self._await_verdicts()
         if not self._legs.goes_on(leg):
             return []
@@ -280,7 +280,7 @@ class RequestMachine:
             return []
         assert self.pair is not None
         wait_s = self._bounds.verdict_s
-        reason = f"{self.pair.prefill.name} failed and {self.pair.decode.name} gave no verdict in {wait_s:g} s"
+        reason = f"{leg.prefill_failure}; and {self.pair.decode.name} gave no verdict in {wait_s:g} s"
         return self._replay("no_verdict", reason)
 
     def _stop_found(self, event: StopFound) -> list[Instruction]:

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from disagg.decode_server.role import DECODE
+from disagg.engine.handoff import receive
 from disagg.engine.handoff.receive import WANT_AFTER_S
 from disagg.engine.handoff.ring_table import DOUBTFUL_S
 from disagg.engine.instructions import DialLink, DropLink, ToLink
@@ -103,6 +104,48 @@ def test_a_prompt_whose_first_token_has_logits_that_are_no_numbers_ends_on_both_
     prefill.event(sent(send))
     assert to_link(prefill.event(SendsDropped(LINK, leg.key))) == [m.Withdraw(leg.key, end.reason, False)]
     assert prefill.engine.idle and prefill.used == 0 and prefill.engine.counters.bad_logits == 1
+
+
+def test_a_leg_that_failed_before_decode_dialled_is_withdrawn_as_soon_as_it_does() -> None:
+    """Or decode would wait for its announcement, and the router for decode's verdict."""
+    prefill = Prefill(FACTS, linked=False)
+    leg, aborted = start(), start("aborted")
+    prefill.start(leg)
+    (end,) = to_router(prefill.step(0, SampledToken(0, 0, NO_TOKEN)))
+    assert isinstance(end, LegEnd) and end.outcome is Outcome.WORKER_LOST
+    prefill.start(aborted)
+    prefill.abort(aborted)
+    assert to_link(prefill.do(prefill.link_up(hello(D_REF)))) == [m.Withdraw(leg.key, end.reason)]
+
+
+def test_a_leg_that_fails_before_it_is_announced_is_withdrawn_all_the_same() -> None:
+    prefill = Prefill(changed(FACTS, num_large=2))
+    prefill.start(start("first"))
+    waiting = start("second")
+    prefill.start(waiting)
+    prefill.do(prefill.engine.end_router(1, "its lease is over"))
+    assert m.Withdraw(waiting.key, "its lease is over") in to_link(prefill.event(SendsDropped(LINK, waiting.key)))
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_leg_that_was_withdrawn_before_the_router_told_of_it_ends_at_once(announced: bool) -> None:
+    decode = Decode(FACTS)
+    leg = start(peer=P_REF)
+    if announced:
+        decode.link(m.Announce(leg.key, 6))
+    decode.link(m.Withdraw(leg.key, "for a reason"))
+    (end,) = to_router(decode.start(leg))
+    assert isinstance(end, LegEnd) and end.outcome is Outcome.PEER_LOST and "for a reason" in end.reason
+    assert decode.engine.idle and decode.used == 0
+
+
+def test_no_more_than_so_many_withdrawn_legs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive, "MAX_EARLY", 2)
+    decode = Decode(FACTS)
+    legs = [start(f"leg-{number}", peer=P_REF) for number in range(3)]
+    for leg in legs:
+        decode.link(m.Withdraw(leg.key, "for a reason"))
+    assert [outcomes(decode.start(leg)) for leg in legs] == [[], [Outcome.PEER_LOST], [Outcome.PEER_LOST]]
 
 
 def test_prefill_announces_when_decode_dials_late_and_repeats_its_first_tokens() -> None:

@@ -6,6 +6,7 @@ In Triton's interpreter; with `TRITON_INTERPRET=0`, on a CUDA device (see tests/
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -231,6 +232,18 @@ def test_logits_are_written_where_they_are_wanted(family: str, tmp_path: Path) -
         assert_same(family, sequence.outputs, sequence.logits, answer)
     heads = [part for part in model._loaded.module.modules() if isinstance(part, FusedHead)]
     assert len(heads) == counts["ends"] and all(head.out is None for head in heads)
+
+
+def test_as_many_rows_of_logits_as_there_are_rows_may_be_others(tmp_path: Path) -> None:
+    """As of steps of both phases that are captured: rows of no sequence stand behind both."""
+    make_tiny("llama", tmp_path)
+    model, _ = fused_model(tmp_path, ("ends",))
+    driver = InPlaceDriver(model, num_large=len(model.groups) * 40, page_tokens=4)
+    batch, _ = driver.host_batch_of([driver.sequence(prompt, 64) for prompt in prompts_of(((3, 64), (2, 64)))])
+    rows = torch.tensor([2, 4, 0, 0, 0])
+    plain = model.forward(replace(batch, logits_rows=torch.arange(5)).on(model.device), driver.pool)
+    wanted = model.forward(replace(batch, logits_rows=rows).on(model.device), driver.pool)
+    torch.testing.assert_close(wanted, plain[rows.to(model.device)])
 
 
 def test_settings_name_every_fusion() -> None:

@@ -208,6 +208,13 @@ def test_a_lost_prefill_server_waits_for_decodes_verdict_and_then_gives_up() -> 
     assert need(again).cause == "no_verdict"
 
 
+def test_what_prefill_said_of_its_failure_is_said_where_decode_says_nothing() -> None:
+    m = running()
+    m.handle(r.LegEnded("p0", LegEnd(LegKey("r", 1, 0), Outcome.WORKER_LOST, "its logits are no numbers")))
+    said = need(m.handle(r.VerdictTimeout(1))).reason
+    assert said == "p0: its logits are no numbers; and d0 gave no verdict in 10 s"
+
+
 def test_a_lost_prefill_server_is_no_loss_once_decode_has_spoken() -> None:
     m = running()
     lost(m, "p0")

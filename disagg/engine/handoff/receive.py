@@ -40,7 +40,7 @@ from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
 from disagg.types.sampling import MAX_CHOICES, MAX_LOGPROBS
 
-MAX_EARLY_ANNOUNCES = 4096
+MAX_EARLY = 4096  # legs of a link, announced or withdrawn before the router told of them
 MAX_CLOSED = 8192  # keys remembered after a leg's end
 WANT_AFTER_S = 1.0  # after SentAll, with nothing landing
 
@@ -289,6 +289,9 @@ class Receiver(Handoff):
         transfer.session.slices = link.slices
         announced = link.early.pop(transfer.key, None)
         tokens = link.early_tokens.pop(transfer.key, None)
+        if (withdrawn := link.withdrawn.pop(transfer.key, None)) is not None:
+            self._withdrawn(link, withdrawn)
+            return
         try:
             if announced is not None:
                 self._announced(transfer, announced, now)
@@ -301,7 +304,7 @@ class Receiver(Handoff):
         transfer = self._of(link, message.key)
         if transfer is not None:
             self._announced(transfer, message.num_tokens, now)
-        elif message.key in self._closed or len(link.early) >= MAX_EARLY_ANNOUNCES:
+        elif message.key in self._closed or len(link.early) >= MAX_EARLY:
             aborted = self._closed.get(message.key, False)
             self._out.append(ToLink(link.number, m.Revoke(message.key, "not wanted", aborted)))
         else:
@@ -379,6 +382,11 @@ class Receiver(Handoff):
     def _withdrawn(self, link: ReceiveLink, message: m.Withdraw) -> None:
         link.forget(message.key)
         transfer = self._of(link, message.key)
+        if transfer is None and message.key not in self._closed:
+            link.withdrawn[message.key] = (
+                message  # the router's leg is still to come, and would wait for what never comes
+            )
+            forget_oldest(link.withdrawn, MAX_EARLY)
         if transfer is None or not transfer.session.open:
             return
         reason = f"prefill gave it up: {message.reason}"

@@ -27,7 +27,7 @@ from disagg.engine.sequences import Sequence
 from disagg.memory.sequence import SequencePages
 from disagg.memory.spans import pages_for
 from disagg.messages import link as m
-from disagg.messages.legs import Outcome, StartLeg
+from disagg.messages.legs import Outcome, PeerRef, StartLeg
 from disagg.messages.pieces import RankSlice
 from disagg.messages.transfer import (
     AddPeer,
@@ -45,9 +45,12 @@ from disagg.staging.pieces import group_piece_bytes
 from disagg.staging.slices import head_turns
 from disagg.transfer.session import MAX_PIECES, Cut, Offer, SendSession
 from disagg.transfer.states import SendState
+from disagg.types.bounded import forget_oldest
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
 
+UNASKED = frozenset({Outcome.GIVEN_BACK, Outcome.REFUSED})  # ends after which no router waits for what decode says
+MAX_UNTOLD = 4096  # legs that ended before their decode server had dialled
 COMPUTED = -1  # as the number of a plan: one that has long been computed
 
 
@@ -63,6 +66,9 @@ class Sender(Handoff, Onward):
         self._out = core.out
         self.transfers: dict[LegKey, Sending] = {}
         self.links: dict[int, SendLink] = {}
+        self._untold: dict[
+            LegKey, tuple[PeerRef, m.Withdraw]
+        ] = {}  # oldest first: to be withdrawn as soon as there is a link
         self.lost_links = LostLinks(facts.tp)
         self._fitting = Fitting(
             facts.model.groups, facts.memory.page_tokens, facts.scheduling.chunk_tokens, facts.transfer.gather_bytes
@@ -82,12 +88,16 @@ class Sender(Handoff, Onward):
 
     def close(self, leg: Leg, outcome: Outcome, reason: str) -> None:
         transfer = self.transfers[leg.key]
-        transfer.withdraw_reason = reason
+        if transfer.announced or not (leg.aborted or outcome in UNASKED):
+            transfer.withdraw = m.Withdraw(leg.key, reason, leg.aborted)
         if transfer.session.give_up():
             if transfer.link in self.links:
                 self._drop_sends(transfer)
             elif transfer.link not in self.lost_links:
                 transfer.session.dropped()
+                if transfer.link is None and transfer.withdraw is not None:
+                    self._untold[leg.key] = (leg.start.peer, transfer.withdraw)
+                    forget_oldest(self._untold, MAX_UNTOLD)
         self._let_go(transfer)
 
     def holds(self, leg: Leg) -> bool:
@@ -247,6 +257,11 @@ class Sender(Handoff, Onward):
             )
             self._out.append(ToTransfer(None, peer))
         self._tell_quiet(number, self.lost_links.quiet(hello))
+        for key, (wanted, withdraw) in list(self._untold.items()):
+            if wanted.name == hello.name:
+                del self._untold[key]
+                if wanted.incarnation == hello.incarnation:
+                    self._out.append(ToLink(number, withdraw))
         for transfer in list(self.transfers.values()):
             wanted = transfer.leg.start.peer
             if transfer.link is None and wanted.name == hello.name:
@@ -447,7 +462,7 @@ class Sender(Handoff, Onward):
 
     def _dropped(self, transfer: Sending) -> None:
         """No write of this leg is under way any more."""
-        key, leg = transfer.key, transfer.leg
+        key = transfer.key
         transfer.session.dropped()
         self._let_go(transfer)
         link = self.links.get(transfer.link) if transfer.link is not None else None
@@ -457,8 +472,8 @@ class Sender(Handoff, Onward):
         link.forget(key)
         if transfer.tell_drained:
             self._out.append(ToLink(link.number, m.Drained(key)))
-        elif transfer.announced:
-            self._out.append(ToLink(link.number, m.Withdraw(key, transfer.withdraw_reason, leg.aborted)))
+        elif transfer.withdraw is not None:
+            self._out.append(ToLink(link.number, transfer.withdraw))
         for ring_no in rings | set(link.rings):
             self._close_ring_if_quiet(link, ring_no)
 

@@ -31,7 +31,7 @@ class Sending:
     granted_choices: int = 0  # how many of its choices, the first ones, have slots on decode
     dropping: set[int] = field(default_factory=set)  # ranks that have yet to say SendsDropped
     tell_drained: bool = False
-    withdraw_reason: str = ""
+    withdraw: m.Withdraw | None = None  # once it has ended, if decode has to know
 
     @property
     def key(self) -> LegKey:
