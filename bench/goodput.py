@@ -3,7 +3,7 @@
 A random model of Llama-3.1-8B's shape, clusters with nothing set but what is compared, and one client program, an open loop of
 Poisson arrivals with the same moments and lengths for all, at several rates each:
 
-    on one GPU      one mixed server under `sarathi`, `vllm`, `orca`, and `sarathi` with chunks of 512 (8192 by default)
+    on one GPU      one mixed server under `sarathi`, `vllm`, `orca`, and `sarathi` with chunks of 8192 (512 by default)
     on two GPUs     one prefill and one decode server; two mixed servers under `sarathi`
 
 Goodput, the highest rate at which P99 TTFT and P99 ITL are within an SLO, is read off the same rungs for each `--slo`. Rates are
@@ -61,16 +61,17 @@ CONFIGURATIONS = {
         Configuration("sarathi", 1, mixed(1, "sarathi"), "a mixed server"),
         Configuration("vllm", 1, mixed(1, "vllm"), "a mixed server"),
         Configuration("orca", 1, mixed(1, "orca"), "a mixed server"),
-        Configuration("sarathi-512", 1, mixed(1, "sarathi", "--chunk-tokens", "512"), "the same in chunks of 512"),
+        Configuration("sarathi-8192", 1, mixed(1, "sarathi", "--chunk-tokens", "8192"), "the same in chunks of 8192"),
         Configuration("1p1d", 2, ("--prefill", "1", "--decode", "1"), "a prefill and a decode server"),
         Configuration("2mixed", 2, mixed(2, "sarathi"), "two mixed servers"),
         # Only when they are asked for:
-        Configuration("2mixed-512", 2, mixed(2, "sarathi", "--chunk-tokens", "512"), "two, in chunks of 512"),
+        Configuration("sarathi-256", 1, mixed(1, "sarathi", "--chunk-tokens", "256"), "the same in chunks of 256"),
+        Configuration("2mixed-8192", 2, mixed(2, "sarathi", "--chunk-tokens", "8192"), "two, in chunks of 8192"),
         Configuration("simple_chunking", 1, mixed(1, "simple_chunking"), "a mixed server"),
         Configuration("faster_transformer", 1, mixed(1, "faster_transformer"), "a mixed server"),
     )
 }
-DEFAULT = ("sarathi", "vllm", "orca", "sarathi-512", "1p1d", "2mixed")
+DEFAULT = ("sarathi", "vllm", "orca", "sarathi-8192", "1p1d", "2mixed")
 SLOS = (
     "ttft=1s,itl=15ms",
     "ttft=1s,itl=25ms",

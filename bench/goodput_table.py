@@ -46,11 +46,8 @@ class Pair(Struct, frozen=True):
 PAIRS = (
     Pair("sarathi", "orca", 2.0),
     Pair("sarathi", "vllm", 1.3),
-    Pair("sarathi-512", "orca", 2.0),
-    Pair("sarathi-512", "vllm", 1.3),
     Pair("1p1d", "2mixed", 1.3, tight=True),
-    Pair("1p1d", "2mixed-512", 1.3, tight=True),
-    Pair("1p1d", "sarathi-512", 1.3, tight=True),
+    Pair("1p1d", "sarathi", 1.3, tight=True),
 )
 
 

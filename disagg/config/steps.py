@@ -4,6 +4,9 @@ A GPU reads all weights in every step, so steps should be large: products of 819
 of 512 tokens five sixths of it (docs/benchmarks.md). Other prompts wait for a step that has begun, so it should be short, too:
 8192 tokens of a model of 8e9 parameters take a fifth of a second. A CPU is busy with few tokens.
 
+Where prompts are computed beside sequences that decode, these wait for every such step, so it has no more than 512 tokens: of
+8e9 parameters they take 17 ms instead of a fifth of a second, and a captured step has them beside all that decode.
+
 A GPU reads pages of 64 tokens faster than shorter ones: steps of decode take 1 to 2% less. Longer ones bring little more, and
 what is cached of a prompt ends at whole pages.
 """
@@ -20,6 +23,7 @@ from disagg.config.tree import EngineConfig
 
 MOST_CHUNK_TOKENS = 8192
 LEAST_CHUNK_TOKENS = 1024
+MIXED_CHUNK_TOKENS = 512
 STEP_PARAMETERS = 9_000_000_000  # of a rank, whose MOST_CHUNK_TOKENS take as long as a step may
 
 
@@ -35,15 +39,18 @@ _CPU = _Steps(CPU_PAGE_TOKENS, chunk_tokens=256, max_running=64)
 _GPU_MAX_RUNNING = 256  # more sequences bring little: products of so many rows take as long as reading their weights
 
 
-def size_steps(engine: EngineConfig, device: Device, rank_parameters: int) -> tuple[EngineConfig, str]:
+def size_steps(
+    engine: EngineConfig, device: Device, rank_parameters: int, *, mixed: bool = False
+) -> tuple[EngineConfig, str]:
     """The same, with sizes for the device and the model where they are 0; and what was chosen, for the log: maybe nothing.
 
-    rank_parameters: weights of one rank.
+    rank_parameters: weights of one rank. mixed: prompts are computed beside sequences that decode.
     """
     steps = _CPU
     if device != "cpu":
         pages = GPU_PAGE_TOKENS if engine.checkpoint_tokens % GPU_PAGE_TOKENS == 0 else CPU_PAGE_TOKENS
-        steps = _Steps(pages, _gpu_chunk_tokens(rank_parameters), _GPU_MAX_RUNNING)
+        chunk_tokens = MIXED_CHUNK_TOKENS if mixed else _gpu_chunk_tokens(rank_parameters)
+        steps = _Steps(pages, chunk_tokens, _GPU_MAX_RUNNING)
     open_ones: Mapping[str, int] = {
         name: getattr(steps, name) for name in steps.__struct_fields__ if not getattr(engine, name)
     }

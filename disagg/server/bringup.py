@@ -164,7 +164,9 @@ class Bringup:
 
     async def run(self, workers: Workers, inspected: InspectedModel) -> Incarnation:
         """From processes that have been started on."""
-        engine, chosen = size_steps(self.config.engine, self.device, inspected.num_parameters // self.config.server.tp)
+        rank_parameters = inspected.num_parameters // self.config.server.tp
+        mixed = self.role.role is Role.MIXED
+        engine, chosen = size_steps(self.config.engine, self.device, rank_parameters, mixed=mixed)
         if chosen:
             logger.info("%s", chosen)
         if inspected.max_model_len_note:

@@ -158,7 +158,7 @@ def test_stages_share_the_time_and_none_runs_over_it(end_s: float, stages: int) 
 def test_clusters_that_fit_run_side_by_side() -> None:
     chosen = [CONFIGURATIONS[name] for name in DEFAULT]
     names = [[each.name for each in stage] for stage in packed(chosen, 2)]
-    assert names == [["sarathi", "vllm"], ["orca", "sarathi-512"], ["1p1d"], ["2mixed"]]
+    assert names == [["sarathi", "vllm"], ["orca", "sarathi-8192"], ["1p1d"], ["2mixed"]]
     assert [len(stage) for stage in packed(chosen, 4)] == [4, 2] and [len(stage) for stage in packed(chosen, 8)] == [6]
     assert [each.name for stage in packed(chosen, 1) for each in stage] == list(DEFAULT[:4])
     assert {each.one for each in PAIRS} | {each.other for each in PAIRS} <= set(CONFIGURATIONS)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.config.steps import LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS, STEP_PARAMETERS, size_steps
+from disagg.config.steps import LEAST_CHUNK_TOKENS, MIXED_CHUNK_TOKENS, MOST_CHUNK_TOKENS, STEP_PARAMETERS, size_steps
 from disagg.config.tree import EngineConfig
+from disagg.models import mixed_graphs
 
 
 def test_a_gpu_has_large_steps_and_a_cpu_small_ones() -> None:
@@ -19,6 +20,15 @@ def test_a_gpu_has_large_steps_and_a_cpu_small_ones() -> None:
     cpu, why = size_steps(EngineConfig(), "cpu", 135_000_000)
     assert (cpu.page_tokens, cpu.chunk_tokens, cpu.max_running) == (16, 256, 64)
     assert why.endswith("chosen for a CPU")
+
+
+def test_prompts_that_are_computed_beside_decodes_come_in_small_chunks() -> None:
+    gpu, why = size_steps(EngineConfig(), "cuda", 8_030_000_000, mixed=True)
+    assert (gpu.chunk_tokens, gpu.max_running) == (MIXED_CHUNK_TOKENS, 256) and "engine.chunk_tokens = 512" in why
+    assert gpu.chunk_tokens + gpu.max_running <= mixed_graphs.SIZES[-1], "its steps are captured"
+    assert size_steps(EngineConfig(), "cpu", 135_000_000, mixed=True) == size_steps(EngineConfig(), "cpu", 135_000_000)
+    given_one, _ = size_steps(EngineConfig(chunk_tokens=4096), "cuda", 10**9, mixed=True)
+    assert given_one.chunk_tokens == 4096
 
 
 def test_what_is_set_stays() -> None:

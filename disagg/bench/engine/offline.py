@@ -150,16 +150,16 @@ class Offline:
         await self._workers.stop()
 
     def _with_room(self, config: Config, most: int) -> Config:
-        """Raises ConfigError where fewer sequences may run than are asked for."""
+        """With the sizes of steps that each phase has alone. Raises ConfigError where fewer sequences may run than are asked for."""
         engine, _ = size_steps(config.engine, self.device, self.inspected.num_parameters // config.server.tp)
         if engine.max_running >= most:
-            return config
+            return replace(config, engine=engine)
         if config.engine.max_running:
             raise ConfigError(
                 f"engine.max_running = {config.engine.max_running}: {most} sequences are to run at once; set it to "
                 "that, or ask for fewer"
             )
-        return replace(config, engine=replace(config.engine, max_running=most))
+        return replace(config, engine=replace(engine, max_running=most))
 
     async def _tick(self) -> None:
         while True:
