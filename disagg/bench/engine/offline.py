@@ -150,7 +150,7 @@ class Offline:
         await self._workers.stop()
 
     def _with_room(self, config: Config, most: int) -> Config:
-        """With the sizes of steps that each phase has alone. Raises ConfigError where fewer sequences may run than are asked for."""
+        """With steps as large as each phase has alone. Raises ConfigError where fewer sequences may run than are asked for."""
         engine, _ = size_steps(config.engine, self.device, self.inspected.num_parameters // config.server.tp)
         if engine.max_running >= most:
             return replace(config, engine=engine)
