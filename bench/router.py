@@ -1,6 +1,7 @@
 """What the router costs by itself: `python -m bench.router`. Servers answer at once and compute nothing; a few minutes.
 
-One router process, fake servers and clients in processes of their own. Servers speak `Server.Attach` as real ones do:
+One router process, or `--routers` that share a port; fake servers and clients in processes of their own. Servers speak
+`Server.Attach` as real ones do:
 
     paced     every stream gets a token at each multiple of PERIOD_S of the machine's clock, and its letter says at which, so a
               client knows when it was due: what lies between is added, with the fake's and the client's own lateness in it
@@ -8,7 +9,8 @@ One router process, fake servers and clients in processes of their own. Servers 
     short     answers of one token, one after the other by so many clients: requests a second, likewise
     idle      streams that begin and then say nothing: memory of each; then the router is killed and started again
 
-On a machine that others use, what counts are the rates by the router's own processor time. `--peer COMMAND` measures another
+On a machine that others use, what counts are the rates by the routers' own processor time. How several routers scale needs a
+processor for each of them, of the fakes (two for each of `--pairs`) and of the `--clients`. `--peer COMMAND` measures another
 router in the same way, with fake OpenAI workers over HTTP: in COMMAND {port} is where it is to listen, {one} and {two} are its
 workers' URLs.
 """
@@ -35,6 +37,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -49,7 +52,6 @@ from tests.router.fake_server import MODEL, TOKENIZER, FakeServer, first_index, 
 PERIOD_S = 0.05
 START_S = 120.0
 RUN_S = 300.0
-CLIENTS = 2  # processes
 PROMPT = list(range(97, 105))
 LETTERS = 26
 TOKENS = [TOKENIZER.encode(chr(ord("a") + n))[0] for n in range(LETTERS)]
@@ -259,18 +261,26 @@ def hold(port: int, streams: int, told: Connection) -> None:
 
 
 class Running(Struct):
-    """A router that is measured."""
+    """Routers that are measured, behind one port. clients: processes that ask them."""
 
-    process: subprocess.Popen[bytes]
+    processes: list[subprocess.Popen[bytes]]
     port: int
+    clients: int
 
     def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """Of all of them."""
+        stats = (Path(f"/proc/{each.pid}/stat").read_text().rpartition(")")[2].split() for each in self.processes)
+        return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
 
     def rss(self) -> int:
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) << 10
+        """Of all of them."""
+        lines = (line for each in self.processes for line in Path(f"/proc/{each.pid}/status").read_text().splitlines())
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
+
+    def kill(self) -> None:
+        for each in self.processes:
+            each.send_signal(signal.SIGKILL)
+            each.wait()
 
 
 def wait_for(done: Any, what: str) -> None:
@@ -302,22 +312,28 @@ def fakes(targets: Sequence[tuple[Any, ...]]) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], port: int, log: Path) -> Iterator[Running]:
+def running(
+    commands: Sequence[Sequence[str]], port: int, own_ports: Sequence[int], clients: int, log: Path
+) -> Iterator[Running]:
+    """own_ports: where each of them says whether it is well."""
     with log.open("ab") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, preexec_fn=raise_files)
+        processes = [
+            subprocess.Popen(command, stdout=file, stderr=file, preexec_fn=raise_files) for command in commands
+        ]
+    router = Running(processes, port, clients)
     try:
-        url = f"http://127.0.0.1:{port}"
-        wait_for(
-            lambda: httpx.get(f"{url}/health", timeout=5).status_code == 200,
-            f"{command[0]} (its log: {log.read_text()[-500:]})",
-        )
-        yield Running(process, port)
+        for own in own_ports:
+            wait_for(
+                lambda url=f"http://127.0.0.1:{own}/health": httpx.get(url, timeout=5).status_code == 200,
+                f"{commands[0][0]} (its log: {log.read_text()[-500:]})",
+            )
+        yield router
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        router.kill()
 
 
-def our_command(folder: Path, ports: Sequence[int], port: int) -> tuple[str, ...]:
+def our_commands(folder: Path, ports: Sequence[int], port: int, own_ports: Sequence[int]) -> Iterator[tuple[str, ...]]:
+    """Of one router on `port`, or of several that share it and have a port each beside it."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
     facts = json.loads((write_model(model) / "config.json").read_text())
@@ -327,20 +343,23 @@ def our_command(folder: Path, ports: Sequence[int], port: int) -> tuple[str, ...
         for n in range(len(ports) // 2)
         for at, role in enumerate(("prefill", "decode"))
     )
-    file = folder / "router.toml"
-    file.write_text(
-        f'[model]\nname = "{model}"\nserved_name = "{MODEL}"\n[router]\nname = "bench"\n'
-        f"http_port = {port}\ngrpc_port = {free_port()}\nmax_inflight = 11000\n"
-        f"max_queued = 100\nmax_connections = 11000\nservers = [{servers}]\ntenant_share = 1.0\nrequest_deadline_s = 3600.0\n"
-    )
-    return (sys.executable, "-m", "disagg.cli", "router", "--config", str(file))
+    grpc_port = free_port()
+    for number, own in enumerate(own_ports):
+        shared = f"share_ports = true\nown_http_port = {own}\n" if own != port else ""
+        file = folder / f"router-{number}.toml"
+        file.write_text(
+            f'[model]\nname = "{model}"\nserved_name = "{MODEL}"\n[router]\nname = "bench-{number}"\n{shared}'
+            f"http_port = {port}\ngrpc_port = {grpc_port}\nmax_inflight = 11000\nmax_queued = 100\n"
+            f"max_connections = 11000\nservers = [{servers}]\ntenant_share = 1.0\nrequest_deadline_s = 3600.0\n"
+        )
+        yield (sys.executable, "-m", "disagg.cli", "router", "--config", str(file))
 
 
 # ---- measuring
 
 
 def measure(router: Running, pool: ProcessPoolExecutor, name: str, streams: int, outputs: int, rounds: int) -> None:
-    clients = min(CLIENTS, streams)
+    clients = min(router.clients, streams)
     shares = [streams // clients + (n < streams % clients) for n in range(clients)]
     cpu_s, began_s = router.cpu_s(), time.perf_counter()
     found = list(
@@ -380,8 +399,7 @@ def idle(router: Running, streams: int) -> None:
         f"({router.rss() >> 20} MiB in all); healthy: {ok} {causes or ''}",
         flush=True,
     )
-    router.process.send_signal(signal.SIGKILL)
-    router.process.wait()
+    router.kill()
     process.kill()
     process.join()
 
@@ -391,25 +409,30 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 256, 1024])
     parser.add_argument("--idle", type=int, default=10_000, help="streams that say nothing; 0: none")
     parser.add_argument("--pairs", type=int, default=1)
+    parser.add_argument("--routers", type=int, default=1, help="that share the port")
+    parser.add_argument("--clients", type=int, default=2, help="processes")
     parser.add_argument("--peer", metavar="COMMAND", help="another router, started so")
     options = parser.parse_args()
     raise_files()
     roles = [(serve, f"{r.value}-{n}", r) for n in range(options.pairs) for r in (Role.PREFILL, Role.DECODE)]
-    pool = ProcessPoolExecutor(CLIENTS, multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(options.clients, multiprocessing.get_context("spawn"))
     with tempfile.TemporaryDirectory() as name, fakes([(serve_openai,)] * 2 if options.peer else roles) as ports, pool:
         folder, port = Path(name), free_port()
-        command: Sequence[str] = our_command(folder, ports, port) if not options.peer else ()
+        own_ports = [port] if options.routers == 1 or options.peer else [free_port() for _ in range(options.routers)]
         if options.peer:
             one_url, two_url = (f"http://127.0.0.1:{each}" for each in ports)
-            command = shlex.split(options.peer.format(port=port, one=one_url, two=two_url))
+            commands: list[Sequence[str]] = [shlex.split(options.peer.format(port=port, one=one_url, two=two_url))]
+        else:
+            commands = list(our_commands(folder, ports, port, own_ports))
+        start = partial(running, commands, port, own_ports, options.clients, folder / "log")
         print(
             f"load of the machine: {', '.join(f'{each:.1f}' for each in os.getloadavg())} on {os.cpu_count()} processors\n"
         )
         print(
-            "| | streams | requests/s | tokens/s | requests per s of its processor | tokens per s of its processor "
+            "| | streams | requests/s | tokens/s | requests per s of processor | tokens per s of processor "
             "| first token ms, P50 / P99 | added to each token ms, P50 / P99 |\n|---|---:|---:|---:|---:|---:|---:|---:|"
         )
-        with running(command, port, folder / "log") as router:
+        with start() as router:
             measure(router, pool, "warm-up", 8, 8, 2)
             for streams in options.streams:
                 measure(router, pool, "paced", streams, 60, 1)
@@ -418,7 +441,7 @@ def main() -> None:
             if options.idle and not options.peer:
                 idle(router, options.idle)
         if options.idle and not options.peer:
-            with running(command, port, folder / "log") as router:
+            with start() as router:
                 measure(router, pool, "after a restart", 64, 20, 1)
 
 
