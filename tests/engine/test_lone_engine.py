@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from disagg.decode_server.role import DECODE
-from disagg.engine.handoff import receive
+from disagg.engine.handoff import withdrawals
 from disagg.engine.handoff.receive import WANT_AFTER_S
 from disagg.engine.handoff.ring_table import DOUBTFUL_S
 from disagg.engine.instructions import DialLink, DropLink, ToLink
@@ -139,8 +139,36 @@ def test_a_leg_that_was_withdrawn_before_the_router_told_of_it_ends_at_once(anno
     assert decode.engine.idle and decode.used == 0
 
 
+def test_a_leg_that_was_withdrawn_over_a_link_that_is_gone_ends_at_once_too() -> None:
+    decode = Decode(FACTS)
+    leg = start(peer=P_REF)
+    decode.link(m.Withdraw(leg.key, "for a reason"))
+    decode.lose_link("cut")
+    assert outcomes(decode.start(leg)) == [Outcome.PEER_LOST]
+    decode.link_up(hello(P_REF), LINK + 1)
+    decode.link(m.Withdraw(LegKey("other", 0, 0), "for a reason"), LINK + 1)
+    assert outcomes(decode.start(start("other", peer=PeerRef("P", "p:1", "p2")))) == [], "another incarnation's"
+
+
+def test_a_leg_whose_link_is_lost_is_withdrawn_over_the_one_after_it() -> None:
+    """Decode may have had no link when it heard of the leg, and wait for it on the next one."""
+    prefill = Prefill(FACTS)
+    leg, failed = start(), start("failed", first_token=50)
+    prefill.start(failed)
+    prefill.step(0, SampledToken(0, 0, NO_TOKEN))
+    prefill.start(leg)
+    assert outcomes(prefill.lose_link("cut")) == [Outcome.PEER_LOST], (
+        "the other one's ranks have yet to drop its writes"
+    )
+    told = to_link(prefill.do(prefill.link_up(hello(D_REF), LINK + 1)))
+    assert {each.key: each.reason[:12] for each in told if isinstance(each, m.Withdraw)} == {
+        failed.key: "the logits o",
+        leg.key: "cut",
+    }
+
+
 def test_no_more_than_so_many_withdrawn_legs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive, "MAX_EARLY", 2)
+    monkeypatch.setattr(withdrawals, "MOST_WITHDRAWALS", 2)
     decode = Decode(FACTS)
     legs = [start(f"leg-{number}", peer=P_REF) for number in range(3)]
     for leg in legs:

@@ -16,6 +16,7 @@ from disagg.engine.handoff.grants import Grants
 from disagg.engine.handoff.handoff import Handoff
 from disagg.engine.handoff.receiving import ReceiveLink, Receiving
 from disagg.engine.handoff.ring_owner import RingOwner
+from disagg.engine.handoff.withdrawals import Withdrawals
 from disagg.engine.instructions import DialLink, DropLink, ToLink, ToTransfer
 from disagg.engine.legs import Leg
 from disagg.engine.now import Now
@@ -40,7 +41,7 @@ from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
 from disagg.types.sampling import MAX_CHOICES, MAX_LOGPROBS
 
-MAX_EARLY = 4096  # legs of a link, announced or withdrawn before the router told of them
+MAX_EARLY_ANNOUNCES = 4096
 MAX_CLOSED = 8192  # keys remembered after a leg's end
 WANT_AFTER_S = 1.0  # after SentAll, with nothing landing
 
@@ -59,6 +60,7 @@ class Receiver(Handoff):
         self._grants = Grants(core, choices, self.rings)
         self.transfers: dict[LegKey, Receiving] = {}
         self.links: dict[int, ReceiveLink] = {}
+        self._early_withdrawals = Withdrawals()  # of legs that no router has told of yet
         self._closed: dict[LegKey, bool] = {}  # recently, oldest first, and if aborted: late announces are refused
 
     # ---- a leg
@@ -75,6 +77,9 @@ class Receiver(Handoff):
         session = ReceiveSession(leg.num_tokens, self._facts.model.groups, ())
         transfer = self.transfers[leg.key] = Receiving(leg, session)
         peer = leg.start.peer
+        if (withdraw := self._early_withdrawals.take(leg.key, (peer.name, peer.incarnation))) is not None:
+            self._give_up(leg, withdraw)
+            return
         for number, link in self.links.items():
             if (link.hello.name, link.hello.incarnation) == (peer.name, peer.incarnation):
                 self._attach(transfer, number, now)
@@ -289,9 +294,6 @@ class Receiver(Handoff):
         transfer.session.slices = link.slices
         announced = link.early.pop(transfer.key, None)
         tokens = link.early_tokens.pop(transfer.key, None)
-        if (withdrawn := link.withdrawn.pop(transfer.key, None)) is not None:
-            self._withdrawn(link, withdrawn)
-            return
         try:
             if announced is not None:
                 self._announced(transfer, announced, now)
@@ -304,7 +306,7 @@ class Receiver(Handoff):
         transfer = self._of(link, message.key)
         if transfer is not None:
             self._announced(transfer, message.num_tokens, now)
-        elif message.key in self._closed or len(link.early) >= MAX_EARLY:
+        elif message.key in self._closed or len(link.early) >= MAX_EARLY_ANNOUNCES:
             aborted = self._closed.get(message.key, False)
             self._out.append(ToLink(link.number, m.Revoke(message.key, "not wanted", aborted)))
         else:
@@ -382,18 +384,17 @@ class Receiver(Handoff):
     def _withdrawn(self, link: ReceiveLink, message: m.Withdraw) -> None:
         link.forget(message.key)
         transfer = self._of(link, message.key)
-        if transfer is None and message.key not in self._closed:
-            link.withdrawn[message.key] = (
-                message  # the router's leg is still to come, and would wait for what never comes
-            )
-            forget_oldest(link.withdrawn, MAX_EARLY)
-        if transfer is None or not transfer.session.open:
-            return
-        reason = f"prefill gave it up: {message.reason}"
-        if message.aborted:
-            self._legs.abort(transfer.leg, reason)
+        if message.key not in self.transfers and message.key not in self._closed:
+            self._early_withdrawals.note((link.hello.name, link.hello.incarnation), message)
+        if transfer is not None and transfer.session.open:
+            self._give_up(transfer.leg, message)
+
+    def _give_up(self, leg: Leg, withdraw: m.Withdraw) -> None:
+        reason = f"prefill gave it up: {withdraw.reason}"
+        if withdraw.aborted:
+            self._legs.abort(leg, reason)
         else:
-            self._legs.close(transfer.leg, Outcome.PEER_LOST, reason)
+            self._legs.close(leg, Outcome.PEER_LOST, reason)
 
     # ---- the end of a transfer
 

@@ -46,7 +46,6 @@ class ReceiveLink:
     slices: tuple[tuple[int, ...], ...]  # of a piece: by layer group and rank
     early: dict[LegKey, int] = field(default_factory=dict)  # announced before the router's leg came: num_tokens
     early_tokens: dict[LegKey, m.FirstTokens] = field(default_factory=dict)
-    withdrawn: dict[LegKey, m.Withdraw] = field(default_factory=dict)  # likewise, oldest first
 
     def forget(self, key: LegKey) -> None:
         self.early.pop(key, None)

@@ -19,6 +19,7 @@ from disagg.engine.handoff.handoff import Handoff
 from disagg.engine.handoff.lost_links import LostLinks, peer_of
 from disagg.engine.handoff.send_link import SendLink
 from disagg.engine.handoff.sending import Sending, first_held
+from disagg.engine.handoff.withdrawals import Withdrawals
 from disagg.engine.instructions import DropLink, ForgetLink, ToLink, ToTransfer
 from disagg.engine.legs import Leg
 from disagg.engine.now import Now
@@ -27,7 +28,7 @@ from disagg.engine.sequences import Sequence
 from disagg.memory.sequence import SequencePages
 from disagg.memory.spans import pages_for
 from disagg.messages import link as m
-from disagg.messages.legs import Outcome, PeerRef, StartLeg
+from disagg.messages.legs import Outcome, StartLeg
 from disagg.messages.pieces import RankSlice
 from disagg.messages.transfer import (
     AddPeer,
@@ -45,12 +46,10 @@ from disagg.staging.pieces import group_piece_bytes
 from disagg.staging.slices import head_turns
 from disagg.transfer.session import MAX_PIECES, Cut, Offer, SendSession
 from disagg.transfer.states import SendState
-from disagg.types.bounded import forget_oldest
 from disagg.types.errors import ProtocolError
 from disagg.types.ids import LegKey
 
 UNASKED = frozenset({Outcome.GIVEN_BACK, Outcome.REFUSED})  # ends after which no router waits for what decode says
-MAX_UNTOLD = 4096  # legs that ended before their decode server had dialled
 COMPUTED = -1  # as the number of a plan: one that has long been computed
 
 
@@ -66,9 +65,7 @@ class Sender(Handoff, Onward):
         self._out = core.out
         self.transfers: dict[LegKey, Sending] = {}
         self.links: dict[int, SendLink] = {}
-        self._untold: dict[
-            LegKey, tuple[PeerRef, m.Withdraw]
-        ] = {}  # oldest first: to be withdrawn as soon as there is a link
+        self._untold = Withdrawals()
         self.lost_links = LostLinks(facts.tp)
         self._fitting = Fitting(
             facts.model.groups, facts.memory.page_tokens, facts.scheduling.chunk_tokens, facts.transfer.gather_bytes
@@ -95,9 +92,8 @@ class Sender(Handoff, Onward):
                 self._drop_sends(transfer)
             elif transfer.link not in self.lost_links:
                 transfer.session.dropped()
-                if transfer.link is None and transfer.withdraw is not None:
-                    self._untold[leg.key] = (leg.start.peer, transfer.withdraw)
-                    forget_oldest(self._untold, MAX_UNTOLD)
+            if transfer.link not in self.links:
+                self._tell_later(transfer)
         self._let_go(transfer)
 
     def holds(self, leg: Leg) -> bool:
@@ -257,11 +253,7 @@ class Sender(Handoff, Onward):
             )
             self._out.append(ToTransfer(None, peer))
         self._tell_quiet(number, self.lost_links.quiet(hello))
-        for key, (wanted, withdraw) in list(self._untold.items()):
-            if wanted.name == hello.name:
-                del self._untold[key]
-                if wanted.incarnation == hello.incarnation:
-                    self._out.append(ToLink(number, withdraw))
+        self._out.extend(ToLink(number, withdraw) for withdraw in self._untold.take_all(peer_of(hello)))
         for transfer in list(self.transfers.values()):
             wanted = transfer.leg.start.peer
             if transfer.link is None and wanted.name == hello.name:
@@ -280,7 +272,14 @@ class Sender(Handoff, Onward):
         self.lost_links.add(link)
         self._out.append(ToTransfer(None, RemovePeer(number)))
         for transfer in [transfer for transfer in self.transfers.values() if transfer.link == number]:
+            if transfer.leg.ended:
+                self._tell_later(transfer)  # its ranks had yet to say that nothing of it is under way
             self._legs.close(transfer.leg, Outcome.PEER_LOST, reason)
+
+    def _tell_later(self, transfer: Sending) -> None:
+        if transfer.withdraw is not None and not transfer.tell_drained:
+            peer = transfer.leg.start.peer
+            self._untold.note((peer.name, peer.incarnation), transfer.withdraw)
 
     def link_message(self, number: int, message: m.LinkMessage, now: Now) -> None:
         link = self.links.get(number)
