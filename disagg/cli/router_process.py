@@ -201,11 +201,12 @@ async def _serve_faces(
         where = {"http": http.base_url, "grpc_port": running.grpc_port}
         log.info("router is listening", extra={**where, **({"own_http": own[0].base_url} if own else {})})
         stop = asyncio.create_task(stopping.wait())
-        end = asyncio.create_task(http.wait())
-        await asyncio.wait((stop, end), return_when=asyncio.FIRST_COMPLETED)
+        ends = [asyncio.create_task(each.wait()) for each in (http, *own)]
+        await asyncio.wait((stop, *ends), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
-        if end.done():
-            end.result()  # raises what ended it
+        for end in ends:
+            if end.done():
+                end.result()  # raises what ended it
         log.info("draining", extra={"drain_s": config.router.drain_s})
         stack.pop_all()
         if router.share_ports:  # who connects from now on comes to another router

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from disagg.memory.changes import Changes
 from disagg.messages.legs import KvEvents
 from disagg.offload.spans import KNOWN, Key, know
+from disagg.types.bounded import forget_oldest
 
 
 class StoredPages:
@@ -22,6 +23,7 @@ class StoredPages:
         self._prefixes: OrderedDict[bytes, None] = OrderedDict()
         self._pages: OrderedDict[Key, None] = OrderedDict()
         self._changes: Changes[Key] = Changes()
+        self._ends: dict[Key, None] = {}  # where prefixes were found to end since somebody last asked
 
     def has_prefix(self, page_hash: bytes) -> bool:
         """Up to this page all that a sequence needs is there."""
@@ -38,11 +40,12 @@ class StoredPages:
                 self._changes.came(key)
             self._pages[key] = None
             self._pages.move_to_end(key)
-        while len(self._pages) > self._known:
-            self._changes.left(self._pages.popitem(last=False)[0])
+        forget_oldest(self._pages, self._known)  # what is forgotten is stored still, so that is not told
 
     def lost(self, hashes: Sequence[bytes]) -> None:
-        """Nothing of these is there."""
+        """Nothing of these is there: the rest of a prefix. Where that begins is told in any case, since others that are no more
+        may have told that it is there."""
+        self._ends.update(dict.fromkeys((g, page_hash) for page_hash in hashes[:1] for g in self._groups))
         for page_hash in hashes:
             self._prefixes.pop(page_hash, None)
             for g in self._groups:
@@ -53,7 +56,9 @@ class StoredPages:
     def take_events(self) -> KvEvents:
         """Pages that have become known, and are known no longer, since this was last asked."""
         stored, removed = self._changes.take()
-        return KvEvents(tuple(stored), tuple(removed))
+        ends, self._ends = self._ends, {}
+        gone = dict.fromkeys((*removed, *(key for key in ends if key not in self._pages)))
+        return KvEvents(tuple(stored), tuple(gone))
 
     def snapshot(self) -> KvEvents:
         """All that is known."""

@@ -14,6 +14,7 @@ A server's state is the router's judgement over what the server said and whether
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from collections.abc import Collection, Container, Mapping
 from types import MappingProxyType
 
@@ -47,27 +48,34 @@ class Circuit(enum.StrEnum):
 
 NO_CIRCUITS: Mapping[Work, Circuit] = MappingProxyType({})
 
-MAX_CACHED_PAGES = 1 << 20  # of one server; they take 100 bytes each
+MAX_CACHED_PAGES = 1 << 19  # of one server; they take 200 bytes each
 
 
 class CachedPages:
     """What one incarnation of a server has in a tier, as far as it has said so: pages by layer group and hash.
 
-    A hint: it lags behind by about a tenth of a second, and more when much changes; of more than MAX_CACHED_PAGES it knows some.
+    A hint: it lags behind by about a tenth of a second, and more when much changes; of more than `most` pages it knows those that
+    it heard of last.
     """
 
-    def __init__(self) -> None:
-        self._groups: dict[int, set[bytes]] = {}
+    def __init__(self, most: int = MAX_CACHED_PAGES) -> None:
+        self._most = most
+        self._groups: dict[int, OrderedDict[bytes, None]] = {}  # oldest first
 
     def apply(self, events: KvEvents, *, reset: bool = False) -> None:
         """reset: what was known before is void."""
         if reset:
             self._groups.clear()
         for group, key in events.removed:
-            self._groups.get(group, set()).discard(key)
-        room = MAX_CACHED_PAGES - sum(map(len, self._groups.values()))
-        for group, key in events.stored[: max(0, room)]:
-            self._groups.setdefault(group, set()).add(key)
+            if group in self._groups:
+                self._groups[group].pop(key, None)
+        for group, key in events.stored:
+            pages = self._groups.setdefault(group, OrderedDict())
+            pages[key] = None
+            pages.move_to_end(key)
+        excess = sum(map(len, self._groups.values())) - self._most
+        for _ in range(excess):
+            max(self._groups.values(), key=len).popitem(last=False)
 
     def clear(self) -> None:
         self._groups.clear()

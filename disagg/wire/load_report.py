@@ -105,7 +105,13 @@ def read_load(message: pb.server.LoadReport) -> LoadReport:
 
 
 def _read_loads(message: pb.server.LoadCosts) -> LoadCosts:
-    return LoadCosts(read_seconds(message, "host_token_s"), read_seconds(message, "storage_token_s"))
+    costs = LoadCosts(read_seconds(message, "host_token_s"), read_seconds(message, "storage_token_s"))
+    for field, seconds in zip(
+        ("host_token_s", "storage_token_s"), (costs.host_token_s, costs.storage_token_s), strict=True
+    ):
+        if seconds < 0:
+            refuse(message, field, f"is {seconds}; nothing is brought in less than no time")
+    return costs
 
 
 def _read_steps(message: pb.server.StepCosts) -> StepCosts:

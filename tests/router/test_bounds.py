@@ -294,15 +294,15 @@ async def test_a_server_that_acknowledges_nothing_is_lost_before_what_is_kept_fo
             await asyncio.sleep(0.01)
 
 
-def test_what_a_server_says_of_its_cache_is_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view, "MAX_CACHED_PAGES", 10)
-    cached = view.CachedPages()
+def test_what_a_server_says_of_its_cache_is_kept_within_a_bound() -> None:
+    cached = view.CachedPages(10)
     for start in range(0, 40, 4):
         cached.apply(KvEvents(stored=tuple((n % 2, b"%d" % n) for n in range(start, start + 4))))
     assert sum(cached.counts()) == 10
     cached.apply(KvEvents(removed=((0, b"0"),)))
     cached.apply(KvEvents(stored=((0, b"new"),)))
     assert cached.holds(0, b"new") and sum(cached.counts()) == 10
+    assert cached.holds(1, b"39") and not cached.holds(1, b"1"), "what was heard of last"
 
 
 def test_all_threads_for_text_are_there_from_the_start() -> None:

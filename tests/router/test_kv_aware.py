@@ -122,6 +122,19 @@ def test_the_hit_is_what_the_servers_own_cache_finds(
     assert hit_tokens(rules, told.groups, hashes, cap) == cache.lookup(hashes, cap)
 
 
+@given(st.integers(0, 20), st.sets(st.integers(0, 19)), st.sets(st.integers(0, 19)), st.integers(0, 20 * PAGE + 3))
+def test_hosts_and_storage_may_have_gaps(gpu: int, host: set[int], storage: set[int], cap: int) -> None:
+    """A conversation's next turn is copied behind what is stored, and outlives what was copied before."""
+    pages = hashes_of(range(20 * PAGE))
+    tiers = [({pages[n] for n in each},) for each in (range(gpu), host, storage)]
+    rest, expected = set(range(gpu)), []
+    for further in (set(), host, storage):
+        rest |= further
+        expected.append(min(next(n for n in range(21) if n not in rest), cap // PAGE) * PAGE)
+    hit = hit_of(FULL, tiers, pages, cap)
+    assert [hit.gpu, hit.gpu + hit.host, hit.tokens] == expected
+
+
 def test_a_group_of_a_kind_that_is_not_known_has_no_hits() -> None:
     rules = replace(FULL, groups=(PrefixGroup("full"), PrefixGroup("spiral")))
     pages = hashes_of(PROMPT, rules)
@@ -252,7 +265,7 @@ def test_only_servers_that_can_be_used_are_taken_whatever_they_have_cached(
     if isinstance(found, NoPair):
         return
     by_name = {server.name: server for server in servers}
-    assert all(by_name[name].usable for name in found.servers)  # type: ignore[index]
+    assert all(by_name[name].usable for name in found.servers)
 
 
 # ---- other tiers
