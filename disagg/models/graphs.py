@@ -96,7 +96,7 @@ class DecodeGraphs:
         assert self.captured(batch) and batch.decodes is not None, "not a batch that was captured"
         self._inputs.fill(batch)
         self.graph_of(batch.num_rows).replay()
-        if batch.logits_rows.shape[0] == batch.num_rows:
+        if batch.wants_every_row:
             return self._logits[: batch.num_rows], self._first[: batch.num_rows]
         rows = upload(batch.logits_rows, self._logits.device)
         return self._logits.index_select(0, rows), self._first.index_select(0, rows)

@@ -105,13 +105,14 @@ def read_load(message: pb.server.LoadReport) -> LoadReport:
 
 
 def _read_loads(message: pb.server.LoadCosts) -> LoadCosts:
-    costs = LoadCosts(read_seconds(message, "host_token_s"), read_seconds(message, "storage_token_s"))
-    for field, seconds in zip(
-        ("host_token_s", "storage_token_s"), (costs.host_token_s, costs.storage_token_s), strict=True
-    ):
-        if seconds < 0:
-            refuse(message, field, f"is {seconds}; nothing is brought in less than no time")
-    return costs
+    return LoadCosts(_read_cost(message, "host_token_s"), _read_cost(message, "storage_token_s"))
+
+
+def _read_cost(message: pb.server.LoadCosts, field: str) -> float:
+    seconds = read_seconds(message, field)
+    if seconds < 0:
+        refuse(message, field, f"is {seconds}; nothing is brought in less than no time")
+    return seconds
 
 
 def _read_steps(message: pb.server.StepCosts) -> StepCosts:

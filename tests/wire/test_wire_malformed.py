@@ -162,6 +162,14 @@ def server_hello(**changes):
             "LoadCosts.host_token_s is nan",
         ),
         (
+            pb.server.ServerFrame(
+                load=pb.server.LoadReport(
+                    state=pb.server.SERVER_STATE_READY, loads=pb.server.LoadCosts(storage_token_s=-1.0)
+                )
+            ),
+            "LoadCosts.storage_token_s is -1.0; nothing is brought in less than no time",
+        ),
+        (
             pb.server.ServerFrame(kv=pb.server.KvUpdate(removed_groups=[1])),
             "KvUpdate.removed_groups has 1 entries for 0 of removed",
         ),

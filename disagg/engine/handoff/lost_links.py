@@ -6,14 +6,18 @@ from dataclasses import dataclass
 
 from disagg.engine.handoff.send_link import SendLink
 from disagg.messages import link as m
+from disagg.messages.legs import PeerRef
 from disagg.types.bounded import forget_oldest
 
 MAX_QUIET = 1024  # generations of lost links that are remembered
 
 
-def peer_of(hello: m.LinkHello) -> tuple[str, str]:
-    """Who is at the other end: (name, incarnation)."""
-    return hello.name, hello.incarnation
+Peer = tuple[str, str]  # name, incarnation
+
+
+def peer_of(peer: m.LinkHello | PeerRef) -> Peer:
+    """Who is at the other end of a link, or of a leg."""
+    return peer.name, peer.incarnation
 
 
 @dataclass(slots=True)
@@ -33,7 +37,7 @@ class LostLinks:
     def __init__(self, tp: int) -> None:
         self._tp = tp
         self._lost: dict[int, _LostLink] = {}
-        self._quiet: dict[str, tuple[str, str]] = {}  # generations of lost links -> peer_of; the oldest first
+        self._quiet: dict[str, Peer] = {}  # generations of lost links -> peer_of; the oldest first
 
     def __contains__(self, number: int | None) -> bool:
         """Something of it may be under way."""

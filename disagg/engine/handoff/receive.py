@@ -14,6 +14,7 @@ from disagg.engine.choices import Choices, PromptKv
 from disagg.engine.core import Core
 from disagg.engine.handoff.grants import Grants
 from disagg.engine.handoff.handoff import Handoff
+from disagg.engine.handoff.lost_links import peer_of
 from disagg.engine.handoff.receiving import ReceiveLink, Receiving
 from disagg.engine.handoff.ring_owner import RingOwner
 from disagg.engine.handoff.withdrawals import Withdrawals
@@ -77,11 +78,11 @@ class Receiver(Handoff):
         session = ReceiveSession(leg.num_tokens, self._facts.model.groups, ())
         transfer = self.transfers[leg.key] = Receiving(leg, session)
         peer = leg.start.peer
-        if (withdraw := self._early_withdrawals.take(leg.key, (peer.name, peer.incarnation))) is not None:
+        if (withdraw := self._early_withdrawals.take(leg.key, peer_of(peer))) is not None:
             self._give_up(leg, withdraw)
             return
         for number, link in self.links.items():
-            if (link.hello.name, link.hello.incarnation) == (peer.name, peer.incarnation):
+            if peer_of(link.hello) == peer_of(peer):
                 self._attach(transfer, number, now)
         if transfer.link is None and not leg.ended:
             self._out.append(DialLink(peer))
@@ -163,7 +164,7 @@ class Receiver(Handoff):
         """No link to that server could be made: the legs that need it are given back, not one of them having begun."""
         for transfer in list(self.transfers.values()):
             peer = transfer.leg.start.peer
-            if transfer.link is None and (peer.name, peer.incarnation) == (name, incarnation):
+            if transfer.link is None and peer_of(peer) == (name, incarnation):
                 self._legs.close(transfer.leg, Outcome.GIVEN_BACK, reason)
 
     def peer_gone(self, number: int) -> None:
@@ -385,7 +386,7 @@ class Receiver(Handoff):
         link.forget(message.key)
         transfer = self._of(link, message.key)
         if message.key not in self.transfers and message.key not in self._closed:
-            self._early_withdrawals.note((link.hello.name, link.hello.incarnation), message)
+            self._early_withdrawals.note(peer_of(link.hello), message)
         if transfer is not None and transfer.session.open:
             self._give_up(transfer.leg, message)
 

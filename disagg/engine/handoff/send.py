@@ -80,7 +80,7 @@ class Sender(Handoff, Onward):
         transfer = self.transfers[leg.key] = Sending(leg, session)
         peer = leg.start.peer
         for number, link in self.links.items():
-            if peer_of(link.hello) == (peer.name, peer.incarnation):
+            if peer_of(link.hello) == peer_of(peer):
                 transfer.link = number
 
     def close(self, leg: Leg, outcome: Outcome, reason: str) -> None:
@@ -278,8 +278,7 @@ class Sender(Handoff, Onward):
 
     def _tell_later(self, transfer: Sending) -> None:
         if transfer.withdraw is not None and not transfer.tell_drained:
-            peer = transfer.leg.start.peer
-            self._untold.note((peer.name, peer.incarnation), transfer.withdraw)
+            self._untold.note(peer_of(transfer.leg.start.peer), transfer.withdraw)
 
     def link_message(self, number: int, message: m.LinkMessage, now: Now) -> None:
         link = self.links.get(number)

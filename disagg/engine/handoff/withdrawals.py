@@ -6,13 +6,12 @@ forgotten first.
 
 from __future__ import annotations
 
+from disagg.engine.handoff.lost_links import Peer
 from disagg.messages.link import Withdraw
 from disagg.types.bounded import forget_oldest
 from disagg.types.ids import LegKey
 
 MOST_WITHDRAWALS = 4096
-
-Peer = tuple[str, str]  # name and incarnation
 
 
 class Withdrawals:
