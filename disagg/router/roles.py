@@ -104,8 +104,9 @@ def _others(view: ClusterView, server: ServerView) -> list[ServerView]:
 
 def _last(view: ClusterView, server: ServerView) -> str:
     allowed = [str(other.name) for other in view.servers if other.usable and _others(view, other)]
-    role = server.role.value
+    role, state = server.role.value, view.state(server)
+    now = "" if state is ServerState.READY else f" ({state.value} now)"
     return (
-        f"server {server.name} is the last {role} server that is ready, and requests may need one; allowed are "
+        f"server {server.name} is the last {role} server that is ready{now}, and requests may need one; allowed are "
         f"{', '.join(allowed) or 'none now'}, or this one with --force"
     )

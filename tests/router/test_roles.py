@@ -49,6 +49,8 @@ def test_the_last_ready_server_of_its_role_drains_only_by_force() -> None:
     ):
         check_drain(view, "p0", force=False)
     assert check_drain(view, "p0", force=True).name == "p0"
+    with pytest.raises(InvalidRequest, match=r"p0 is the last prefill server that is ready \(no-peer now\)"):
+        check_drain(ClusterView((POOLS[0],)), "p0", force=False)
     others = (d("d1", ServerState.LOADING), d("d2", ServerState.DRAINING), d("d3", connected=False))
     for not_ready in others:
         with pytest.raises(InvalidRequest, match="d0 is the last decode server that is ready"):
