@@ -29,6 +29,7 @@ from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.metrics import new_registry
 from disagg.telemetry.process import ending_signals
 from disagg.telemetry.stacks import format_stacks
+from disagg.telemetry.threads import start_loop_threads
 from disagg.text.chat import TemplateSource
 from disagg.text.limits import TextLimits
 from disagg.text.model_files import ModelFiles
@@ -129,6 +130,7 @@ async def dump_server(address: str, tls: WireTls = CLEAR, timeout_s: float = SER
 
 
 async def _serve(config: Config, heartbeat: Callable[[], None]) -> int:
+    start_loop_threads()
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     told: list[int] = []

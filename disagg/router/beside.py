@@ -8,17 +8,15 @@ characters keep nobody waiting who asks a question.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 from disagg.telemetry.memory import GiveBack
+from disagg.telemetry.threads import start_threads
 from disagg.types.errors import Unavailable
 
 THREADS = 2  # of each kind
-START_S = 10.0
 LONG_BYTES = 64 << 10  # of text; beyond it takes more than 30 ms
 
 P = ParamSpec("P")
@@ -29,7 +27,7 @@ class Beside:
     """Owned by one router; callers bound what waits here by refusing requests, not texts."""
 
     def __init__(self) -> None:
-        self._short, self._long = _started("text"), _started("long-text")
+        self._short, self._long = start_threads("text", THREADS), start_threads("long-text", THREADS)
         self._closed = False
         self._give_back = GiveBack()
 
@@ -48,12 +46,3 @@ class Beside:
         self._closed = True
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _started(name: str) -> ThreadPoolExecutor:
-    """All its threads are there from now on, so that a router has no more of them after a day than after a minute."""
-    threads = ThreadPoolExecutor(THREADS, name)
-    together = threading.Barrier(THREADS, timeout=START_S)
-    for _ in range(THREADS):
-        threads.submit(together.wait)
-    return threads

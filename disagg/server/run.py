@@ -9,6 +9,7 @@ import uvloop
 from disagg.config.tree import Config
 from disagg.server.lifecycle import Server
 from disagg.server.role import RoleOf
+from disagg.telemetry.threads import start_loop_threads
 from disagg.types.ids import Role
 
 
@@ -19,6 +20,7 @@ def run_server(config: Config, role_of: RoleOf, role: Role, heartbeat: Callable[
     """
 
     async def serve() -> int:
+        start_loop_threads()
         return await Server(config, role_of, role, heartbeat).run()
 
     return uvloop.run(serve())
