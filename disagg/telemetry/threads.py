@@ -10,7 +10,7 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-LOOP_THREADS = 6  # what a loop has done elsewhere is short, rare and mostly of the disk
+LOOP_THREADS = 6  # what a loop has done elsewhere is rare; one of them waits for the end of a renderer
 START_S = 10.0
 
 
