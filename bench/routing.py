@@ -6,7 +6,8 @@ these same servers, in turns. Conversations of several turns, each about a docum
     prompt of turn n    system prompt, document, all that was said, a new question
 
 All conversations are held at once, under a cache salt of their round, so that no round finds what another left. Counted are the
-tokens that prefill servers computed, and the client's time to the first token.
+tokens of prompts that servers computed, decode servers those that they compute themselves, and the client's time to the first
+token.
 """
 
 from __future__ import annotations
@@ -140,8 +141,9 @@ def _all_ready(url: str) -> bool:
 
 
 def computed(cluster: Cluster) -> list[float]:
-    """Prompt tokens that each prefill server has computed."""
-    return [cluster.metrics(f"prefill-{n}")["disagg_prefill_tokens_total"] for n in range(PREFILL)]
+    """Prompt tokens that each server has computed, prefill servers first."""
+    names = [f"{role}-{n}" for role, count in (("prefill", PREFILL), ("decode", DECODE)) for n in range(count)]
+    return [cluster.metrics(name)["disagg_prefill_tokens_total"] for name in names]
 
 
 def settled(cluster: Cluster) -> list[float]:
@@ -161,8 +163,10 @@ def show(name: str, turns: Sequence[Turn], shares: Sequence[float]) -> None:
         return f"{statistics.median(times):.3f} / {times[int(0.95 * (len(times) - 1))]:.3f}"
 
     asked = sum(turn.prompt_tokens for turn in turns)
+    by_prefill, by_decode = shares[:PREFILL], shares[PREFILL:]
     print(
-        f"| {name} | {asked} | {sum(shares):.0f} ({sum(shares) / asked:.0%}) | {max(shares) / (sum(shares) / PREFILL):.2f} "
+        f"| {name} | {asked} | {sum(shares):.0f} ({sum(shares) / asked:.0%}) | {sum(by_decode):.0f} "
+        f"| {max(by_prefill) / (sum(by_prefill) / PREFILL):.2f} "
         f"| {ttft([t for t in turns if not t.number])} | {ttft([t for t in turns if t.number])} |",
         flush=True,
     )
@@ -193,9 +197,10 @@ def main() -> None:
             }
             asyncio.run(round_of(cases["`round_robin`"], cluster.model, 4, 2, "warm-up"))
             print(
-                "| policy | tokens of prompts | computed | most of one server / mean | TTFT s of first turns, P50 / P95 | later |"
+                "| policy | tokens of prompts | computed | of these by decode servers | most of one prefill server / mean "
+                "| TTFT s of first turns, P50 / P95 | later |"
             )
-            print("|---|---:|---:|---:|---:|---:|", flush=True)
+            print("|---|---:|---:|---:|---:|---:|---:|", flush=True)
             before = settled(cluster)
             for number in range(options.rounds):
                 for name, routers in cases.items():

@@ -70,6 +70,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     keep_windows: bool = False  # keep KV that has left a sliding window, as if it were full attention: to compare with
     checkpoint_tokens: PositiveInt = 512  # how far apart states of recurrent layers are kept; whole pages
     max_waiting: PositiveInt = 4096  # legs queued before new ones are refused
+    local_prefill_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = (
+        128  # of a prompt that a decode server computes itself, if it has the others cached; 0: never
+    )
     ungranted_share: Annotated[float, Meta(gt=0, le=1)] = 0.5  # finished but ungranted KV, share of the prefill pool
     grant_headroom_tokens: NonNegativeInt = 64  # of output per choice, for which a grant reserves pages
     lookahead_tokens: NonNegativeInt = 512  # for which all that decodes must be able to go on for more to begin

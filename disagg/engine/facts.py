@@ -46,6 +46,7 @@ class SchedulingFacts(Struct, frozen=True):
     target_step_s: float  # which steps with prompts should take; 0: as long as the budget of tokens takes
     policy: str  # of a role that leaves it to the configuration: a key of scheduler.policies.POLICIES
     max_waiting: int  # legs that have not begun
+    local_prefill_tokens: int  # of one prompt, that a decode server computes itself
     ungranted_share: float  # of the pool, for KV that is computed and that no decode server has granted pages for
     spare_tokens: int  # of each choice's outputs, for which a grant reserves pages
     lookahead_tokens: int  # for so many more, all that has begun must be able to go on for something new to begin

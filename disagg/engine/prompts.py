@@ -56,7 +56,9 @@ class Prompt:
 class Prompts(Stage):
     """See the module."""
 
-    def __init__(self, core: Core, onward: tuple[Onward, ...]) -> None:
+    def __init__(self, core: Core, onward: tuple[Onward, ...], most_tokens: int | None = None) -> None:
+        """most_tokens: of one prompt that are computed here; what has more that are not cached is given back. None: any."""
+        self._most_tokens = most_tokens
         self._facts = core.facts.scheduling
         self._model = core.facts.model
         self._page_tokens = core.facts.memory.page_tokens
@@ -184,6 +186,8 @@ class Prompts(Stage):
             return Begins.TOO_LITTLE
         if not self._brought_back(prompt, now):
             return Begins.NOT_NOW
+        if self._most_tokens is not None and self._given_back(prompt.leg, self._cached(prompt)):
+            return Begins.NOT_NOW
         if self._batch.closed or self._awaits_prefix(prompt):
             return Begins.AWAITS
         if prompt.too_little_at == self._pool.kv.releases:
@@ -192,8 +196,24 @@ class Prompts(Stage):
             return Begins.AWAITS
         if self._admit(prompt, now):
             return Begins.NOW
+        if prompt.leg.ended:
+            return Begins.NOT_NOW
         self._begin_partly(prompt, now)
         return Begins.TOO_LITTLE
+
+    def _cached(self, prompt: Prompt) -> int:
+        """Tokens."""
+        self._hash(prompt)
+        return self._pool.kv.lookup(prompt.hashes, prompt.leg.num_tokens)
+
+    def _given_back(self, leg: Leg, cached_tokens: int) -> bool:
+        """More than is computed here is not cached: then it is another server's."""
+        rest = leg.num_tokens - cached_tokens
+        if self._most_tokens is None or rest <= self._most_tokens:
+            return False
+        most = f"a {self._core.role} server computes at most {self._most_tokens} itself"
+        self._legs.close(leg, Outcome.GIVEN_BACK, f"{rest} of {leg.num_tokens} tokens are not cached any more; {most}")
+        return True
 
     def _brought_back(self, prompt: Prompt, now: Now) -> bool:
         """What the host and storage have of it is cached again, or is not worth waiting for. Others may go on meanwhile."""
@@ -228,6 +248,9 @@ class Prompts(Stage):
         onward, tokens, alone = self._onward_of(leg), leg.num_tokens, not kv.allocator.used_large
         total = onward.total_tokens(leg.start) if batch.reserves else tokens
         pages = kv.open(prompt.hashes, tokens, total, self._facts.chunk_tokens, batch.pipeline.clock)
+        if pages is not None and self._given_back(leg, pages.computed):
+            pages.close(batch.pipeline.clock)
+            return False
         if pages is not None and not onward.take_on(leg, pages, pages.computed, alone=alone):
             pages.close(batch.pipeline.clock)
             pages = None

@@ -58,6 +58,9 @@ class StartLeg(Struct, frozen=True):
     moves_attempt: int = 0
     moved: bool = False  # the peer has handed it over, and sends what it keeps
     traceparent: str = ""  # W3C trace context that the leg's spans belong to; empty: it is not traced
+    # The recipient is a decode server, and computes what it has not cached of token_ids itself, or gives the leg back if that is
+    # more than it computes (`ServerHello.local_prefill_tokens`). The peer is itself.
+    local_prefill: bool = False
 
 
 class AbortLeg(Struct, frozen=True):
@@ -349,6 +352,9 @@ class ServerHello(Struct, frozen=True):
     version: Version = BEFORE_NUMBERS  # what the server's process speaks
     role_change: RoleChange | None = None  # None of a server that does not know `SetRole`
     storage: str = ""  # digest of where it stores KV; who says the same finds what it has stored. Empty: nowhere
+    # Of a decode server: so many tokens of a prompt it computes itself, if it has the others cached. 0: none, as of one that does
+    # not know how.
+    local_prefill_tokens: int = 0
 
 
 RouterMessage = StartLeg | AbortLeg | PodGone | Drain | HandOver | SetRole

@@ -35,6 +35,7 @@ NEEDS: Mapping[tuple[type, str], Need] = {
     (SetRole, ""): Need(1, "role_change"),
     (StartLeg, "moves_attempt"): _HANDS_OVER,
     (StartLeg, "moved"): _HANDS_OVER,
+    (StartLeg, "local_prefill"): Need(2, "local_prefill_tokens", frozenset({Role.DECODE})),
 }
 
 # Whoever does not know these does the same without them.

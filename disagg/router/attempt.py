@@ -159,6 +159,7 @@ def begin_legs(
                 traceparent=asked.trace.traceparent if asked.trace is not None else "",
                 moves_attempt=attempt - 1 if pair.moves and server is pair.prefill else 0,
                 moved=pair.moves and server is pair.decode,
+                local_prefill=pair.local_prefill,
             )
             sends.append((server.name, start))
     return Legs(table, pair, legs), sends

@@ -284,6 +284,7 @@ class Dispatch:
         pair = attempted.pair
         live.attempt_unix_s = time.time()
         self._metrics.expected_hits.inc(pair.hit_tokens)
+        self._metrics.local_prefills.inc(pair.local_prefill)
         self._metrics.attempts.labels(cause=attempted.cause).inc()
         stages = [Stage(pair.decode.name, Work.DECODE, attempted.choices, attempted.choices)]
         if not pair.moves:

@@ -100,9 +100,9 @@ class RequestMachine:
     @property
     def movable(self) -> PeerRef | None:
         """The decode server that could be asked to hand the request over, and was not."""
-        if self.phase is not Phase.RUNNING or self.pair is None or self.pair.whole or self._asked_to_stop:
+        if self.phase is not Phase.RUNNING or self.pair is None or self._asked_to_stop:
             return None
-        return self.pair.decode
+        return self.pair.decode if self.pair.local_prefill or not self.pair.whole else None
 
     @property
     def answers(self) -> bool:
@@ -137,6 +137,7 @@ class RequestMachine:
             draw=zlib.crc32(self.request_id.encode()),
             pages=self.asked.pages,
             turns=self.asked.turns,
+            first=self.attempt == 0,
         )
 
     def busy(self, work: Work) -> bool:
@@ -240,7 +241,8 @@ class RequestMachine:
             return self._fail(InvalidRequest(end.reason))
         if end.outcome is Outcome.DONE:
             return self._replay("incomplete", f"{event.server} ended the leg before all its tokens were here")
-        landed_at = self.pair.decode if end.outcome in _STAY_ON_DECODE else None
+        stays = end.outcome in _STAY_ON_DECODE or (self.pair.local_prefill and end.outcome is Outcome.GIVEN_BACK)
+        landed_at = self.pair.decode if stays else None
         return self._replay(end.outcome.value, f"{event.server}: {end.reason}", landed_at=landed_at)
 
     def _target_seen(self, event: TargetSeen) -> list[Instruction]:

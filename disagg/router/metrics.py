@@ -20,6 +20,7 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._time(registry)
         self._count(registry)
+        self._count_failures(registry)
 
     def _time(self, registry: CollectorRegistry) -> None:
         self.ttft_s = Histogram(
@@ -61,7 +62,12 @@ class RouterMetrics:
     def _count(self, registry: CollectorRegistry) -> None:
         self.expected_hits = Counter(
             "disagg_router_expected_cached_tokens_total",
-            "Prompt tokens that prefill servers were expected to have cached when requests were sent there",
+            "Prompt tokens that servers were expected to have cached when requests were sent there to be computed",
+            registry=registry,
+        )
+        self.local_prefills = Counter(
+            "disagg_router_local_prefills",
+            "Attempts for which a decode server computed the rest of the prompt itself, without prefill",
             registry=registry,
         )
         self.prompt_tokens = Counter(
@@ -92,6 +98,8 @@ class RouterMetrics:
         self.messages = Counter(
             "disagg_router_server_messages", "Messages about legs from servers", ["server"], registry=registry
         )
+
+    def _count_failures(self, registry: CollectorRegistry) -> None:
         self.duplicates = Counter(
             "disagg_router_duplicate_tokens", "Tokens dropped because they were there already", registry=registry
         )
@@ -104,7 +112,6 @@ class RouterMetrics:
         self.servers_lost = Counter(
             "disagg_router_servers_lost", "Servers, or their incarnations, given up", ["server"], registry=registry
         )
-
         self.circuits_open = Gauge(
             "disagg_router_circuit_open",
             "1 from when a server fails too much of what it is sent until it succeeds again",

@@ -1,5 +1,5 @@
 """Picks the servers for a request from a frozen view: a prefill and a decode server, or a mixed one, which is then a pair with
-itself. Pure; knows nothing of streams, and time is an argument.
+itself, as is a decode server that has almost all of the prompt cached. Pure; knows nothing of streams, and time is an argument.
 
 Which servers can be taken at all (usable, fitting, large enough) is decided once, here; a policy ranks them. Open circuits,
 `avoid` and staleness are wishes, not rules: a server to avoid is better than none.
@@ -20,6 +20,7 @@ from disagg.types.ids import Role
 from disagg.types.protocol import circles
 
 DRAWN = 2  # servers, of those that nothing was heard of lately
+LOCAL_SHARE = 4  # one token of so many of a prompt, at most, is computed by a decode server that has the others
 
 
 def pick_pair(
@@ -47,6 +48,7 @@ def pick_pair(
         weights=best.prefill.weights,
         hit_tokens=hit(best.prefill, facts, facts.prefill_tokens - 1).tokens if policy.uses_caches else 0,
         pages=facts.pages.of(best.prefill.hello.prefix) if best.prefill.hello is not None else (),
+        local_prefill=best.prefill.role is Role.DECODE,
     )
 
 
@@ -91,6 +93,19 @@ class _Wanted(Struct, frozen=True):
         prefill_rank = self.policy.prefill_rank(server, index, len(servers), self.facts)
         return wishes, self.policy.route_rank(prefill_rank, rank), turn
 
+    def may_be_local(self, server: ServerView) -> bool:
+        """A decode server has the prompt but for a few tokens, which it computes itself. Not for several choices: they would wait
+        for a slot for each, where after a transfer they begin one by one."""
+        facts, hello = self.facts, server.hello
+        if not (facts.first and facts.choices == 1 and hello is not None and hello.local_prefill_tokens):
+            return False
+        most = min(hello.local_prefill_tokens, facts.prefill_tokens // LOCAL_SHARE)
+        return facts.prefill_tokens - self.cached(server) <= most
+
+    def cached(self, server: ServerView) -> int:
+        """Tokens of the prompt, as far as they are of use there."""
+        return hit(server, self.facts, self.facts.prefill_tokens - 1).tokens
+
     def wishes(self, server: ServerView, prefer: PeerRef | None, *works: Work) -> tuple[int, ...]:
         """Broken ones, the gravest first: not one that fails such work, the preferred one, not one to avoid, nor one that fell
         silent."""
@@ -127,7 +142,7 @@ class _Route(Struct, frozen=True):
 
 
 def _best(layout: _Layout, wanted: _Wanted) -> Iterator[_Route]:
-    """The best pair and the best mixed server of those that can hold the request."""
+    """The best pair, the best mixed server, and the best decode server alone, of those that can hold the request."""
     facts = wanted.facts
     prefills = [p for p in layout.prefill if facts.prefill_tokens <= _limit(p) and facts.total_tokens <= _length(p)]
     decodes = [d for d in layout.decode if facts.total_tokens <= _limit(d)]
@@ -142,9 +157,23 @@ def _best(layout: _Layout, wanted: _Wanted) -> Iterator[_Route]:
         )
         wishes = tuple(a + b for a, b in zip(p_wishes, d_wishes, strict=True))
         yield _Route((wishes, wanted.policy.route_rank(p_rank, d_rank), mixed_turn), prefill, decode)
+        yield from _local(decodes, wanted, wanted.cached(prefill))
     if mixed:
         (wishes, rank, _), server = _least(wanted.asked(mixed, wanted.prefer_decode, *Work), wanted.mixed_rank)
         yield _Route((wishes, rank, not mixed_turn), server, server)
+
+
+def _local(decodes: list[ServerView], wanted: _Wanted, cached_tokens: int) -> Iterator[_Route]:
+    """The best decode server that computes the rest of the prompt itself, if there is one: only what has more of it than the
+    prefill server, with `cached_tokens`, that would otherwise compute it, or short questions behind a long beginning that all
+    share would be computed beside what decodes. Among equals it comes first.
+    """
+    if not wanted.policy.uses_caches:
+        return
+    local = [d for d in decodes if wanted.may_be_local(d) and wanted.cached(d) > cached_tokens]
+    if local:
+        (wishes, rank, _), server = _least(wanted.asked(local, wanted.prefer_decode, Work.DECODE), wanted.mixed_rank)
+        yield _Route((wishes, rank, -1), server, server)
 
 
 def _least(

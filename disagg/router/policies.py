@@ -40,6 +40,7 @@ class RequestFacts(Struct, frozen=True):
     # 32 random bits of its router's, by which that one's turns differ from others'; 0: they begin with the first server.
     turns: int = 0
     session: frozenset[str] = NOWHERE  # servers that its conversation was sent to last
+    first: bool = True  # it was not sent anywhere yet
 
     def strange(self, server: str) -> bool:
         """Its conversation was sent elsewhere."""

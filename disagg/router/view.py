@@ -277,7 +277,8 @@ class Pair(Struct, frozen=True):
     """Where one attempt runs. max_total_tokens: the longest prompt plus output that the decode server can hold. weights:
     of both servers, as ServerView.weights. hit_tokens: of the prompt, what prefill is expected to have cached. pages: their
     names, of all that prefill will then have, as far as they are known. moves: nothing is computed at `prefill`, a decode server
-    that has handed the request over and sends what it keeps."""
+    that has handed the request over and sends what it keeps. local_prefill: both are one decode server, which has most of the
+    prompt cached."""
 
     prefill: PeerRef
     decode: PeerRef
@@ -286,10 +287,11 @@ class Pair(Struct, frozen=True):
     hit_tokens: int = 0
     pages: tuple[bytes, ...] = ()
     moves: bool = False
+    local_prefill: bool = False
 
     @property
     def whole(self) -> bool:
-        """One server, a mixed one, does both."""
+        """One server does both: a mixed one, or a decode server that computes the rest of the prompt itself."""
         return self.prefill == self.decode
 
     @property

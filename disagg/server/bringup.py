@@ -127,8 +127,9 @@ def stages_of(groups: Sequence[LayerGroup], cuts: Sequence[int]) -> Stages:
     return tuple(tuple(layers.on_stage(first, stop) for layers in groups) for first, stop in pairwise(cuts))
 
 
-def computation_of(model: ModelConfig, role: Role) -> Computation:
-    mixed = role is Role.MIXED
+def computation_of(model: ModelConfig, role: Role, local_prefill_tokens: int) -> Computation:
+    """local_prefill_tokens: where a decode server computes some, its steps are of both phases, too."""
+    mixed = role is Role.MIXED or (role is Role.DECODE and local_prefill_tokens > 0)
     return Computation(model.prefill_attention, model.decode_attention, model.graphs, model.fusions, mixed)
 
 
@@ -240,7 +241,7 @@ class Bringup:
             tp=config.server.tp,
             meet_s=timeout_s,
             collective_s=config.worker.step_deadline_s,
-            computation=computation_of(config.model, self.role.role),
+            computation=computation_of(config.model, self.role.role, config.engine.local_prefill_tokens),
             dp=config.server.dp,
             pp=config.server.pp,
         )
@@ -402,6 +403,7 @@ class Bringup:
             target_step_s=engine.target_step_ms / 1000,
             policy=engine.policy,
             max_waiting=engine.max_waiting,
+            local_prefill_tokens=engine.local_prefill_tokens,
             ungranted_share=engine.ungranted_share,
             spare_tokens=engine.grant_headroom_tokens,
             lookahead_tokens=engine.lookahead_tokens,

@@ -121,7 +121,13 @@ class Identity:
             version=self.version,
             role_change=self.role_change(),
             storage=self.storage,
+            local_prefill_tokens=self._local_prefill_tokens,
         )
+
+    @property
+    def _local_prefill_tokens(self) -> int:
+        decodes = self.incarnation is not None and self.role is Role.DECODE
+        return self.incarnation.facts.scheduling.local_prefill_tokens if decodes and self.incarnation is not None else 0
 
     def greeting(self, generation: str) -> LinkHello | None:
         """To a peer; None while there is nobody whom it could reach."""

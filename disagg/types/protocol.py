@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from disagg.types.plain import one_line
 
-PROTOCOL = 1
+PROTOCOL = 2
 OLDEST_PROTOCOL = (
     0  # that this code still speaks: those of the release before, or a rolling upgrade needs a second cluster
 )

@@ -190,6 +190,7 @@ def _fill_start_leg(out: pb.server.StartLeg, leg: StartLeg) -> None:
     out.moves_attempt = leg.moves_attempt
     out.moved = leg.moved
     out.traceparent = leg.traceparent
+    out.local_prefill = leg.local_prefill
 
 
 def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
@@ -229,6 +230,7 @@ def _read_start_leg(message: pb.server.StartLeg) -> StartLeg:
         moves_attempt=message.moves_attempt,
         moved=message.moved,
         traceparent=message.traceparent,
+        local_prefill=message.local_prefill,
     )
 
 
@@ -377,6 +379,7 @@ def _fill_server_hello(out: pb.server.ServerHello, hello: ServerHello) -> None:
     if hello.role_change is not None:
         fill_role_change(out.role_change, hello.role_change)
     out.storage = hello.storage
+    out.local_prefill_tokens = hello.local_prefill_tokens
 
 
 def _fill_prefix(out: pb.server.PrefixRules, rules: PrefixRules) -> None:
@@ -438,6 +441,7 @@ def _read_server_hello(message: pb.server.ServerHello) -> ServerHello:
         version=read_version(message),
         role_change=read_role_change(message.role_change) if message.HasField("role_change") else None,
         storage=message.storage,
+        local_prefill_tokens=message.local_prefill_tokens,
     )
 
 

@@ -88,3 +88,41 @@ def test_a_prompt_goes_where_the_host_has_it_and_what_is_stored_is_known_of_all(
         assert tokens("host") > PROMPTS * LENGTH / 2
         assert tokens("storage") == 0, "a prompt was sent to a server whose host has not got it"
         cluster.check_adds_up()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_the_next_turn_is_computed_by_the_decode_server_that_gave_the_last_answer(tmp_path: Path, family: str) -> None:
+    """Where no prefill server has the answers that were given before. Each turn is asked under another salt, too, by which
+    nothing is cached: no token differs.
+    """
+    model = make_tiny(family, tmp_path / family)
+    rng = random.Random(family)
+    pools = ("--prefill", "1", "--decode", "2", "--decode-tp", "2", "--page-tokens", str(PAGE), "--dtype", "float32")
+    talk: list[int] = [rng.randrange(3, VOCAB_SIZE) for _ in range(120)]
+    with Cluster(tmp_path / "run", "--model", str(model), *pools, "--kv-memory", "8MiB") as cluster:
+
+        def computed(role: str) -> float:
+            return sum(cluster.metrics(name)["disagg_prefill_tokens_total"] for name in cluster.servers(role))
+
+        def known() -> int:
+            """Pages of full attention that the router knows a decode server to have of the longest prompt."""
+            return max(max(cluster.server(name)["cached_pages"], default=0) for name in cluster.servers("decode"))
+
+        for turn in range(TURNS):
+            before = len(talk) // PAGE * PAGE if turn else 0
+            talk += [rng.randrange(3, VOCAB_SIZE) for _ in range(20)]
+            by_prefill, by_decode = computed("prefill"), computed("decode")
+            answer = cluster.complete(talk, max_tokens=24, temperature=0, ignore_eos=True)
+            cached = answer.usage["prompt_tokens_details"]["cached_tokens"]
+            if turn:
+                assert computed("prefill") == by_prefill and computed("decode") - by_decode == len(talk) - cached
+                assert cached >= before - PAGE, f"of the {before} tokens before turn {turn}"
+            fresh = cluster.complete(talk, max_tokens=24, temperature=0, ignore_eos=True, cache_salt=str(turn))
+            assert fresh.usage["prompt_tokens_details"]["cached_tokens"] == 0
+            assert answer.token_ids == fresh.token_ids, f"turn {turn}"
+            talk += answer.token_ids[0]
+            least = (len(talk) - 1) // PAGE
+            cluster.wait(lambda least=least: known() >= least, 30, f"{least} pages that the router knows of")
+        assert cluster.router_metrics()["disagg_router_local_prefills_total"] == TURNS - 1
+        cluster.check_adds_up()

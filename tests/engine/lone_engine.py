@@ -93,6 +93,7 @@ def facts(*groups: LayerGroup, num_large: int = 12, **changes: Any) -> EngineFac
             target_step_s=0.0,
             policy="",
             max_waiting=8,
+            local_prefill_tokens=8,
             ungranted_share=0.5,
             spare_tokens=64,
             lookahead_tokens=0,
@@ -335,7 +336,7 @@ class Decode(Lone):
     def __init__(self, facts: EngineFacts, linked: bool = True) -> None:
         super().__init__()
         self.engine = decode_engine(facts)
-        choices, receiver, *_ = self.engine.stages
+        _, choices, receiver, *_ = self.engine.stages
         assert isinstance(choices, Choices) and isinstance(receiver, Receiver)
         self.choices, self.receiver, self.batch = choices, receiver, self.engine.core.batch
         self._next_piece: dict[LegKey, int] = {}

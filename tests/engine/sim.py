@@ -389,6 +389,8 @@ class Request:
     finished: dict[int, FinishReason | None] = field(default_factory=dict)
     held: dict[int, dict[int, tuple[int, FinishReason | None]]] = field(default_factory=dict)
     legs: dict[LegKey, tuple[int, ...]] = field(default_factory=dict)  # of this attempt -> choices
+    local: bool = False  # its attempt is a decode server's alone
+    given_back: int = 0  # attempts, by decode servers that were to compute too much
     answering: dict[LegKey, Server] = field(default_factory=dict)  # who says the last token, of every attempt
     decode_next: dict[tuple[LegKey, int], int] = field(default_factory=dict)
     pair: tuple[Server, Server] | None = None
@@ -424,6 +426,7 @@ class World:
         """
         self.store = SimStore()
         self.tiers_rng = random.Random(seed)  # of its own, so that other worlds are as they were
+        self.local_rng = random.Random(f"local {seed}")  # likewise
         self.seed = seed
         self.rng = rng = random.Random(seed)
         self.faults = faults
@@ -484,6 +487,7 @@ class World:
                 target_step_s=0.0,
                 policy=policy,
                 max_waiting=10_000,
+                local_prefill_tokens=self.local_rng.choice((0, page_tokens, 1000)),
                 ungranted_share=rng.choice((0.1, 0.5)),
                 spare_tokens=rng.choice((0, 1, 5, 64)),
                 lookahead_tokens=rng.choice((0, 0, 3, 1000)),
@@ -700,6 +704,9 @@ class World:
         prefill, decode = source or self.rng.choice(self.prefills), self.rng.choice(taking)
         if self.mixed and source is None and self.rng.random() < 0.5:
             prefill = decode = self.rng.choice(self.servers)
+        request.local = not self.mixed and request.attempt == request.params.n == 1 and self.local_rng.random() < 0.2
+        if request.local:
+            prefill = decode = self.local_rng.choice(taking)
         request.pair = (prefill, decode)
         request.pair_incarnations = (prefill.facts.incarnation, decode.facts.incarnation)
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -710,7 +717,7 @@ class World:
             key = LegKey(request.request_id, request.attempt, prefix_no)
             request.legs[key] = tuple(choices)
             request.answering[key] = decode
-            whole = ((decode, NOBODY),)
+            whole = ((decode, decode.ref if request.local else NOBODY),)
             pair = ((prefill, decode.ref), (decode, prefill.ref))
             for server, peer in whole if prefill is decode else pair:
                 start = StartLeg(
@@ -724,6 +731,7 @@ class World:
                     tenant=request.request_id[-1] if self.many_tenants else "",
                     moves_attempt=moves if server is source else 0,
                     moved=source is not None and server is decode,
+                    local_prefill=request.local,
                 )
                 if self.spend("lost_dispatches", 0.1):
                     request.stalled_since_s = self.now_s
@@ -815,6 +823,10 @@ class World:
             if request.handed_over.issuperset(going_on):
                 request.moves += 1
                 self._start(request, source=server)
+        elif request.local and end.outcome is Outcome.GIVEN_BACK:
+            assert "not cached any more" in end.reason
+            request.given_back += 1
+            self._replay(request)
         else:
             assert self.faults.any, f"an attempt was lost though nothing went wrong: {end}"
             if (
@@ -835,7 +847,8 @@ class World:
             return
         here = [r for r in self.requests if not r.done and r.pair is not None and r.pair[1] is at]
         for request in here:
-            if request.asked != request.attempt and request.pair is not None and request.pair[0] is not at:
+            has_it = request.pair is not None and (request.pair[0] is not at or request.local)
+            if request.asked != request.attempt and has_it:
                 request.asked = request.attempt
                 for key in request.legs:
                     at.from_router.append((request.pair_incarnations[1], HandOver(key)))
@@ -1015,7 +1028,7 @@ class World:
                 else:
                     assert got == expected, f"{request.request_id} choice {choice}"
             if not self.faults.any:
-                assert request.attempt <= 1 + request.moves, (
+                assert request.attempt <= 1 + request.moves + request.given_back, (
                     f"{request.request_id} was replayed though nothing went wrong"
                 )
 

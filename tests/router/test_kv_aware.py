@@ -560,3 +560,58 @@ def test_a_server_that_has_computed_nothing_is_tried() -> None:
         speeds.ended("p0", 64, float(number), number + 1e-4, float(number))
     assert speeds.of("p1", 50.0) == speeds.of("p0", 50.0)
     assert speeds.of("p1", 50.0).usual_s < speeds.of("slow", 50.0).usual_s
+
+
+# ---- a decode server that computes the rest itself
+
+
+def alone(server: ServerView, most: int = 16) -> ServerView:
+    assert server.hello is not None
+    return replace(server, hello=replace(server.hello, local_prefill_tokens=most))
+
+
+@pytest.mark.parametrize(
+    ("most", "cached", "local"), [(16, 64, True), (16, 60, False), (15, 64, False), (0, 80, False)]
+)
+def test_a_decode_server_that_has_almost_all_of_a_prompt_computes_the_rest(most: int, cached: int, local: bool) -> None:
+    servers = (having(p("p0"), PROMPT[:40]), alone(having(d("d0"), PROMPT[:cached]), most), having(d("d1")))
+    found = pick(servers, asked(PROMPT))
+    assert found.local_prefill is local
+    assert (found.prefill.name, found.decode.name) == (("d0", "d0") if local else ("p0", found.decode.name))
+    if local:
+        assert (found.servers, found.hit_tokens) == (("d0",), cached)
+
+
+def test_not_what_has_several_choices_was_sent_before_or_is_most_of_a_short_prompt() -> None:
+    servers = (having(p("p0")), alone(having(d("d0"), PROMPT), 1000))
+    assert pick(servers, asked(PROMPT)).local_prefill
+    for changes in ({"choices": 2}, {"first": False}):
+        assert not pick(servers, asked(PROMPT, **changes)).local_prefill, changes
+    assert not pick(servers, asked((*PROMPT, *range(50)))).local_prefill, "50 of 130 tokens"
+
+
+def test_only_where_that_spares_prefill_something() -> None:
+    """Short questions behind a beginning that all servers have are prefill's, however busy it is."""
+    prompt = tuple(range(1000))  # of which 50 tokens make no difference
+    d0 = alone(having(d("d0"), prompt[:980]), 50)
+    assert pick((having(p("p0"), prompt[:960]), d0), asked(prompt)).local_prefill
+    p0 = having(p("p0"), prompt[:980])
+    for prefill in (p0, replace(p0, outstanding_prompts=9, outstanding_prompt_tokens=9000)):
+        assert not pick((prefill, d0), asked(prompt)).local_prefill
+
+
+def test_not_where_no_prefill_server_is_there_to_take_it_back_or_the_policy_asks_no_caches() -> None:
+    d0 = alone(having(d("d0"), PROMPT))
+    assert isinstance(pick_pair(ClusterView((d0,)), asked(PROMPT), KvAware()), NoPair)
+    assert not pick((having(p("p0")), d0), asked(PROMPT), LeastLoaded()).local_prefill
+
+
+def test_a_decode_server_with_much_to_do_leaves_it_to_prefill() -> None:
+    """Computing what the pair would have to send is worth some sequences more on that server, and not any number."""
+    prompt = tuple(range(4096))
+
+    def local(running: int) -> bool:
+        d0 = replace(alone(having(d("d0", running=running), prompt)), outstanding_choices=running)
+        return pick((having(p("p0"), prompt[:3800]), d0, having(d("d1"))), asked(prompt)).local_prefill
+
+    assert local(0) and not local(1000)

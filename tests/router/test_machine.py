@@ -613,3 +613,50 @@ def test_a_mixed_server_is_not_asked_to_hand_over() -> None:
     m = machine()
     m.handle(r.PairPicked(pair("m0", "m0"), 40.0))
     assert m.movable is None
+
+
+# ---- a decode server that computes the rest of the prompt itself
+
+
+def local() -> r.RequestMachine:
+    m = machine()
+    assert m.facts.first
+    m.handle(r.PairPicked(replace(pair("d0", "d0"), local_prefill=True), 40.0))
+    return m
+
+
+def test_it_hears_of_the_leg_once_and_what_it_says_is_decodes_word() -> None:
+    m = machine()
+    [(server, leg)] = starts(m.handle(r.PairPicked(replace(pair("d0", "d0"), local_prefill=True), 40.0)))
+    assert (server, leg.local_prefill, leg.peer.name) == ("d0", True, "d0")
+    assert tokens(m, "d0", 0, 0, 5)
+    tokens(m, "d0", 0, 1, 6, finish=FinishReason.LENGTH)
+    assert ended(m, "d0", cached=3) == [r.Finish()]
+    assert m.cached_tokens == 3
+
+
+def test_what_it_gives_back_goes_to_a_pair_with_it_at_no_cost() -> None:
+    m = local()
+    wish = need(ended(m, "d0", Outcome.GIVEN_BACK))
+    assert (wish.prefer_decode, wish.avoid) == (pair("d0", "d0").decode, frozenset())
+    assert not m.facts.first, "so that it is not asked again"
+    sends = starts(m.handle(r.PairPicked(pair("p0", "d0"), 41.0)))
+    assert [(server, leg.local_prefill) for server, leg in sends] == [("p0", False), ("d0", False)]
+    assert m.attempts_counted == 1
+
+
+def test_its_answer_moves_where_it_drains() -> None:
+    m = local()
+    tokens(m, "d0", 0, 0, 10, 20)
+    assert m.movable == pair("d0", "d0").decode
+    assert m.handle(r.TargetSeen()) == [r.Send("d0", HandOver(LegKey("r", 1, 0)))]
+    assert need(ended(m, "d0", Outcome.HANDED_OVER)).source == pair("d0", "d0").decode
+    (_, sends), (_, receives) = moving(m)
+    assert sends.moves_attempt == 1 and receives.moved and not (sends.local_prefill or receives.local_prefill)
+
+
+def test_its_loss_is_replayed_from_the_tokens_that_came() -> None:
+    m = local()
+    tokens(m, "d0", 0, 0, 10)
+    assert need(lost(m, "d0")).cause == "decode_lost"
+    assert starts(m.handle(r.PairPicked(pair(), 41.0)))[0][1].token_ids == (*PROMPT, 10)

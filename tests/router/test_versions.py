@@ -92,7 +92,7 @@ def test_several_versions_are_said_with_who_has_which_and_one_is_not() -> None:
     view = ClusterView((of(p("p"), NEXT), *(of(d(f"d{i}"), BEFORE_NUMBERS) for i in range(7))))
     said = mixed_versions(view, own)
     assert said == (
-        f"several versions serve together: disagg next, which speaks protocols 1 to 2: p; {own}: this router; "
+        f"several versions serve together: disagg next, which speaks {NEXT.range}: p; {own}: this router; "
         "a version that does not say, which speaks protocol 0: d0, d1, d2, d3, d4 and 2 more"
     )
     assert [alarm.text for alarm in alarms(view, {}, 0.0, own=own) if alarm.subject == "router"] == [said]

@@ -120,10 +120,13 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workers_are_told_all_that_is_set_of_how_a_model_is_computed() -> None:
-    assert computation_of(ModelConfig(), Role.DECODE) == Computation()
+    assert computation_of(ModelConfig(), Role.DECODE, 0) == Computation()
+    assert computation_of(ModelConfig(), Role.DECODE, 128) == Computation(mixed=True), (
+        "some of its steps are of both phases"
+    )
     every = ModelConfig(prefill_attention="triton", decode_attention="torch", graphs=False, fusions=("norm",))
-    assert computation_of(every, Role.PREFILL) == Computation("triton", "torch", False, ("norm",))
-    assert computation_of(ModelConfig(), Role.MIXED) == Computation(mixed=True)
+    assert computation_of(every, Role.PREFILL, 128) == Computation("triton", "torch", False, ("norm",))
+    assert computation_of(ModelConfig(), Role.MIXED, 0) == Computation(mixed=True)
 
 
 async def test_without_offload_no_rank_hears_of_it() -> None:
