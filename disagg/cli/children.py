@@ -100,6 +100,10 @@ class _Process:
         finally:
             os.close(child_end)
 
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
     def has_beaten(self) -> bool:
         """Whether heartbeats came since the last call."""
         try:
@@ -153,6 +157,11 @@ class Children:
     @property
     def draining(self) -> bool:
         return self._supervisor.draining
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of those that run now, by name."""
+        return {name: process.pid for name, process in self._running.items()}
 
     def proven(self, name: str) -> None:
         """This child serves: from now on nothing that it finds when it starts again ends the others."""

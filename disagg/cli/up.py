@@ -6,19 +6,15 @@ Decides names, ports and files; what happens to children is decided in `supervis
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from disagg.auth.keys import KEYS_BYTES, parse_keys
-from disagg.auth.tls import trusting
+from disagg.cli.announce import announce
 from disagg.cli.children import Children, ChildSpec, describe_status
 from disagg.cli.logecho import shown
 from disagg.cli.logfiles import RotatedFile
@@ -26,10 +22,10 @@ from disagg.cli.logpump import LogPump
 from disagg.cli.placement import Placement, describe, place
 from disagg.cli.rundir import cannot_write, make_run_dir, pick_ports, prune_run_dirs, require_free
 from disagg.cli.supervise import Limits
-from disagg.cli.terminal import StageProgress, UnblockedStream, note, problem, result, unblock_streams
+from disagg.cli.terminal import StageProgress, UnblockedStream, note, problem, unblock_streams
 from disagg.config.check import check_exposure, check_role, without_mixed_only
 from disagg.config.load import child_environ, dump_config, load_config
-from disagg.config.tree import AuthConfig, Config, LogConfig, ServerRef, ServerRole
+from disagg.config.tree import Config, LogConfig, ServerRef, ServerRole
 from disagg.messages.heads import SliceError, check_heads
 from disagg.offload.options import storage_target
 from disagg.router.names import drawn_name
@@ -39,20 +35,13 @@ from disagg.telemetry.logs import notice_of
 from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.process import ending_signals, raise_descriptor_limit
 from disagg.telemetry.record_files import require_pyarrow
-from disagg.types.addresses import bare, join
+from disagg.types.addresses import join
 from disagg.types.errors import ConfigError
 from disagg.types.plain import one_line
-from disagg.types.small_files import home_expanded, read_small
+from disagg.types.small_files import home_expanded
 from disagg.types.status import REFUSED
 
-if TYPE_CHECKING:
-    import httpx
-
 DRAIN_MARGIN_S = 5.0  # a child bounds its own drain; this is for what comes after
-ALL_READY_S = 15.0  # once requests succeed, how long the last servers are waited for before `ready` is said
-POLL_S = 0.25
-ANSWER_S = 5.0  # how long the router may take to say how it is, before it is asked again
-STILL_WAITING_S = 10.0
 LAST_LINES_S = 1.0  # how long the last lines of a child that has ended may be on their way
 LAST_LOGS_S = 2.0
 SERVER_HOST = "127.0.0.1"
@@ -339,7 +328,7 @@ async def _run(
         loop.add_signal_handler(number, children.interrupt if number == signal.SIGINT else children.drain)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal set to `tostop` would stop this process for what it says
     routers = {spec.name: each for spec, each in zip(specs[0], configs, strict=True)}
-    announcing = asyncio.create_task(_announce(routers, children), name="announce")
+    announcing = asyncio.create_task(announce(routers, children), name="announce")
     watch = LoopWatch(None, warn=problem)
     watch.start()
     try:
@@ -357,98 +346,3 @@ def _echo(name: str, line: str) -> None:
     text = shown(line)
     if text is not None:
         note(f"{name}: {text}")
-
-
-async def _announce(routers: Mapping[str, Config], children: Children) -> None:
-    """What it says is a service to people: whatever goes wrong here ends nothing else."""
-    try:
-        await _say_states(routers, children)
-    except Exception as error:  # noqa: BLE001
-        problem(f"the cluster runs, but its state cannot be followed: {type(error).__name__}: {error}")
-
-
-async def _say_states(routers: Mapping[str, Config], children: Children) -> None:
-    """Says what is waited for, and `ready` once, when requests will succeed. routers: by the name of their process."""
-    import httpx
-
-    config = next(iter(routers.values()))
-    router = config.router
-    host = reachable(router.host)
-    scheme = "https" if config.tls.cert else "http"
-    base_url = f"{scheme}://{host}:{router.http_port}"
-    certificate = home_expanded(config.tls.cert, "tls.cert") if config.tls.cert else None
-    verify = True if certificate is None else trusting(None, own=certificate)
-    begin_s = time.monotonic()
-    said: dict[str, str] = {}
-    healthy_since_s: float | None = None
-    said_waiting_s = begin_s
-    names = [server.name for server in router.servers]
-    async with httpx.AsyncClient(base_url=base_url, timeout=ANSWER_S, trust_env=False, verify=verify) as client:
-        while not children.draining:
-            await asyncio.sleep(POLL_S)
-            now_s = time.monotonic()
-            states = None
-            with contextlib.suppress(httpx.HTTPError, ValueError, TimeoutError):
-                async with asyncio.timeout(ANSWER_S):
-                    healthy = (await client.get("/health")).status_code == 200
-                    answer = await client.get("/status", headers=credentials_for(config.auth))
-                    # A router that takes tokens only, or whose operators have no keys, tells us no more than its health.
-                    hidden = answer.status_code in (401, 403) and healthy
-                    states = dict.fromkeys(names, "ready") if hidden else server_states(answer.json())
-                    if healthy and len(routers) > 1:  # whoever of them has answered: all have to
-                        healthy = await _all_healthy(client, scheme, host, routers)
-                    healthy_since_s = (healthy_since_s or now_s) if healthy else None
-            for name, state in (states or {}).items():
-                if state == "ready":
-                    children.proven(name)
-                if said.get(name) != state:
-                    said[name] = state
-                    note(one_line(f"{name}: {state}"))
-            if states is not None and healthy_since_s is not None:
-                for name in routers:
-                    children.proven(name)
-                all_ready = all(state == "ready" for state in states.values())
-                if all_ready or now_s - healthy_since_s > ALL_READY_S:
-                    break
-            if now_s - said_waiting_s >= STILL_WAITING_S:
-                said_waiting_s = now_s
-                waiting = [name for name, state in (states or {}).items() if state != "ready"] or ["the router"]
-                note(f"still waiting for {', '.join(waiting)} ({now_s - begin_s:.0f} s)")
-    if not children.draining:
-        result(f"ready http={base_url} grpc={host}:{router.grpc_port}")
-
-
-async def _all_healthy(client: httpx.AsyncClient, scheme: str, host: str, routers: Mapping[str, Config]) -> bool:
-    """Each says so on the port that it has for itself."""
-    own = [f"{scheme}://{host}:{config.router.own_http_port}/health" for config in routers.values()]
-    return all([(await client.get(url)).status_code == 200 for url in own])
-
-
-def credentials_for(auth: AuthConfig) -> dict[str, str]:
-    """The headers with which this process asks its own router: any of the keys that it takes, of an operator if it can be."""
-    if not auth.api_keys_file:
-        return {}
-    path = home_expanded(auth.api_keys_file, "auth.api_keys_file")
-    try:
-        tenants = parse_keys(read_small(path, KEYS_BYTES), path)
-    except (ConfigError, OSError):  # it has changed since the router has read it, which the router's log says
-        return {}
-    key = next((each for each, tenant in tenants.items() if tenant in auth.operators), next(iter(tenants)))
-    return {"authorization": f"Bearer {key.decode()}"}
-
-
-def server_states(status: object) -> dict[str, str]:
-    """Name and state of every server in a router's /status."""
-    servers = status.get("servers", []) if isinstance(status, dict) else []
-    return {str(server["name"]): str(server["state"]) for server in servers}
-
-
-def reachable(host: str) -> str:
-    """What a client on this machine dials for a host that is listened on."""
-    every = {
-        "0.0.0.0": "127.0.0.1",
-        "::": "127.0.0.1",
-        "": "127.0.0.1",
-    }  # `::` takes IPv4, too, and is that where there is no IPv6
-    dialled = every.get(bare(host), bare(host))
-    return f"[{dialled}]" if ":" in dialled else dialled

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from disagg.cli import up
+from disagg.cli import announce as announcing
 from disagg.cli.children import Children
 from disagg.cli.status import print_pools
 from disagg.cli.supervise import Limits
 from disagg.cli.terminal import for_terminal
-from disagg.config.tree import Config
 from tests.cli.routers import status_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,12 +96,12 @@ def test_what_up_says_is_in_its_log_whichever_descriptors_it_has(tmp_path: Path,
 async def test_what_cannot_be_announced_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def nonsense(config: Config, children: Children) -> None:
+    async def nonsense(routers: object, children: Children) -> None:
         raise KeyError("state")
 
-    monkeypatch.setattr(up, "_say_states", nonsense)
+    monkeypatch.setattr(announcing, "_say_states", nonsense)
     children = Children((), Limits(drain_s=()), None, {}, lambda name: 0)  # type: ignore[arg-type]
-    await up._announce(Config(), children)
+    await announcing.announce({}, children)
     assert "the cluster runs, but its state cannot be followed: KeyError: 'state'" in capsys.readouterr().err
 
 

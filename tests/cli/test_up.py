@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from disagg.cli.announce import Seen, credentials_for, reachable, server_pids, server_states, serves
 from disagg.cli.rundir import PORTS
-from disagg.cli.up import UpOptions, cluster_processes, credentials_for, reachable, server_states
+from disagg.cli.up import UpOptions, cluster_processes
 from disagg.config.load import dump_config, load_config
 from disagg.config.tree import AuthConfig, Config, EngineConfig, RouterConfig, ServerConfig
 from disagg.types.errors import ConfigError
@@ -83,6 +84,15 @@ def test_a_host_that_is_listened_on_is_dialled_as_one_that_can_be(host: str, dia
 def test_states_are_read_from_the_routers_status() -> None:
     assert server_states({"servers": [{"name": "p", "state": "ready"}]}) == {"p": "ready"}
     assert server_states("nonsense") == {}
+    assert server_pids({"servers": [{"name": "p", "state": "ready", "pid": 7}, {"name": "d", "pid": 0}]}) == {"p": 7}
+
+
+def test_who_serves_again_is_the_process_that_was_started_and_not_the_one_before() -> None:
+    seen = Seen(True, {"p": "ready", "d": "loading", "hidden": "ready"}, {"p": 7, "d": 8})
+    assert serves("p", 7, seen) and not serves("p", 9, seen), "the router has not heard of it yet"
+    assert not serves("d", 8, seen)
+    assert serves("hidden", 3, seen), "whose process a router does not tell"
+    assert serves("router", 1, seen) and not serves("router", 1, Seen(False, {}, {}))
 
 
 def test_what_only_mixed_servers_can_have_is_theirs_alone_and_refused_where_there_are_none() -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,13 @@ def up(tmp_path: Path) -> Iterator[Up]:
     running.process.communicate()
 
 
+def wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
 def wait_until_gone(pids: list[int], seconds: float) -> None:
     until = time.monotonic() + seconds
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
@@ -82,6 +89,8 @@ def test_a_killed_server_comes_back_where_it_was_and_sigterm_leaves_nothing(up: 
     assert (after["address"], after["state"]) == (before["address"], "ready")
     assert after["pid"] != before["pid"]
     assert "decode-0 was killed by SIGKILL; starting it again" in up.errors.read_text()
+    wait_until(lambda: "decode-0: ready again" in up.errors.read_text(), 30)
+    assert "decode-0: ready again" not in up.errors.read_text().partition("was killed by SIGKILL")[0]
     pids = up.pids()
     assert len(pids) == 5
     up.process.send_signal(signal.SIGTERM)

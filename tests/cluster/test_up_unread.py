@@ -149,6 +149,7 @@ def test_behind_head_the_cluster_goes_on_and_two_share_a_run_directory(
     up.kill("prefill-0")
     assert len(set(up.tmp.glob("disagg-*"))) == 2  # what the killed server left was cleared away by the next
     assert "prefill-0 was killed by SIGKILL; starting it again" in up.said()
+    until(lambda: "prefill-0: ready again" in up.said(), "that it serves again")
 
     port = up.http.rpartition(":")[2]
     refused = Up(tiny, tmp_path, subprocess.PIPE, "--http-port", port, "--grpc-port", "0")

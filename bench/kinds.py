@@ -1,0 +1,490 @@
+"""Pages by kind of layer against pages of one size, in whole servers: `python -m bench.kinds`.
+
+Random models whose layers differ, in the shapes of served ones, and for each two mixed servers, alike but for one setting:
+
+    by kind     each kind of layer has pages of its own: what has left a window is let go
+    one size    `engine.keep_windows`: every layer keeps every token, as a pool of one kind of page does; prefixes are cached too
+
+Their pools are as large. For each model, by one client:
+
+    throughput  long prompts at once: answers and tokens per second, and how many were answered beside each other
+    rates       an open loop at several rates: TTFT and TPOT
+    prefixes    questions about documents, more and more of them: questions per second, and how much of prompts was cached
+
+Servers that fit on `--gpus` of this machine run at the same time. `--device cpu` has small shapes, one server after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+from msgspec import Struct, to_builtins
+
+from bench.goodput import Offer, gpu_names, offer
+from bench.gpu_cluster import FIRST_ID
+from bench.streams import Crowd, completion
+from disagg.bench.serve.goodput import Slo
+from disagg.bench.serve.workload import Lengths
+from tests.cluster.cluster import Cluster
+
+ALONE = ("--prefill", "0", "--decode", "0", "--mixed", "1")
+SETTINGS = {"one size": ("engine.keep_windows=on",), "by kind": ()}
+POLL_S = 0.2
+MIB = 1 << 20
+
+
+class Shape(Struct, frozen=True):
+    """A model and what it is asked. pool_mib: of KV. at_once, outputs: of long prompts of `tokens`.
+
+    documents: how many, of document_tokens each, with `questions` each. rates: requests/s of prompts of `tokens`.
+    """
+
+    model_type: str
+    config: dict[str, Any]
+    layers: tuple[str, ...]  # types that repeat
+    pool_mib: int
+    tokens: int
+    at_once: int
+    outputs: int
+    rates: tuple[float, ...]
+    document_tokens: int
+    documents: tuple[int, ...]
+    questions: int = 4
+    window: int = 0
+
+    def transformers_config(self) -> Any:
+        from transformers import AutoConfig
+
+        count = self.config["num_hidden_layers"]
+        types = [self.layers[at % len(self.layers)] for at in range(count)] if self.layers else []
+        kinds = {"layer_types": types, "sliding_window": self.window} if types else {}
+        longest = 2 * max(self.tokens, self.document_tokens) + 4096
+        common = {"bos_token_id": None, "pad_token_id": None, "tie_word_embeddings": True}
+        return AutoConfig.for_model(
+            self.model_type, **{**common, "max_position_embeddings": longest, **kinds, **self.config}
+        )
+
+
+S, F = "sliding_attention", "full_attention"
+GPU = {
+    # Gemma 3 12B: a window of 1024 in five of six layers.
+    "gemma-3-12b": Shape(
+        "gemma3_text",
+        {
+            "vocab_size": 32768,
+            "hidden_size": 3840,
+            "intermediate_size": 15360,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+        },
+        (S, S, S, S, S, F),
+        pool_mib=24 << 10,
+        tokens=8192,
+        at_once=32,
+        outputs=128,
+        rates=(0.5, 1.0, 2.0),
+        document_tokens=8192,
+        documents=(4, 8, 16),
+        window=1024,
+    ),
+    # Gemma 2 9B: a window of 4096 in every second layer.
+    "gemma-2-9b": Shape(
+        "gemma2",
+        {
+            "vocab_size": 32768,
+            "hidden_size": 3584,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 42,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+        },
+        (S, F),
+        pool_mib=24 << 10,
+        tokens=12288,
+        at_once=24,
+        outputs=128,
+        rates=(0.5, 1.0, 1.5),
+        document_tokens=12288,
+        documents=(2, 4, 8),
+        window=4096,
+    ),
+    # Ministral 8B: a window of 32768 in three of four layers.
+    "ministral-8b": Shape(
+        "ministral",
+        {
+            "vocab_size": 32768,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": False,
+        },
+        (S, S, S, F),
+        pool_mib=40 << 10,
+        tokens=65536,
+        at_once=8,
+        outputs=128,
+        rates=(0.1, 0.2),
+        document_tokens=65536,
+        documents=(2, 4),
+        window=32768,
+    ),
+    # Llama 3.1 8B: all layers are alike, so nothing may be lost.
+    "llama-3.1-8b": Shape(
+        "llama",
+        {
+            "vocab_size": 32768,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": False,
+        },
+        (),
+        pool_mib=16 << 10,
+        tokens=8192,
+        at_once=32,
+        outputs=128,
+        rates=(1.0, 2.0),
+        document_tokens=8192,
+        documents=(4, 16),
+    ),
+}
+_SMALL = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+CPU = {
+    "gemma-3-small": Shape(
+        "gemma3_text",
+        {**_SMALL, "num_hidden_layers": 6},
+        (S, S, S, S, S, F),
+        pool_mib=24,
+        tokens=1024,
+        at_once=24,
+        outputs=96,
+        rates=(1.0, 2.0),
+        document_tokens=1024,
+        documents=(4, 8, 16, 32),
+        window=128,
+    ),
+    "ministral-small": Shape(
+        "ministral",
+        {**_SMALL, "num_hidden_layers": 4},
+        (S, S, S, F),
+        pool_mib=16,
+        tokens=1024,
+        at_once=24,
+        outputs=96,
+        rates=(1.0, 2.0),
+        document_tokens=1024,
+        documents=(4, 8, 16, 32),
+        window=256,
+    ),
+    "llama-small": Shape(
+        "llama",
+        {**_SMALL, "num_hidden_layers": 4},
+        (),
+        pool_mib=16,
+        tokens=1024,
+        at_once=24,
+        outputs=96,
+        rates=(1.0, 2.0),
+        document_tokens=1024,
+        documents=(4, 16),
+    ),
+}
+
+
+# ---- what is measured
+
+
+class Throughput(Struct, frozen=True):
+    """Of all prompts at once. beside: the most that were in the batch together."""
+
+    requests_per_s: float
+    tokens_per_s: float
+    beside: int
+    gave_way: float
+
+
+class Rate(Struct, frozen=True):
+    """Of one rate; ms, P50 and P99."""
+
+    rate: float
+    ttft_ms: tuple[float, float]
+    tpot_ms: tuple[float, float]
+    failed: int
+
+
+class Prefixes(Struct, frozen=True):
+    """Of so many documents."""
+
+    documents: int
+    requests_per_s: float
+    cached_share: float
+
+
+class Measured(Struct):
+    """Of one model under one setting."""
+
+    throughput: Throughput | None = None
+    rates: list[Rate] = []
+    prefixes: list[Prefixes] = []
+    trouble: str = ""
+
+
+class Bench:
+    """One server, and what it is asked. crowd: processes of clients."""
+
+    def __init__(self, cluster: Cluster, shape: Shape, crowd: Crowd, clients: ProcessPoolExecutor, seed: int) -> None:
+        self._cluster = cluster
+        self._shape = shape
+        self._crowd = crowd
+        self._clients = clients
+        self._rng = random.Random(seed)  # the same for both settings
+
+    def measure(self, measured: Measured, say: Callable[[str], None]) -> None:
+        self._at_once(2, 8)  # what compiles at first
+        measured.throughput = self._throughput()
+        say(f"throughput {measured.throughput}")
+        for rate in self._shape.rates:
+            measured.rates.append(self._rate(rate))
+            say(f"rate {measured.rates[-1]}")
+        for documents in self._shape.documents:
+            measured.prefixes.append(self._prefixes(documents))
+            say(f"prefixes {measured.prefixes[-1]}")
+
+    def _tokens(self, count: int) -> list[int]:
+        return self._rng.choices(range(FIRST_ID, self._shape.config["vocab_size"]), k=count)
+
+    def _at_once(self, count: int, outputs: int) -> float:
+        """Seconds until all are answered."""
+        bodies = [completion(self._cluster.model, self._tokens(self._shape.tokens), outputs) for _ in range(count)]
+        began_s = time.perf_counter()
+        self._crowd.ask(self._cluster.http, bodies)
+        return time.perf_counter() - began_s
+
+    def _throughput(self) -> Throughput:
+        shape, running, over = self._shape, [0], threading.Event()
+
+        def watch() -> None:
+            while not over.wait(POLL_S):
+                running.append(int(self._metrics("disagg_requests_running")))
+
+        before = self._metrics("disagg_preemptions_total")
+        watching = threading.Thread(target=watch)
+        watching.start()
+        try:
+            took_s = self._at_once(shape.at_once, shape.outputs)
+        finally:
+            over.set()
+            watching.join()
+        gave_way = self._metrics("disagg_preemptions_total") - before
+        return Throughput(shape.at_once / took_s, shape.at_once * shape.outputs / took_s, max(running), gave_way)
+
+    def _metrics(self, name: str) -> float:
+        """Of the one server, over all labels."""
+        metrics = self._cluster.metrics("mixed-0")
+        return sum(value for series, value in metrics.items() if series.partition("{")[0] == name)
+
+    def _rate(self, rate: float) -> Rate:
+        shape = self._shape
+        asked = Offer(
+            url=self._cluster.http,
+            model=self._cluster.model,
+            vocab=shape.config["vocab_size"],
+            inputs=Lengths(shape.tokens // 2, shape.tokens),
+            outputs=Lengths(shape.outputs // 2, shape.outputs),
+            seed=7,
+            prompts=self._rng.randrange(1 << 30),
+            rate=rate,
+            window_s=max(12.0, 10 / rate),
+            patience_s=120.0,
+            slos=(Slo.parse("ttft=600s,itl=600s", 0.99),),
+        )
+        rung = self._clients.submit(offer, asked).result().rung
+
+        def ms(name: str) -> tuple[float, float]:
+            return 1e3 * rung.p50_s[name], 1e3 * rung.p99_s[name]
+
+        return Rate(rate, ms("ttft"), ms("tpot"), sum(rung.failed.values()) + rung.unfinished)
+
+    def _prefixes(self, count: int) -> Prefixes:
+        """Each document is asked about once before, so that what is measured is what stayed."""
+        shape = self._shape
+        documents = [self._tokens(shape.document_tokens) for _ in range(count)]
+        questions = [document + self._tokens(32) for document in documents for _ in range(shape.questions)]
+        self._rng.shuffle(questions)
+        self._ask_in_turn([document + self._tokens(32) for document in documents])
+        hits, queries = (self._metrics(f"disagg_prefix_{what}_tokens_total") for what in ("hit", "query"))
+        took_s = self._ask_in_turn(questions)
+        hits = self._metrics("disagg_prefix_hit_tokens_total") - hits
+        queries = self._metrics("disagg_prefix_query_tokens_total") - queries
+        return Prefixes(count, len(questions) / took_s, hits / queries)
+
+    def _ask_in_turn(self, prompts: Sequence[list[int]]) -> float:
+        """Four at a time."""
+        bodies = [completion(self._cluster.model, prompt, 8) for prompt in prompts]
+        began_s = time.perf_counter()
+        for at in range(0, len(bodies), 4):
+            self._crowd.ask(self._cluster.http, bodies[at : at + 4])
+        return time.perf_counter() - began_s
+
+
+# ---- servers
+
+
+def make(directory: Path, shape: Shape, dtype: str, device: str) -> Path:
+    """In a process of its own, whose memory on the device ends with it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.models.tiny import write_tokenizer
+
+    torch.manual_seed(0)
+    config = shape.transformers_config()
+    config.eos_token_id = shape.config["vocab_size"] // 2
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(directory, max_shard_size="100GB")
+    write_tokenizer(directory, shape.config["vocab_size"])
+    return directory
+
+
+def run_one(
+    name: str, shape: Shape, setting: str, model: Path, run_dir: Path, gpu: str | None, say: Callable[[str], None]
+) -> Measured:
+    measured = Measured()
+    device = "cuda" if gpu is not None else "cpu"
+    flags = ("--model", str(model), "--dtype", "bfloat16" if gpu is not None else "float32", *ALONE)
+    sets = (f"model.device={device}", *SETTINGS[setting])
+    env = {"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {}
+    spawn = multiprocessing.get_context("spawn")
+
+    def note(text: str) -> None:
+        say(f"{name}, {setting}: {text}")
+
+    try:
+        with (
+            Cluster(run_dir, *flags, "--kv-memory", f"{shape.pool_mib}MiB", sets=sets, env=env) as cluster,
+            Crowd(4) as crowd,
+            ProcessPoolExecutor(1, spawn) as clients,
+        ):
+            note("ready")
+            Bench(cluster, shape, crowd, clients, seed=1).measure(measured, note)
+    except (AssertionError, OSError, httpx.HTTPError) as error:  # the other models are measured anyway
+        measured.trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
+        note(measured.trouble)
+    return measured
+
+
+def report(name: str, shape: Shape, found: dict[str, Measured]) -> str:
+    out = [
+        f"\n{name}: pools of {shape.pool_mib} MiB, prompts of {shape.tokens}, documents of {shape.document_tokens}\n"
+    ]
+    one, kind = found["one size"], found["by kind"]
+    out += [f"- {setting}: {each.trouble}" for setting, each in found.items() if each.trouble]
+    out += ["| | one size | by kind | ratio |", "|---|---:|---:|---:|"]
+    a, b = one.throughput, kind.throughput
+    if a is not None and b is not None:
+        ratio = b.tokens_per_s / a.tokens_per_s
+        out += [
+            f"| {shape.at_once} at once: output tokens/s | {a.tokens_per_s:.1f} | {b.tokens_per_s:.1f} | {ratio:.2f} |",
+            f"| running beside each other, most | {a.beside} | {b.beside} | {b.beside / max(1, a.beside):.2f} |",
+            f"| gave way | {a.gave_way:g} | {b.gave_way:g} | |",
+        ]
+    for x, y in zip(one.rates, kind.rates, strict=False):
+        for what, left, right in (("TTFT", x.ttft_ms, y.ttft_ms), ("TPOT", x.tpot_ms, y.tpot_ms)):
+            said = [f"{p50:.1f} / {p99:.1f}" for p50, p99 in (left, right)]
+            out.append(
+                f"| {x.rate:g}/s: {what} ms, P50 / P99 | {said[0]} | {said[1]} | {right[0] / max(left[0], 1e-9):.2f} |"
+            )
+        if x.failed or y.failed:
+            out.append(f"| {x.rate:g}/s: not answered | {x.failed} | {y.failed} | |")
+    for p, q in zip(one.prefixes, kind.prefixes, strict=False):
+        shares = [f"{each.requests_per_s:.2f} ({each.cached_share:.0%})" for each in (p, q)]
+        out.append(
+            f"| {p.documents} documents: questions/s (cached) | {shares[0]} | {shares[1]} "
+            f"| {q.requests_per_s / p.requests_per_s:.2f} |"
+        )
+    return "\n".join(out)
+
+
+def measure_model(
+    name: str, shape: Shape, folder: Path, gpus: Sequence[str | None], say: Callable[[str], None]
+) -> dict[str, Measured]:
+    """By setting. gpus: names of those that are used; None for the CPU. Settings share what there is in turns."""
+    on_gpu = gpus[0] is not None
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        made = (folder / "model", shape, "bfloat16" if on_gpu else "float32", "cuda" if on_gpu else "cpu")
+        model = process.submit(make, *made).result()
+    say(f"{name}: the model is there")
+    with ThreadPoolExecutor(len(gpus)) as threads:
+        running = {
+            setting: threads.submit(
+                run_one, name, shape, setting, model, folder / f"run{at}", gpus[at % len(gpus)], say
+            )
+            for at, setting in enumerate(SETTINGS)
+        }
+        return {setting: each.result() for setting, each in running.items()}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kinds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--gpus", type=int, default=2, help="of this machine that are used")
+    parser.add_argument(
+        "--only", nargs="+", choices=(*GPU, *CPU), default=(), metavar="MODEL", help=", ".join((*GPU, *CPU))
+    )
+    parser.add_argument("--json", type=Path, help="keep the figures")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] = sys.argv[1:]) -> int:
+    arguments = parse(argv)
+    began_s = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began_s:5.1f} s] {text}", flush=True)
+
+    on_gpu = arguments.device == "cuda"
+    known = GPU if on_gpu else CPU
+    gpus = gpu_names(arguments.gpus) if on_gpu else [None]
+    kept: dict[str, dict[str, Measured]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.only or known:
+            kept[name] = measure_model(name, known[name], Path(folder, str(len(kept))), gpus, say)
+            print(report(name, known[name], kept[name]), flush=True)
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(to_builtins(kept)))
+    return 1 if any(each.trouble for found in kept.values() for each in found.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
