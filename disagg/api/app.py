@@ -333,7 +333,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(DisaggError)
     async def ours(request: Request, error: DisaggError) -> Response:
-        return reply(fault_of(error))
+        # What follows on the connection is the rest of a body that nobody reads, so it ends, and says so.
+        return reply(fault_of(error), {"connection": "close"} if isinstance(error, BodyTooLarge) else None)
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> Response:

@@ -300,6 +300,7 @@ async def test_what_will_not_be_read_is_refused_before_it_comes(port: Port, head
     async with asyncio.timeout(DEADLINE_S):
         head = await reader.readuntil(b"\r\n\r\n")
     assert int(head.split(b" ", 2)[1]) == status
+    assert (b"connection: close" in head) == (status == 413), "what is not read is known by nobody to have ended"
 
 
 async def test_pipelined_requests_are_answered_in_order(port: Port) -> None:
