@@ -420,9 +420,11 @@ class World:
         tight: bool = False,
         mixed: bool = False,
         offload: bool = False,
+        careless: bool = False,
     ) -> None:
         """tight: two servers of each kind, pools and arenas as small as they can be, and many requests. mixed: each server has
         both phases, and some requests stay with one. offload: KV goes to hosts, and mostly to one storage, and comes back.
+        careless: what begins is not asked whether all can go on, so that sequences give way.
         """
         self.store = SimStore()
         self.tiers_rng = random.Random(seed)  # of its own, so that other worlds are as they were
@@ -506,6 +508,9 @@ class World:
                 progress_s=20.0,
             ),
         )
+        if careless:
+            scheduling = replace(facts.scheduling, lookahead_tokens=0, spare_tokens=0, max_running=100)
+            facts = replace(facts, scheduling=scheduling)
         self.many_tenants = rng.random() < 0.5
         if offload:
             draw = self.tiers_rng
