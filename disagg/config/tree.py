@@ -191,6 +191,9 @@ class OffloadConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     host_bytes: NonNegativeInt = 0  # of each worker's host pool; 0: host_ratio
     host_ratio: Annotated[float, Meta(gt=0, le=1e6)] = 2.0  # of the device pool
     stride_tokens: NonNegativeInt = 256  # of an increment that is offloaded; 0: one page
+    load: Literal["faster", "always"] = (
+        "faster"  # what is kept: where that is faster than to compute it again, or always
+    )
     copy: Literal["auto", "kernel", "memcpy"] = "auto"  # how pages cross; auto: what is faster on this machine
 
 

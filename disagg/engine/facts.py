@@ -73,6 +73,7 @@ class OffloadFacts(Struct, frozen=True):
     host_large: int  # large pages of each rank's host pool
     stride_tokens: int  # as it is configured
     storage: bool  # there is one
+    load_always: bool = False  # and not where computing is faster
 
 
 class EngineFacts(Struct, frozen=True):

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from disagg.engine.asks import Asks
+from disagg.engine.facts import OffloadFacts
 from disagg.engine.instructions import Instruction, ToStore, ToTransfer
 from disagg.engine.offload import Offload
 from disagg.memory.kv_memory import KvMemory
@@ -81,7 +82,7 @@ class Loads:
 
     def __init__(
         self,
-        stores: bool,
+        facts: OffloadFacts,
         ranks: int,
         memory: KvMemory,
         offload: Offload,
@@ -93,7 +94,7 @@ class Loads:
         self._layout = memory.layout
         self._page_tokens = memory.layout.page_tokens
         self._offload = offload
-        self._stores = stores
+        self._stores = facts.storage
         self._out = out
         self._clock = clock
         self._ranks = ranks
@@ -105,7 +106,7 @@ class Loads:
         self._arriving: set[tuple[int, bytes]] = set()  # by group and hash, what loads bring
         self._asks = asks
         self._fetch_ops = 0
-        self.rates = Rates()
+        self.rates = Rates(load_always=facts.load_always)
         self.tokens: Counter[str] = Counter()  # that loads brought, by tier
         self.failures = 0
 

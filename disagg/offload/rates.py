@@ -12,6 +12,7 @@ TRY_EVERY = 16
 PATIENCE = 2.0  # a load may take so many times as long as computing would
 LEAST_WAIT_S = 0.25  # below this nobody gives up: what was measured is not that exact
 MOST_WAIT_S = 10.0
+ALWAYS_WAIT_S = 60.0  # where all is to be loaded
 LEAST_TOKENS = 16  # of prompts in a step from which their speed is learnt
 
 
@@ -35,9 +36,13 @@ class Rate:
 
 
 class Rates:
-    """Of one engine: computing tokens of prompts, and moving bytes of its pages from the host and from storage."""
+    """Of one engine: computing tokens of prompts, and moving bytes of its pages from the host and from storage.
 
-    def __init__(self) -> None:
+    load_always: whatever is faster.
+    """
+
+    def __init__(self, *, load_always: bool = False) -> None:
+        self._always = load_always
         self.computing = Rate()
         self.from_host = Rate()
         self.from_storage = Rate()
@@ -52,7 +57,7 @@ class Rates:
     def worth_loading(self, tokens: int, host_bytes: int, storage_bytes: int) -> bool:
         """Rather than to compute so many tokens, move so many bytes from storage to the host, and from there to the GPU."""
         compute_s, load_s = self.computing.seconds(tokens), self._load_s(host_bytes, storage_bytes)
-        if compute_s is None or load_s is None or load_s <= compute_s:
+        if self._always or compute_s is None or load_s is None or load_s <= compute_s:
             return True
         self._slower += 1
         return self._slower % TRY_EVERY == 0
@@ -64,6 +69,8 @@ class Rates:
 
     def patience_s(self, tokens: int) -> float:
         """After how long a load of so many tokens is waited for no longer."""
+        if self._always:
+            return ALWAYS_WAIT_S
         compute_s = self.computing.seconds(tokens)
         if compute_s is None:
             return MOST_WAIT_S

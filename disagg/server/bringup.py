@@ -368,7 +368,12 @@ class Bringup:
             size.why,
             ", ".join(sorted({rank.copy for rank in opened if isinstance(rank, OffloadOpen)})),
         )
-        return OffloadFacts(size.num_large, offload.stride_tokens, storage=bool(config.storage.url))
+        return OffloadFacts(
+            size.num_large,
+            offload.stride_tokens,
+            storage=bool(config.storage.url),
+            load_always=offload.load == "always",
+        )
 
     def _offload(self, num_large: int, memory: MemoryFacts) -> OpenOffload:
         offload, storage, layout, scope = self.config.offload, self.config.storage, memory.layout, memory.scope

@@ -20,10 +20,10 @@ MISSES = "disagg_store_misses_total"
 
 
 def flags(model: Path, url: str, **options: Any) -> tuple[str, ...]:
-    """Pools that hold little more than the talks, so that what was said before is in storage alone. So few tokens are computed at
-    once that servers learn no speed of it, and so always try to load."""
-    sizes = ("--kv-memory", "768KiB", "--host-memory", "768KiB", "--page-tokens", str(PAGE), "--chunk-tokens", "8")
-    stored = ("--offload", "on", "--storage", url, "--set", "offload.stride_tokens=32", *sets_of(options))
+    """Pools that hold little more than the talks, so that what was said before is in storage alone, from where it always comes."""
+    sizes = ("--kv-memory", "768KiB", "--host-memory", "768KiB", "--page-tokens", str(PAGE))
+    always = ("--set", "offload.load=always", "--set", "engine.local_prefill_tokens=0")
+    stored = ("--offload", "on", "--storage", url, "--set", "offload.stride_tokens=32", *always, *sets_of(options))
     return ("--model", str(model), "--dtype", "float32", *sizes, *stored)
 
 

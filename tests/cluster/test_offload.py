@@ -30,7 +30,7 @@ def test_second_turns_come_from_storage_at_any_tp_size(family: str, tmp_path: Pa
     model = make_tiny(family, tmp_path / family)
     draw = random.Random(family)
     prompts = [tuple(draw.randrange(3, VOCAB_SIZE) for _ in range(length)) for length in PROMPTS]
-    sets = (f"engine.checkpoint_tokens={CHECKPOINT}", "offload.stride_tokens=64")
+    sets = (f"engine.checkpoint_tokens={CHECKPOINT}", "offload.stride_tokens=64", "offload.load=always")
     first = reference.compute(model, prompts, OUTPUTS)
     with Cluster(tmp_path / "run", *flags(model, tmp_path / "store", 2, 1), sets=sets) as cluster:
         check(cluster, first, cached=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.offload.rates import HALF_S, LEAST_WAIT_S, MOST_WAIT_S, PATIENCE, TRY_EVERY, Rate, Rates
+from disagg.offload.rates import ALWAYS_WAIT_S, HALF_S, LEAST_WAIT_S, MOST_WAIT_S, PATIENCE, TRY_EVERY, Rate, Rates
 
 
 def test_nothing_is_known_at_first_and_an_even_rate_is_what_it_is() -> None:
@@ -30,9 +30,9 @@ def test_what_is_new_soon_outweighs_what_is_old() -> None:
     assert rate.seconds(1) == pytest.approx(1.0, rel=0.02)
 
 
-def known(tokens_s: float, host_s: float, storage_s: float) -> Rates:
+def known(tokens_s: float, host_s: float, storage_s: float, *, load_always: bool = False) -> Rates:
     """Per second: tokens computed, bytes from the host, bytes from storage."""
-    rates = Rates()
+    rates = Rates(load_always=load_always)
     rates.computed((int(tokens_s), 1), 1.0)
     rates.from_host.add(host_s, 1.0)
     rates.from_storage.add(storage_s, 1.0)
@@ -60,6 +60,13 @@ def test_patience_is_what_computing_would_take_within_bounds() -> None:
     assert rates.patience_s(1000) == pytest.approx(PATIENCE)
     assert rates.patience_s(1) == LEAST_WAIT_S
     assert rates.patience_s(1_000_000) == MOST_WAIT_S
+
+
+def test_loads_that_are_always_wanted_are_not_weighed() -> None:
+    rates = known(1000, 1e6, 1e5)
+    assert not rates.worth_loading(1, 1 << 40, 1 << 40) and rates.patience_s(1) == LEAST_WAIT_S
+    always = known(1000, 1e6, 1e5, load_always=True)
+    assert always.worth_loading(1, 1 << 40, 1 << 40) and always.patience_s(1) == ALWAYS_WAIT_S
 
 
 @pytest.mark.parametrize("runs", [(1,) * 64, (15,), (16, *(1,) * 20)])
