@@ -7,7 +7,7 @@ Random models whose layers differ, in the shapes of served ones, and for each tw
 
 Their pools are as large. For each model, by one client:
 
-    throughput  long prompts at once: answers and tokens per second, and how many were answered beside each other
+    throughput  long prompts at once, with long answers: answers and tokens per second, and how many ran beside each other
     rates       an open loop at several rates: TTFT and TPOT
     prefixes    questions about documents, more and more of them: questions per second, and how much of prompts was cached
 
@@ -41,7 +41,9 @@ from tests.cluster.cluster import Cluster
 
 ALONE = ("--prefill", "0", "--decode", "0", "--mixed", "1")
 SETTINGS = {"one size": ("engine.keep_windows=on",), "by kind": ()}
+PARTS = ("throughput", "rates", "prefixes")
 POLL_S = 0.2
+RATE_OUTPUTS = 128  # at most, where rates are offered
 MIB = 1 << 20
 
 
@@ -95,7 +97,7 @@ GPU = {
         pool_mib=24 << 10,
         tokens=8192,
         at_once=32,
-        outputs=128,
+        outputs=1024,
         rates=(0.5, 1.0, 2.0),
         document_tokens=8192,
         documents=(4, 8, 16),
@@ -117,7 +119,7 @@ GPU = {
         pool_mib=24 << 10,
         tokens=12288,
         at_once=24,
-        outputs=128,
+        outputs=1024,
         rates=(0.5, 1.0, 1.5),
         document_tokens=12288,
         documents=(2, 4, 8),
@@ -140,7 +142,7 @@ GPU = {
         pool_mib=40 << 10,
         tokens=65536,
         at_once=8,
-        outputs=128,
+        outputs=1024,
         rates=(0.1, 0.2),
         document_tokens=65536,
         documents=(2, 4),
@@ -163,7 +165,7 @@ GPU = {
         pool_mib=16 << 10,
         tokens=8192,
         at_once=32,
-        outputs=128,
+        outputs=1024,
         rates=(1.0, 2.0),
         document_tokens=8192,
         documents=(4, 16),
@@ -260,21 +262,25 @@ class Measured(Struct):
 class Bench:
     """One server, and what it is asked. crowd: processes of clients."""
 
-    def __init__(self, cluster: Cluster, shape: Shape, crowd: Crowd, clients: ProcessPoolExecutor, seed: int) -> None:
+    def __init__(
+        self, cluster: Cluster, shape: Shape, parts: Sequence[str], crowd: Crowd, clients: ProcessPoolExecutor
+    ) -> None:
         self._cluster = cluster
+        self._parts = parts
         self._shape = shape
         self._crowd = crowd
         self._clients = clients
-        self._rng = random.Random(seed)  # the same for both settings
+        self._rng = random.Random(1)  # the same for both settings
 
     def measure(self, measured: Measured, say: Callable[[str], None]) -> None:
         self._at_once(2, 8)  # what compiles at first
-        measured.throughput = self._throughput()
-        say(f"throughput {measured.throughput}")
-        for rate in self._shape.rates:
+        if "throughput" in self._parts:
+            measured.throughput = self._throughput()
+            say(f"throughput {measured.throughput}")
+        for rate in self._shape.rates if "rates" in self._parts else ():
             measured.rates.append(self._rate(rate))
             say(f"rate {measured.rates[-1]}")
-        for documents in self._shape.documents:
+        for documents in self._shape.documents if "prefixes" in self._parts else ():
             measured.prefixes.append(self._prefixes(documents))
             say(f"prefixes {measured.prefixes[-1]}")
 
@@ -312,13 +318,13 @@ class Bench:
         return sum(value for series, value in metrics.items() if series.partition("{")[0] == name)
 
     def _rate(self, rate: float) -> Rate:
-        shape = self._shape
+        shape, short = self._shape, min(self._shape.outputs, RATE_OUTPUTS)
         asked = Offer(
             url=self._cluster.http,
             model=self._cluster.model,
             vocab=shape.config["vocab_size"],
             inputs=Lengths(shape.tokens // 2, shape.tokens),
-            outputs=Lengths(shape.outputs // 2, shape.outputs),
+            outputs=Lengths(short // 2, short),
             seed=7,
             prompts=self._rng.randrange(1 << 30),
             rate=rate,
@@ -375,18 +381,25 @@ def make(directory: Path, shape: Shape, dtype: str, device: str) -> Path:
     return directory
 
 
-def run_one(
-    name: str, shape: Shape, setting: str, model: Path, run_dir: Path, gpu: str | None, say: Callable[[str], None]
-) -> Measured:
-    measured = Measured()
+class Run(Struct, frozen=True):
+    """One model under one setting. parts: of what is measured."""
+
+    name: str
+    shape: Shape
+    setting: str
+    parts: tuple[str, ...]
+
+
+def run_one(run: Run, model: Path, run_dir: Path, gpu: str | None, say: Callable[[str], None]) -> Measured:
+    measured, shape = Measured(), run.shape
     device = "cuda" if gpu is not None else "cpu"
     flags = ("--model", str(model), "--dtype", "bfloat16" if gpu is not None else "float32", *ALONE)
-    sets = (f"model.device={device}", *SETTINGS[setting])
+    sets = (f"model.device={device}", *SETTINGS[run.setting])
     env = {"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {}
     spawn = multiprocessing.get_context("spawn")
 
     def note(text: str) -> None:
-        say(f"{name}, {setting}: {text}")
+        say(f"{run.name}, {run.setting}: {text}")
 
     try:
         with (
@@ -395,7 +408,7 @@ def run_one(
             ProcessPoolExecutor(1, spawn) as clients,
         ):
             note("ready")
-            Bench(cluster, shape, crowd, clients, seed=1).measure(measured, note)
+            Bench(cluster, shape, run.parts, crowd, clients).measure(measured, note)
     except (AssertionError, OSError, httpx.HTTPError) as error:  # the other models are measured anyway
         measured.trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
         note(measured.trouble)
@@ -435,7 +448,12 @@ def report(name: str, shape: Shape, found: dict[str, Measured]) -> str:
 
 
 def measure_model(
-    name: str, shape: Shape, folder: Path, gpus: Sequence[str | None], say: Callable[[str], None]
+    name: str,
+    shape: Shape,
+    parts: tuple[str, ...],
+    folder: Path,
+    gpus: Sequence[str | None],
+    say: Callable[[str], None],
 ) -> dict[str, Measured]:
     """By setting. gpus: names of those that are used; None for the CPU. Settings share what there is in turns."""
     on_gpu = gpus[0] is not None
@@ -446,7 +464,7 @@ def measure_model(
     with ThreadPoolExecutor(len(gpus)) as threads:
         running = {
             setting: threads.submit(
-                run_one, name, shape, setting, model, folder / f"run{at}", gpus[at % len(gpus)], say
+                run_one, Run(name, shape, setting, parts), model, folder / f"run{at}", gpus[at % len(gpus)], say
             )
             for at, setting in enumerate(SETTINGS)
         }
@@ -462,6 +480,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", choices=(*GPU, *CPU), default=(), metavar="MODEL", help=", ".join((*GPU, *CPU))
     )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of what is measured")
     parser.add_argument("--json", type=Path, help="keep the figures")
     return parser.parse_args(argv)
 
@@ -479,7 +498,9 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     kept: dict[str, dict[str, Measured]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only or known:
-            kept[name] = measure_model(name, known[name], Path(folder, str(len(kept))), gpus, say)
+            kept[name] = measure_model(
+                name, known[name], tuple(arguments.parts), Path(folder, str(len(kept))), gpus, say
+            )
             print(report(name, known[name], kept[name]), flush=True)
             if arguments.json is not None:
                 arguments.json.write_text(json.dumps(to_builtins(kept)))
