@@ -43,6 +43,7 @@ ALONE = ("--prefill", "0", "--decode", "0", "--mixed", "1")
 SETTINGS = {"one size": ("engine.keep_windows=on",), "by kind": ()}
 PARTS = ("throughput", "rates", "prefixes")
 POLL_S = 0.2
+SETTLE_S = 3.0
 RATE_OUTPUTS = 128  # at most, where rates are offered
 MIB = 1 << 20
 
@@ -346,11 +347,15 @@ class Bench:
         questions = [document + self._tokens(32) for document in documents for _ in range(shape.questions)]
         self._rng.shuffle(questions)
         self._ask_in_turn([document + self._tokens(32) for document in documents])
-        hits, queries = (self._metrics(f"disagg_prefix_{what}_tokens_total") for what in ("hit", "query"))
+        hits_before, queries_before = self._prefix_tokens()
         took_s = self._ask_in_turn(questions)
-        hits = self._metrics("disagg_prefix_hit_tokens_total") - hits
-        queries = self._metrics("disagg_prefix_query_tokens_total") - queries
-        return Prefixes(count, len(questions) / took_s, hits / queries)
+        hits, queries = self._prefix_tokens()
+        return Prefixes(count, len(questions) / took_s, (hits - hits_before) / (queries - queries_before))
+
+    def _prefix_tokens(self) -> tuple[float, float]:
+        """Of prompts so far: that were cached, and all. What a server says of itself is a moment old."""
+        time.sleep(SETTLE_S)
+        return self._metrics("disagg_prefix_hit_tokens_total"), self._metrics("disagg_prefix_query_tokens_total")
 
     def _ask_in_turn(self, prompts: Sequence[list[int]]) -> float:
         """Four at a time."""
