@@ -177,13 +177,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--heartbeat-s", type=float, default=1.0, help="how old what routers know of load may be")
     options = parser.parse_args()
     shape = argparse.Namespace(**SHAPE, tokens=1024, dtype="float32")
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder, "small"), shape, "cpu")
         flags = ("--model", str(model), "--prefill", str(PREFILL), "--decode", str(DECODE), "--kv-memory", "256MiB")
         with contextlib.ExitStack() as stack:
-            cluster = stack.enter_context(Cluster(Path(folder, "run"), *flags, "--max-model-len", "2048"))
+            sets = (f"router.heartbeat_s={options.heartbeat_s}", f"router.lease_s={10 * options.heartbeat_s}")
+            cluster = stack.enter_context(Cluster(Path(folder, "run"), *flags, "--max-model-len", "2048", sets=sets))
             urls = {
                 name: stack.enter_context(router(cluster, name, policy))
                 for name, policy in (("turns", "round_robin"), ("load", "least_loaded"))

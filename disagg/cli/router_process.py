@@ -26,6 +26,7 @@ from disagg.router.requests import GenerateRequest, Update
 from disagg.router.service import Router
 from disagg.telemetry.listening import Sharing
 from disagg.telemetry.loop import LoopWatch
+from disagg.telemetry.memory import keep_loaded
 from disagg.telemetry.metrics import new_registry
 from disagg.telemetry.process import ending_signals
 from disagg.telemetry.stacks import format_stacks
@@ -198,6 +199,7 @@ async def _serve_faces(
         if router.own_http_port:
             at = (app, router.host, router.own_http_port, bounds, None, refused, certificates)
             own.append(await serve(*at, Sharing.BESIDE))
+        keep_loaded()
         watch.start()
         stack.callback(watch.stop)
         where = {"http": http.base_url, "grpc_port": running.grpc_port}

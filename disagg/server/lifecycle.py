@@ -52,6 +52,7 @@ from disagg.server.vllm_names import expose_vllm_names
 from disagg.server.workers import Workers, WorkersLost
 from disagg.telemetry.http import TelemetryServer
 from disagg.telemetry.loop import LoopWatch
+from disagg.telemetry.memory import keep_loaded
 from disagg.telemetry.metrics import EngineMetrics, new_registry
 from disagg.telemetry.process import ending_signals, raise_descriptor_limit
 from disagg.telemetry.traces import open_traces
@@ -160,6 +161,7 @@ class Server:
         self._identity.link_address = join(self._config.server.advertise_host or dialable(host), port)
         await server.start()
         logger.info("%s listens on %s, metrics on port %d", self._identity.name, join(host, port), metrics_port)
+        keep_loaded()
         self._watch.start()
         ticker = create_task(self._tick(), name="tick")
         supervisor = create_task(self._supervisor.run(health), name="supervise")

@@ -11,7 +11,6 @@ transfer driver, and reads there which layers pieces wait for.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import queue
@@ -45,6 +44,7 @@ from disagg.messages.plan import Hello, Ready, WorkerFailed, WorkerPlan, decode_
 from disagg.messages.tiers import TierCommand, TierEvent
 from disagg.messages.transfer import Beat, CommandFrame, EventFrame, TransferEvent, decode_commands, encode_events
 from disagg.telemetry.loop import Gaps
+from disagg.telemetry.memory import keep_loaded
 from disagg.telemetry.stacks import dump_stacks_on_signal, format_stacks
 from disagg.types.errors import ConfigError, ProtocolError
 
@@ -231,8 +231,7 @@ class WorkerProcess:
                 pool_bytes = self._executor.make_pool(
                     job.num_large, cut.large_bytes, cut.strides, job.page_tokens, job.max_slots
                 )
-                gc.collect()
-                gc.freeze()  # all that is loaded stays: to look through it again takes both threads 0.2 s
+                keep_loaded()
                 return PoolMade(self._rank, pool_bytes)
             case OpenOffload():
                 # Here, because it takes its time: the transfer thread beats.

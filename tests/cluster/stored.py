@@ -20,7 +20,7 @@ MISSES = "disagg_store_misses_total"
 
 
 def flags(model: Path, url: str, **options: Any) -> tuple[str, ...]:
-    """Pools that hold little more than the talks, so that what was said before is in storage alone, from where it always comes."""
+    """Pools that hold little more than the talks, so that what was said before comes from storage, always."""
     sizes = ("--kv-memory", "768KiB", "--host-memory", "768KiB", "--page-tokens", str(PAGE))
     always = ("--set", "offload.load=always", "--set", "engine.local_prefill_tokens=0")
     stored = ("--offload", "on", "--storage", url, "--set", "offload.stride_tokens=32", *always, *sets_of(options))

@@ -80,3 +80,33 @@ def test_what_was_freed_without_a_word_goes_back(watched: bool) -> None:
         process.stdin.close()
         grown = int(process.stdout.readline())
     assert (grown < GROWN_BYTES) is watched
+
+
+KEEPS = """
+import gc
+import weakref
+from disagg.telemetry.memory import keep_loaded
+
+class Node:
+    pass
+
+def cycle():
+    node = Node()
+    node.itself = node
+    return weakref.ref(node)
+
+before = cycle()
+keep_loaded()
+assert before() is None, "what was garbage stays"
+kept, looked_through = gc.get_freeze_count(), len(gc.get_objects())
+after = cycle()
+gc.collect()
+assert after() is None, "new garbage stays"
+print(kept, looked_through)
+"""
+
+
+def test_what_is_loaded_is_not_looked_through_again() -> None:
+    words = [sys.executable, "-c", KEEPS]
+    kept, looked_through = map(int, subprocess.run(words, check=True, capture_output=True, text=True).stdout.split())
+    assert kept > 1000 and looked_through < 100

@@ -8,7 +8,6 @@ a cluster's engines would say it over the link.
 from __future__ import annotations
 
 import argparse
-import gc
 import mmap
 import os
 import sys
@@ -35,6 +34,7 @@ from disagg.messages.transfer import (
 )
 from disagg.models.pool import Pool
 from disagg.staging.ring import RingAllocator, RingEntry, RingWriterView
+from disagg.telemetry.memory import keep_loaded
 from disagg.telemetry.process import die_with_parent
 from disagg.transfer.backends.memory import allocate
 from disagg.types.errors import DisaggError
@@ -140,7 +140,7 @@ class Rank:
             name = f"{transfer.incarnation}/{command.rank}/unstaged"
             self._unstaged = UnstagedAgent(name, transfer.ucx_tls, transfer.ucx_net_devices, pool)
             unstaged = self._unstaged.describe(command.rank)
-        gc.freeze()  # as a worker does
+        keep_loaded()  # as a worker does
         return trial.Opened(self._driver.opened(os.getpid()), unstaged)
 
     def _meet(self, command: trial.Meet) -> trial.Answer:
