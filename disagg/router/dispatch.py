@@ -290,7 +290,7 @@ class Dispatch:
         if not pair.moves:
             to_compute = max(1, attempted.prefill_tokens - pair.hit_tokens)
             stages.append(Stage(pair.prefill.name, Work.PREFILL, to_compute, attempted.choices, pair.pages))
-            if attempted.attempt > 1:
+            if attempted.again:
                 self._metrics.replayed_tokens.inc(attempted.prefill_tokens)
         live.account.begin(*stages)
         self._failures.attempted(pair)

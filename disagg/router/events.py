@@ -135,13 +135,15 @@ class NeedPair(Struct, frozen=True):
 
 
 class Attempted(Struct, frozen=True):
-    """An attempt begins; its legs follow as `Send`. prefill_tokens: how many tokens prefill was given."""
+    """An attempt begins; its legs follow as `Send`. prefill_tokens: how many tokens whoever computes the prompt was given; again:
+    a prefill or mixed server had been given it before."""
 
     attempt: int
     pair: Pair
     cause: str
     prefill_tokens: int
     choices: int
+    again: bool = False
 
 
 class Send(Struct, frozen=True):

@@ -92,6 +92,7 @@ class RequestMachine:
         self._landed_at: PeerRef | None = None  # the decode server that has part of the KV, from an attempt before
         self._cause = "first"
         self._waiting_for = "it was not dispatched yet"
+        self._prefilled = False  # a prefill or mixed server was given the prompt
         self._given_back = False
         self._asked_to_stop = False  # decode, of all legs of the attempt
 
@@ -169,7 +170,9 @@ class RequestMachine:
         self._legs, sends = begin_legs(self.asked, self.params, pair, self.table, self.attempt, event.now_s)
         lengths = {start.key: len(start.token_ids) for _, start in sends}
         prefill_tokens = 0 if pair.moves else sum(lengths.values())
-        begun = Attempted(self.attempt, pair, self._cause, prefill_tokens, len(self.table.unfinished()))
+        choices = len(self.table.unfinished())
+        begun = Attempted(self.attempt, pair, self._cause, prefill_tokens, choices, again=self._prefilled)
+        self._prefilled = self._prefilled or not pair.local_prefill
         return [begun, *(Send(server, start) for server, start in sends)]
 
     def _no_pair(self, event: NoPairFound) -> list[Instruction]:

@@ -53,8 +53,8 @@ def pick_pair(
 
 
 def pick_target(view: ClusterView, facts: RequestFacts, policy: Policy, source: PeerRef) -> Pair | None:
-    """Where what goes on at `source`, a decode server that drains, can go on: the best other decode server that fits it."""
-    sources = [s for s in view.servers if s.hands_over and s.peer_ref == source]
+    """Where what goes on at `source`, or stands still there, can go on: the best other decode server that fits it."""
+    sources = [s for s in view.servers if s.can_hand_over and s.peer_ref == source]
     if not sources:
         return None
     (at,) = sources

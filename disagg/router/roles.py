@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from disagg.messages.legs import RoleChange, ServerState
 from disagg.router.view import ClusterView, ServerView
 from disagg.types.errors import InvalidRequest, Unavailable, UnknownServer
@@ -9,6 +11,23 @@ from disagg.types.ids import Role
 from disagg.types.plain import quoted
 
 ANSWER_S = 5.0  # which a server has to say what comes of it
+
+
+class Leaving:
+    """Servers that this router has told to leave their pool, for as long as they may not have said that they do: of two calls at
+    once each would find the other one's server there."""
+
+    def __init__(self) -> None:
+        self._until_s: dict[str, float] = {}
+
+    def told(self, name: str, leaves: bool, now_s: float) -> None:
+        """leaves: False where that is over, or was undone."""
+        self._until_s.pop(name, None)
+        if leaves:
+            self._until_s[name] = now_s + ANSWER_S
+
+    def now(self, now_s: float) -> frozenset[str]:
+        return frozenset(name for name, until_s in self._until_s.items() if now_s < until_s)
 
 
 def role_named(name: str) -> Role:
@@ -31,19 +50,20 @@ def server_named(view: ClusterView, name: str) -> ServerView:
     return found
 
 
-def check_drain(view: ClusterView, name: str, *, force: bool) -> ServerView:
-    """The server, which may be told to take nothing new. force: also the last ready one of its role.
+def check_drain(view: ClusterView, name: str, *, force: bool, leaving: Container[str] = ()) -> ServerView:
+    """The server, which may be told to take nothing new. force: also the last ready one of its role. leaving: servers that were
+    told to take nothing new, or to change their role, and may not have said so yet.
 
     Raises UnknownServer, InvalidRequest, Unavailable.
     """
     server = server_named(view, name)
-    if not force and server.usable and not _others(view, server):
-        raise InvalidRequest(_last(view, server), "name")
+    if not force and server.usable and not _others(view, server, leaving):
+        raise InvalidRequest(_last(view, server, leaving), "name")
     return server
 
 
-def needs_change(view: ClusterView, name: str, role: Role, *, force: bool) -> bool:
-    """False where the server is that already, or is becoming it. force: also the last one of its role.
+def needs_change(view: ClusterView, name: str, role: Role, *, force: bool, leaving: Container[str] = ()) -> bool:
+    """False where the server is that already, or is becoming it. force: also the last one of its role. leaving: as above.
 
     Raises UnknownServer, InvalidRequest for what is refused whenever it is asked, Unavailable for what may pass.
     """
@@ -70,8 +90,8 @@ def needs_change(view: ClusterView, name: str, role: Role, *, force: bool) -> bo
         )
     if not server.hello.incarnation:
         raise Unavailable(f"server {name} is {state.value}; ask again when it is ready")
-    if not force and not _others(view, server):
-        raise InvalidRequest(_last(view, server), "name")
+    if not force and not _others(view, server, leaving):
+        raise InvalidRequest(_last(view, server, leaving), "name")
     return True
 
 
@@ -97,16 +117,25 @@ def _change(server: ServerView | None) -> RoleChange | None:
     return server.hello.role_change if server is not None and server.hello is not None else None
 
 
-def _others(view: ClusterView, server: ServerView) -> list[ServerView]:
-    """Servers that do the same work, and would go on doing it."""
-    return [other for other in view.of_role(server.role) if other.name != server.name and other.usable]
+def _others(view: ClusterView, server: ServerView, leaving: Container[str]) -> list[ServerView]:
+    """Servers that do the same work, and would go on doing it, as far as was heard lately."""
+    others = [other for other in view.of_role(server.role) if other.name != server.name and other.name not in leaving]
+    return [other for other in others if other.usable and other.fresh]
 
 
-def _last(view: ClusterView, server: ServerView) -> str:
-    allowed = [str(other.name) for other in view.servers if other.usable and _others(view, other)]
+def _last(view: ClusterView, server: ServerView, leaving: Container[str]) -> str:
+    allowed = [str(other.name) for other in view.servers if other.usable and _others(view, other, leaving)]
     role, state = server.role.value, view.state(server)
     now = "" if state is ServerState.READY else f" ({state.value} now)"
+    alike = [other for other in view.of_role(server.role) if other.name != server.name]
+    why = [f"{other.name} was told to leave a moment ago" for other in alike if other.name in leaving]
+    why += [
+        f"{other.name} has been silent for {other.silent_s:.0f} s"
+        for other in alike
+        if other.usable and not other.fresh
+    ]
+    others = "".join(f"; {each}" for each in why)
     return (
-        f"server {server.name} is the last {role} server that is ready{now}, and requests may need one; allowed are "
+        f"server {server.name} is the last {role} server that is ready{now}{others}, and requests may need one; allowed are "
         f"{', '.join(allowed) or 'none now'}, or this one with --force"
     )

@@ -45,6 +45,7 @@ from disagg.router.prefixes import PAGE_BYTES, PromptHashing, PromptPages, num_p
 from disagg.router.requests import Asked, GenerateRequest, Started, Update
 from disagg.router.roles import (
     ANSWER_S,
+    Leaving,
     asked_before,
     change_begun,
     check_drain,
@@ -101,6 +102,7 @@ class Router:
         self._max_model_len = max_model_len
         self._clock = time.monotonic
         self._metrics = RouterMetrics(registry)
+        self._leaving = Leaving()
         self._name = self._config.name or drawn_name()
         self._version = own_version()
         caller = Caller(
@@ -300,12 +302,13 @@ class Router:
         Raises UnknownServer for one that is not there, InvalidRequest for one that cannot be told, or is the last;
         Unavailable while it is not heard.
         """
-        view = self._dispatch.fleet.view()
-        found = check_drain(view, server, force=force) if on else server_named(view, server)
+        view, leaving = self._dispatch.fleet.view(), self._leaving.now(self._clock())
+        found = check_drain(view, server, force=force, leaving=leaving) if on else server_named(view, server)
         assert found.hello is not None
         drain = Drain(on)
         if why := lacks(found.hello, drain):
             raise InvalidRequest(f"server {server} cannot be told to drain; send it SIGTERM: {why}", "name")
+        self._leaving.told(server, on, self._clock())
         self._dispatch.fleet.send(server, drain)
         return server_status(found, view)
 
@@ -317,16 +320,20 @@ class Router:
         """
         fleet, wanted = self._dispatch.fleet, role_named(role)
         before = fleet.view()
-        if not needs_change(before, server, wanted, force=force):
+        if not needs_change(before, server, wanted, force=force, leaving=self._leaving.now(self._clock())):
             return False
+        self._leaving.told(server, True, self._clock())
         asked = asked_before(server_named(before, server))
         fleet.send(server, SetRole(wanted))
         until_s = self._clock() + ANSWER_S
-        while self._clock() < until_s:
-            found = next((each for each in fleet.view().servers if each.name == server), None)
-            if change_begun(found, wanted, asked):
-                return True
-            await asyncio.sleep(ASK_EVERY_S)
+        try:
+            while self._clock() < until_s:
+                found = next((each for each in fleet.view().servers if each.name == server), None)
+                if change_begun(found, wanted, asked):
+                    return True
+                await asyncio.sleep(ASK_EVERY_S)
+        finally:
+            self._leaving.told(server, False, self._clock())
         raise Unavailable(
             f"server {server} has not said within {ANSWER_S:g} s whether it becomes a {wanted.value} server"
         )

@@ -158,12 +158,13 @@ class ServerView(Struct, frozen=True, kw_only=True):
     @property
     def hands_over(self) -> bool:
         """It drains, and what it decodes can go on elsewhere."""
-        return (
-            self.drains
-            and self.hello is not None
-            and understands(self.hello, HandOver)
-            and bool(self.hello.incarnation)
-        )
+        return self.drains and self.can_hand_over
+
+    @property
+    def can_hand_over(self) -> bool:
+        """What stands still there to go on elsewhere can be had, whether it still drains or not."""
+        there = self.connected and not self.lost and self.hello is not None and bool(self.hello.incarnation)
+        return there and self.hello is not None and understands(self.hello, HandOver)
 
     @property
     def _empty(self) -> bool:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.cluster.cluster import CLI, Cluster
@@ -80,6 +81,14 @@ def test_answers_move_from_a_server_that_drains_with_nothing_computed_again(mode
 
         drain(cluster, "decode-1", "--undo")
         cluster.wait_healthy()
+        for pause_s in (0.0, 0.02, 0.1):  # undone while answers stand still to be sent
+            answers = all_at_work("decode-1")
+            for step in ("drain", "undrain"):
+                httpx.post(f"{cluster.http}/servers/decode-1/{step}", timeout=60).raise_for_status()
+                time.sleep(pause_s)
+            assert [answer.result() for answer in answers] == undisturbed
+            assert recomputed(cluster) == 0
+
         before, replayed = moved(cluster), cluster.router_metrics()["disagg_router_replayed_tokens_total"]
         answers = all_at_work("decode-1")
         cluster.kill(cluster.server("decode-1")["pid"], 15)

@@ -142,7 +142,7 @@ def test_decodes_verdict_replays_on_the_same_decode_with_the_tokens_accepted_so_
     assert aborts(again) == [("p0", 0, None)]
     assert need(again) == r.NeedPair(pair().decode, frozenset({"p0"}), 0.5, "peer_lost", "d0: why")
     begun, *sends = m.handle(r.PairPicked(pair("p1"), 50.0))
-    assert begun == r.Attempted(2, pair("p1"), "peer_lost", 5, 1)
+    assert begun == r.Attempted(2, pair("p1"), "peer_lost", 5, 1, again=True)
     [(_, leg), _] = starts(sends)
     assert (leg.key.attempt, leg.token_ids, leg.num_prompt, leg.deadline_s) == (2, (*PROMPT, 5, 6), 3, 50.0)
     assert tokens(m, "d0", 0, 2, 7, attempt=1) == []
@@ -640,7 +640,9 @@ def test_what_it_gives_back_goes_to_a_pair_with_it_at_no_cost() -> None:
     wish = need(ended(m, "d0", Outcome.GIVEN_BACK))
     assert (wish.prefer_decode, wish.avoid) == (pair("d0", "d0").decode, frozenset())
     assert not m.facts.first, "so that it is not asked again"
-    sends = starts(m.handle(r.PairPicked(pair("p0", "d0"), 41.0)))
+    begun, *sent = m.handle(r.PairPicked(pair("p0", "d0"), 41.0))
+    assert isinstance(begun, r.Attempted) and not begun.again, "prefill is given it for the first time"
+    sends = starts(sent)
     assert [(server, leg.local_prefill) for server, leg in sends] == [("p0", False), ("d0", False)]
     assert m.attempts_counted == 1
 

@@ -266,8 +266,8 @@ def test_what_drains_goes_to_a_decode_server_that_fits_and_takes_requests() -> N
     source = d("d0", ServerState.DRAINING)
     assert target(source, p("p0"), d("d1", outstanding_choices=3), d("d2")) == "d2"
     assert target(source, d("d1", fingerprint="g"), d("d2", ServerState.DRAINING), d("d3", pool=19), p("p0")) is None
-    assert target(d("d0"), d("d1")) is None, "it does not drain"
-    assert target(replace(source, lost=True), d("d1")) is None
+    assert target(d("d0"), d("d1")) == "d1", "that it drains was undone, and what stands still there is kept"
+    assert target(replace(source, lost=True), d("d1")) is target(replace(source, connected=False), d("d1")) is None
 
 
 def test_a_server_that_drains_is_drained_when_nobody_has_anything_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -9,7 +10,7 @@ from msgspec.structs import replace
 
 from disagg.messages.legs import RoleChange, ServerState
 from disagg.router.alarms import alarms
-from disagg.router.roles import change_begun, check_drain, needs_change, role_named
+from disagg.router.roles import ANSWER_S, Leaving, change_begun, check_drain, needs_change, role_named
 from disagg.router.status import server_status
 from disagg.router.view import ClusterView, ServerView
 from disagg.types.errors import InvalidRequest, Unavailable, UnknownServer
@@ -59,6 +60,27 @@ def test_the_last_ready_server_of_its_role_drains_only_by_force() -> None:
     for unheard in (d("d1", connected=False, error="refused"), d("d1", lost=True, error="refused")):
         with pytest.raises(Unavailable, match="d1 is not heard now: refused"):
             check_drain(ClusterView((*POOLS[:2], unheard)), "d1", force=True)
+
+
+def test_a_server_that_was_told_to_leave_or_is_silent_is_no_other_that_goes_on() -> None:
+    with pytest.raises(InvalidRequest, match=r"d1 is the last decode server.*; d0 was told to leave a moment ago, and"):
+        check_drain(ClusterView(POOLS), "d1", force=False, leaving={"d0"})
+    with pytest.raises(InvalidRequest, match=r"d0 was told to leave a moment ago"):
+        needs_change(ClusterView(POOLS), "d1", Role.PREFILL, force=False, leaving={"d0"})
+    assert check_drain(ClusterView(POOLS), "d1", force=True, leaving={"d0"}).name == "d1"
+    silent = ClusterView((*POOLS[:2], replace(POOLS[2], fresh=False, silent_s=3.2)))
+    with pytest.raises(InvalidRequest, match=r"d0 is the last decode server.*; d1 has been silent for 3 s, and"):
+        check_drain(silent, "d0", force=False)
+    assert check_drain(silent, "d1", force=False).name == "d1"
+
+
+def test_what_was_told_to_leave_is_remembered_until_it_must_have_said_so_or_it_is_undone() -> None:
+    leaving = Leaving()
+    leaving.told("d0", True, 10.0)
+    leaving.told("d1", True, 11.0)
+    assert leaving.now(11.0) == {"d0", "d1"} and leaving.now(10.5 + ANSWER_S) == {"d1"}
+    leaving.told("d1", False, 12.0)
+    assert leaving.now(12.0) == {"d0"}
 
 
 def test_what_it_is_or_becomes_already_needs_nothing() -> None:
@@ -141,6 +163,22 @@ async def test_a_server_that_has_become_another_is_used_as_that_and_is_no_loss(
     assert not await cluster.router.set_role("d1", "prefill", False)
     assert await cluster.router.set_role("d1", "decode", False)
     assert (await cluster.ask("hi")).text[0] == answer(0, 8)
+
+
+async def test_two_calls_at_once_do_not_empty_a_pool(cluster: Cluster) -> None:
+    knows = {"role_change": RoleChange(Role.DECODE), "drains": True}
+    await cluster.up({"p0": prefill, "d0": decode, "d1": decode}, {"d0": knows, "d1": knows})
+    asked = [cluster.router.set_role(name, "prefill", False) for name in ("d0", "d1")]
+    for name in ("d0", "d1"):
+        cluster.servers[name].on_role = lambda role: None  # nothing is heard of it yet
+    first, second = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(second, InvalidRequest) and "d0 was told to leave a moment ago" in str(second)
+    assert isinstance(first, Unavailable), "it never said what becomes of it"
+    cluster.router.drain_server("d1", True)
+    with pytest.raises(InvalidRequest, match="d1 was told to leave a moment ago"):
+        cluster.router.drain_server("d0", True)
+    cluster.router.drain_server("d1", False)
+    assert cluster.router.drain_server("d0", True)["name"] == "d0"
 
 
 async def test_a_server_that_refuses_another_role_says_why(cluster: Cluster) -> None:
