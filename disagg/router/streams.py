@@ -236,6 +236,9 @@ class ServerStream:
                 if not self._attach.done():
                     self._attach.cancel()
                     await asyncio.wait({self._attach})
+            if was_connected and isinstance(failure, ProtocolError):
+                # It would say the same again on the next connection, since it was not acknowledged.
+                self._lose(f"it broke the protocol: {failure}", crashed=False)
             self.connected = False
             self.name_taken = isinstance(failure, NameTaken)
             self.refused = str(failure) if isinstance(failure, VersionRefused) else ""

@@ -81,6 +81,8 @@ class MergingOutbox:
                 before = self._messages[at]
                 assert isinstance(before, LegTokens)
                 follows = before.first_index + len(before.token_ids) == message.first_index
+                # The token that an answer goes on from elsewhere has no log-probabilities, which were told where it was sampled.
+                follows &= bool(before.logprobs) == bool(message.logprobs)
                 if follows and _size(before) < MERGED_BYTES:
                     self._messages[at] = LegTokens(
                         key=message.key,

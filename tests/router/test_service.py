@@ -27,6 +27,7 @@ from disagg.messages.legs import (
     StartLeg,
     StorageState,
 )
+from disagg.messages.plan import TokenLogprobs
 from disagg.router.requests import ChoiceDelta, Started
 from disagg.router.streams import FIRST_BACKOFF_S, MAX_FRAME_TOKENS, num_tokens
 from disagg.streams.state import frame_length
@@ -463,6 +464,21 @@ async def test_a_decode_that_contradicts_the_first_token_is_not_believed(cluster
     got = Answer(updates)
     assert (got.text[0], got.finished.attempts) == (answer(0, 8), 2)
     assert cluster.metric("disagg_router_contradictions_total") == 1
+
+
+async def test_a_server_that_says_what_makes_no_sense_is_lost_and_what_it_had_runs_again(cluster: Cluster) -> None:
+    """What it said was not acknowledged, so it would say it again on every connection of that stream."""
+
+    async def nonsense_once(server: FakeServer, leg: StartLeg) -> None:
+        if len(server.started) > 1:
+            await decode(server, leg)
+            return
+        server.say(LegTokens(leg.key, 0, 1, (token(0, 1), token(0, 2)), (TokenLogprobs(-1.0, ()),), None))
+
+    await cluster.up({"p0": prefill, "d0": nonsense_once})
+    got = await cluster.ask()
+    assert (got.text[0], got.finished.attempts) == (answer(0, 8), 2)
+    assert cluster.metric("disagg_router_servers_lost_total", server="d0") == 1
 
 
 async def test_a_storm_of_failures_leaves_right_answers_or_one_clear_error(cluster: Cluster) -> None:

@@ -559,6 +559,16 @@ def test_what_waited_for_a_router_goes_out_in_frames_that_its_loop_reads_at_once
         assert all(a.first_index + len(a.token_ids) == b.first_index for a, b in itertools.pairwise(said))
 
 
+def test_a_token_without_log_probabilities_is_no_part_of_a_message_that_has_them() -> None:
+    """As of an answer that goes on from elsewhere, where its last token was told with them."""
+    waiting = MergingOutbox()
+    for message in (tokens(0, 1), tokens(1, 1, top=2), tokens(2, 1, top=2), tokens(3, 1), tokens(4, 1)):
+        waiting.put(message)
+    said = waiting.take()
+    assert [(m.token_ids, len(m.logprobs)) for m in said] == [((0,), 0), ((1, 2), 2), ((3, 4), 0)]
+    assert waiting.size == 0
+
+
 def test_a_message_larger_than_a_frame_goes_out_alone() -> None:
     waiting = MergingOutbox()
     waiting.put(tokens(0, 2000, top=20))
