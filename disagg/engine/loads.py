@@ -35,6 +35,7 @@ from disagg.offload.rates import Rates
 from disagg.types.errors import ProtocolError
 
 MOST_AT_ONCE = 16  # loads that fetch or copy; the others wait
+MOST_ROUNDS = 3  # loads of one sequence
 TRIES = 4  # of one load, whose pages may be evicted under it
 
 
@@ -59,6 +60,10 @@ class Load:
     state: LoadState = LoadState.WAITING
     ask: int = 0
     stored: tuple[frozenset[int], ...] = ()
+    rounds: int = 1  # which load of this sequence it is
+    looked_at: int = -1  # KvMemory.releases when it was last seen to be cached still
+    slower: bool = False  # than to compute it
+    no_room: bool = False  # in the pool, for what the host has: to try again costs nothing
     tries: int = 0
     point: int = 0  # pages of the prefix that it brings
     gain: int = 0  # pages that need not be computed
@@ -122,17 +127,29 @@ class Loads:
         now_s: float,
         *,
         storage: bool = True,
+        ahead: bool = False,
     ) -> bool:
         """A sequence of num_tokens tokens will begin: what is kept of it elsewhere is cached again, or not worth waiting for.
 
         When this is asked for the first time it begins to be brought, as far as that pays. storage: look there, too, and not
-        on the host only.
+        on the host only. ahead: it is not its turn yet. When it is, what had no room, or gave way since, is brought once more.
         """
-        if who not in self._loads:
+        load = self._loads.get(who)
+        if load is None or (not ahead and self._gave_way(load)):
             pages = min(len(hashes), (num_tokens - 1) // self._page_tokens)
-            self._begin(who, Load(salt, root, tuple(hashes[:pages]), now_s), storage)
-        load = self._loads[who]
+            rounds = 1 if load is None else load.rounds + (not load.no_room)
+            load = Load(salt, root, tuple(hashes[:pages]), now_s, rounds=rounds)
+            self._begin(who, load, storage)
         return load.given_up or load.state is LoadState.OVER
+
+    def _gave_way(self, load: Load) -> bool:
+        """What it has brought, or could have, is not cached now."""
+        over = load.state is LoadState.OVER and not (load.given_up or load.slower)
+        if not over or load.rounds >= MOST_ROUNDS or load.looked_at == self._memory.releases:
+            return False
+        load.looked_at = self._memory.releases
+        cached = self._memory.cache.lookup(load.hashes, len(load.hashes) * self._page_tokens)
+        return cached < load.point * self._page_tokens
 
     def _begin(self, who: Hashable, load: Load, storage: bool) -> None:
         self._loads[who] = load
@@ -249,6 +266,7 @@ class Loads:
             return
         remote = [(g, p) for g, p in lacking if self._offload.host.find(g, load.hashes[p]) is None]
         if not self.rates.worth_loading(load.gain * self._page_tokens, self._bytes(lacking), self._bytes(remote)):
+            load.slower = True
             self._over(load)
         elif remote:
             self._fetch(load, lacking, remote)
@@ -334,10 +352,12 @@ class Loads:
         taken = memory.allocator.allocate_all([len(page_nos) for page_nos in by_group], owner)
         memory.allocator.forget_owner(owner)
         if taken is None:
+            load.no_room = not load.from_storage
             self._over(load)
             return
         load.gpu = [(g, p, page) for g, group in enumerate(by_group) for p, page in zip(group, taken[g], strict=True)]
         if not memory.can_go_on():
+            load.no_room = not load.from_storage
             self._over(load)
             return
         moves = []

@@ -174,7 +174,7 @@ class Prompts(Stage):
             self._note_if_it_gave_way(self._partly)
         for prompt in islice(self.queue, LOADS_AHEAD if self._tiers is not None else 0):
             if prompt is not self._partly:
-                self._brought_back(prompt, now)
+                self._brought_back(prompt, now, ahead=True)
 
     def _try(self, prompt: Prompt, now: Now) -> Begins:
         """Its turn has come."""
@@ -215,14 +215,14 @@ class Prompts(Stage):
         self._legs.close(leg, Outcome.GIVEN_BACK, f"{rest} of {leg.num_tokens} tokens are not cached any more; {most}")
         return True
 
-    def _brought_back(self, prompt: Prompt, now: Now) -> bool:
+    def _brought_back(self, prompt: Prompt, now: Now, *, ahead: bool = False) -> bool:
         """What the host and storage have of it is cached again, or is not worth waiting for. Others may go on meanwhile."""
         if self._tiers is None:
             return True
         leg = prompt.leg
         self._hash(prompt)
         return self._tiers.loads.brought_back(
-            leg.key, leg.start.cache_salt, prompt.root, prompt.hashes, leg.num_tokens, now.s
+            leg.key, leg.start.cache_salt, prompt.root, prompt.hashes, leg.num_tokens, now.s, ahead=ahead
         )
 
     def _hash(self, prompt: Prompt) -> None:

@@ -1,14 +1,15 @@
-"""Which of two servers stores the KV of a prompt."""
+"""Which of two servers stores the KV of a prompt, and when what the host has of it comes back."""
 
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from disagg.engine.facts import OffloadFacts
 from disagg.engine.instructions import Instruction, ToStore
 from disagg.messages import link as m
 from disagg.messages.legs import StartLeg
-from disagg.messages.tiers import CopiedOut, CopyOut
+from disagg.messages.tiers import CopiedIn, CopiedOut, CopyIn, CopyOut
 from disagg.messages.transfer import SendsDropped
 from disagg.offload.instructions import Ask, StoreFound, Upload
 from disagg.types.sampling import SamplingParams
@@ -23,11 +24,7 @@ def ended(prefill: Prefill, leg: StartLeg) -> list[Instruction]:
         if isinstance(each, ToStore) and isinstance(each.command, Ask):
             prefill.do(prefill.engine.store_event(StoreFound(each.command.ask, 0, ()), prefill.now))
     prefill.compute_all()
-    prefill.link(m.Complete(leg.key))
-    out = prefill.event(SendsDropped(LINK, leg.key))
-    for copy in [message for message in to_transfer(out) if isinstance(message, CopyOut)]:
-        out += prefill.do(prefill.engine.tier_event(0, CopiedOut(copy.op, 0, 0.0), prefill.now))
-    return out
+    return done(prefill, leg)
 
 
 def uploaded(out: list[Instruction]) -> int:
@@ -42,3 +39,61 @@ def test_prefill_stores_what_decode_goes_on_with_nothing_of(max_tokens: int, sto
     prefill = Prefill(facts(num_large=40, offload=OffloadFacts(40, 0, True)))
     leg = start("r", 4 * PAGES + 1, params=SamplingParams(max_tokens=max_tokens, ignore_eos=True))
     assert uploaded(ended(prefill, leg)) == stored_here
+
+
+def done(prefill: Prefill, leg: StartLeg) -> list[Instruction]:
+    """Decode has all of it; what follows. Copies to the host are made at once."""
+    prefill.link(m.Complete(leg.key))
+    out = prefill.event(SendsDropped(LINK, leg.key))
+    for copy in [message for message in to_transfer(out) if isinstance(message, CopyOut)]:
+        out += prefill.do(prefill.engine.tier_event(0, CopiedOut(copy.op, 0, 0.0), prefill.now))
+    return out
+
+
+def loaded(prefill: Prefill, out: list[Instruction]) -> int:
+    """Pages that come back from the host, which they do at once."""
+    copies = [message for message in to_transfer(out) if isinstance(message, CopyIn)]
+    for copy in copies:
+        prefill.do(prefill.engine.tier_event(0, CopiedIn(copy.op, 0, 0.0), prefill.now))
+    return sum(len(copy.moves) for copy in copies)
+
+
+def with_a_prompt_on_the_host() -> Prefill:
+    """Of PAGES whole pages; the pool has eight."""
+    prefill = Prefill(facts(num_large=8, ungranted_share=1.0, offload=OffloadFacts(40, 0, False)))
+    leg = start("before", 4 * PAGES + 1)
+    prefill.start(leg)
+    prefill.compute_all()
+    done(prefill, leg)
+    return prefill
+
+
+def test_what_had_no_room_in_the_pool_is_brought_when_there_is_some() -> None:
+    prefill = with_a_prompt_on_the_host()
+    large, again = start("large", 4 * 8, first_token=500), start("again", 4 * PAGES + 1)
+    prefill.start(large)
+    prefill.compute_all()
+    assert prefill.used == 8 and not loaded(prefill, prefill.start(again))
+    for _ in range(9):  # which may be often
+        prefill.do([])
+    assert loaded(prefill, done(prefill, large)) == PAGES
+    prefill.compute_all()
+    assert prefill.hits == 4 * PAGES
+
+
+def test_what_was_there_ahead_of_its_turn_and_gave_way_is_brought_at_its_turn() -> None:
+    prefill = with_a_prompt_on_the_host()
+    first, again = start("first", 4 * 5, first_token=500), start("again", 4 * 7)
+    prefill.start(first)
+    prefill.compute_all()
+    assert not loaded(prefill, prefill.start(again)), (
+        "what the host has is in the pool, too, and there is no room for the rest"
+    )
+    small = replace(start("small", 4 * PAGES, first_token=800), priority=-1)
+    prefill.start(small)
+    prefill.compute_all()
+    assert prefill.used == 8, "it takes the pages that the other would have found"
+    assert loaded(prefill, done(prefill, small)) == PAGES
+    assert not loaded(prefill, done(prefill, first)), "it is there still"
+    prefill.compute_all()
+    assert prefill.hits == 4 * PAGES
