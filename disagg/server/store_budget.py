@@ -112,6 +112,8 @@ class StoreBudget:
         try:
             async with asyncio.timeout(DEADLINE_S):
                 out, said = await process.communicate(msgspec.json.encode(self._job))
+        except RuntimeError as error:  # uvloop's, of a process that has ended before it was told what to do
+            raise StoreError(Cause.FAILED, f"the process that looks through it ended at once: {error}") from error
         finally:
             await _end(process)
         if process.returncode:

@@ -222,14 +222,14 @@ STEPS = ("--prefill-step", "fixed=2ms,token=100us", "--decode-step", "fixed=4ms,
 
 def test_the_command_prints_what_scripts_read_and_draws_a_plot(tmp_path: Path) -> None:
     plot = tmp_path / "plan.svg"
-    trace = write_trace(tmp_path / "trace.jsonl")
+    trace = write_trace(tmp_path / "trace.jsonl", 120)
     arguments = ["plan", "--trace", str(trace), "--slo", "ttft=2s,itl=200ms", *STEPS, "--json", "--plot", str(plot)]
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert (found["prefill"], found["decode"], found["prefill_tp"], found["decode_tp"]) == (1, 1, 1, 1)
     assert (found["gpus"], found["mixed"]["mixed"], found["recommended"]) == (2, 1, "mixed")
-    assert found["ttft_s"]["p99"] < 2 and found["itl_s"]["p99"] < 0.2 and found["goodput_requests_per_s"] > 10
+    assert found["ttft_s"]["p99"] < 2 and found["itl_s"]["p99"] < 0.2 and 10 < found["goodput_requests_per_s"] < 100
     assert 0 < found["utilization"]["decode"]["busy"] <= 1 and found["overheads"]["64x256"]["links"] == 16384
     assert not found["times"]["assumed"] and plot.read_text().startswith("<svg")
     shown = CliRunner().invoke(cli, arguments[:-3])
@@ -271,6 +271,11 @@ def test_when_time_runs_out_the_best_so_far_is_reported(
     if within:
         assert (found["prefill"], found["decode"], found["recommended"]) == (1, 1, "pools")
         assert found["goodput_requests_per_s"] is None and "best so far" in said
+
+
+def test_a_trace_that_is_within_the_slo_at_any_speed_tells_no_goodput(tmp_path: Path) -> None:
+    status, found, said = planned(tmp_path, "--slo", "ttft=60s,itl=60s")
+    assert status == 0 and found["goodput_requests_per_s"] is None and "too short to tell the goodput" in said
 
 
 def test_a_trace_of_few_requests_is_warned_of(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from disagg.bench.serve.trace import read_trace
 from disagg.types.errors import ConfigError, DisaggError
 
 MOST_OUTPUT_TOKENS = 20_000_000  # of all requests: a number is kept for each
+MOST_SPEED = 1e4  # of the trace; what is within the SLO there is so at any speed
 GOODPUT_TOLERANCE = 0.02
 GOODPUT_TRIALS = 24
 Say = Callable[[str], None]
@@ -214,7 +215,7 @@ def _asked(options: PlanOptions) -> tuple[Asked, ...]:
 class _Planner:
     def __init__(self, options: PlanOptions, slo: Slo, measured: Measured, asked: tuple[Asked, ...], say: Say) -> None:
         self._options, self._slo, self._measured, self._asked = options, slo, measured, asked
-        self.progress = Progress(len(asked), say)
+        self._say, self.progress = say, Progress(len(asked), say)
         self._until_s = time.monotonic() + options.limit_s
         self.chosen = Simulated([], 0.0, {})
         self.time_up: TimeUp | None = None
@@ -353,13 +354,18 @@ class _Planner:
 
     def _goodput(self, cluster: Cluster) -> float | None:
         """The highest rate at which the trace's requests are within the SLO, coming in the same pattern; None of a trace whose
-        requests all come at once, or where no rate is."""
+        requests all come at once, or would all be within the SLO if they did, or where no rate is."""
         if not math.isfinite(self._rate):
             return None
-        search = RateSearch(1.0, GOODPUT_TOLERANCE, 1e-3, 1e4)
+        search = RateSearch(1.0, GOODPUT_TOLERANCE, 1e-3, MOST_SPEED)
         while (speed := search.rate) is not None and search.trials < GOODPUT_TRIALS:
             try:
                 search.judged(judge(cluster, self._simulate(cluster, self._slo, speed), self._slo).within)
             except TimeUp:
                 break
+        if search.good == MOST_SPEED:
+            self._say(
+                "WARNING: all requests of the trace at once are within the SLO, so it is too short to tell the goodput"
+            )
+            return None
         return None if search.good is None else search.good * self._rate
