@@ -36,6 +36,11 @@ def drain(cluster: Cluster, name: str, *flags: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
 
 
+def tell(cluster: Cluster, name: str, what: str) -> None:
+    """Sooner than a process of the command line has started, in which time answers may end."""
+    httpx.post(f"{cluster.http}/servers/{name}/{what}", timeout=60).raise_for_status()
+
+
 def recomputed(cluster: Cluster) -> float:
     """Tokens that were computed more than once, as all servers say."""
     decodes = [cluster.metrics(name)["disagg_recomputed_tokens_total"] for name in cluster.servers("decode")]
@@ -66,6 +71,7 @@ def test_answers_move_from_a_server_that_drains_with_nothing_computed_again(mode
         undisturbed = list(pool.map(ask, requests))
 
         answers = all_at_work("decode-0")
+        tell(cluster, "decode-0", "drain")
         assert drain(cluster, "decode-0", "--wait").splitlines()[-1] == "decode-0: drained"
         assert cluster.server("decode-0")["state"] == "drained" and moved(cluster) > 0
         assert [answer.result() for answer in answers] == undisturbed
@@ -75,6 +81,7 @@ def test_answers_move_from_a_server_that_drains_with_nothing_computed_again(mode
         cluster.wait_healthy()
         before = moved(cluster)
         answers = all_at_work("decode-1")
+        tell(cluster, "decode-1", "drain")
         drain(cluster, "decode-1", "--wait")
         assert [answer.result() for answer in answers] == undisturbed
         assert moved(cluster) > before and recomputed(cluster) == 0
@@ -84,7 +91,7 @@ def test_answers_move_from_a_server_that_drains_with_nothing_computed_again(mode
         for pause_s in (0.0, 0.02, 0.1):  # undone while answers stand still to be sent
             answers = all_at_work("decode-1")
             for step in ("drain", "undrain"):
-                httpx.post(f"{cluster.http}/servers/decode-1/{step}", timeout=60).raise_for_status()
+                tell(cluster, "decode-1", step)
                 time.sleep(pause_s)
             assert [answer.result() for answer in answers] == undisturbed
             assert recomputed(cluster) == 0
