@@ -81,19 +81,26 @@ class Shape(Struct, frozen=True):
 
 
 S, F = "sliding_attention", "full_attention"
+
+
+def _large(hidden: int, mlp: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """A configuration's sizes. The vocabulary is smaller than any real one: it plays no part."""
+    return {
+        "vocab_size": 32768,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": head_dim,
+    }
+
+
 GPU = {
     # Gemma 3 12B: a window of 1024 in five of six layers.
     "gemma-3-12b": Shape(
         "gemma3_text",
-        {
-            "vocab_size": 32768,
-            "hidden_size": 3840,
-            "intermediate_size": 15360,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 256,
-        },
+        _large(3840, 15360, 48, 16, 256),
         (S, S, S, S, S, F),
         pool_mib=24 << 10,
         tokens=8192,
@@ -107,15 +114,7 @@ GPU = {
     # Gemma 2 9B: a window of 4096 in every second layer.
     "gemma-2-9b": Shape(
         "gemma2",
-        {
-            "vocab_size": 32768,
-            "hidden_size": 3584,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 42,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 256,
-        },
+        _large(3584, 14336, 42, 16, 256),
         (S, F),
         pool_mib=24 << 10,
         tokens=12288,
@@ -129,16 +128,7 @@ GPU = {
     # Ministral 8B: a window of 32768 in three of four layers.
     "ministral-8b": Shape(
         "ministral",
-        {
-            "vocab_size": 32768,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "tie_word_embeddings": False,
-        },
+        {**_large(4096, 12288, 36, 32, 128), "tie_word_embeddings": False},
         (S, S, S, F),
         pool_mib=40 << 10,
         tokens=65536,
@@ -152,16 +142,7 @@ GPU = {
     # Llama 3.1 8B: all layers are alike, so nothing may be lost.
     "llama-3.1-8b": Shape(
         "llama",
-        {
-            "vocab_size": 32768,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "tie_word_embeddings": False,
-        },
+        {**_large(4096, 14336, 32, 32, 128), "tie_word_embeddings": False},
         (),
         pool_mib=16 << 10,
         tokens=8192,

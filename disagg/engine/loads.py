@@ -351,12 +351,11 @@ class Loads:
         owner = memory.new_owner()
         taken = memory.allocator.allocate_all([len(page_nos) for page_nos in by_group], owner)
         memory.allocator.forget_owner(owner)
-        if taken is None:
-            load.no_room = not load.from_storage
-            self._over(load)
-            return
-        load.gpu = [(g, p, page) for g, group in enumerate(by_group) for p, page in zip(group, taken[g], strict=True)]
-        if not memory.can_go_on():
+        if taken is not None:
+            load.gpu = [
+                (g, p, page) for g, group in enumerate(by_group) for p, page in zip(group, taken[g], strict=True)
+            ]
+        if taken is None or not memory.can_go_on():
             load.no_room = not load.from_storage
             self._over(load)
             return

@@ -121,9 +121,9 @@ class Pairing:
     def leg_ended(self, live: Live, name: str, end: LegEnd, now_s: float) -> None:
         """What a server says of a prompt that it computed, by its own clock. What a decode server computes itself, beside what it
         decodes, says nothing of those that compute prompts."""
-        chunks = [event for event in end.timeline if event.name == CHUNK]
         if live.machine.pair is not None and live.machine.pair.local_prefill:
             return
+        chunks = [event for event in end.timeline if event.name == CHUNK]
         if end.outcome is Outcome.DONE and chunks and end.key.attempt == live.machine.attempt:
             tokens = len(live.machine.prompt_token_ids) - end.cached_tokens
             began_s = min(chunk.start_unix_s for chunk in chunks)

@@ -163,8 +163,8 @@ class ServerView(Struct, frozen=True, kw_only=True):
     @property
     def can_hand_over(self) -> bool:
         """What stands still there to go on elsewhere can be had, whether it still drains or not."""
-        there = self.connected and not self.lost and self.hello is not None and bool(self.hello.incarnation)
-        return there and self.hello is not None and understands(self.hello, HandOver)
+        hello = self.hello if self.connected and not self.lost else None
+        return hello is not None and bool(hello.incarnation) and understands(hello, HandOver)
 
     @property
     def _empty(self) -> bool:

@@ -126,8 +126,8 @@ class Identity:
 
     @property
     def _local_prefill_tokens(self) -> int:
-        decodes = self.incarnation is not None and self.role is Role.DECODE
-        return self.incarnation.facts.scheduling.local_prefill_tokens if decodes and self.incarnation is not None else 0
+        up = self.incarnation
+        return up.facts.scheduling.local_prefill_tokens if up is not None and self.role is Role.DECODE else 0
 
     def greeting(self, generation: str) -> LinkHello | None:
         """To a peer; None while there is nobody whom it could reach."""
