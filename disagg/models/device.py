@@ -17,6 +17,13 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
+def on_host(values: Tensor) -> Tensor:
+    """A device's tensor on the host, once the device has come so far: does not wait for it. Of the host itself as it is."""
+    if values.device.type == "cpu":
+        return values
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+
 def upload_together(values: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Host tensors of one dtype on the device, by one copy. Each begins at a multiple of 16 bytes there."""
     if device.type == "cpu" or not values:

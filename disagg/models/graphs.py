@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 MOST_ROWS = 512  # of a captured batch: larger ones keep the GPU busy for longer than launching takes
 FEW_ROWS = 8  # up to here sizes double, then there are four per doubling
 NO_PAGE = -1
+MOST_RANKS = 1  # that one model's layers are cut for. Steps of more have been captured in tests on CPUs only
 
 
 def sizes_up_to(max_rows: int) -> list[int]:
@@ -61,8 +62,10 @@ class DecodeGraphs:
 
     @staticmethod
     def fit(model: PagedModel) -> bool:
-        """Whether steps of the model can be captured: on a GPU, alone, by backends that may be part of a graph."""
-        return model.device.type == "cuda" and model.ranks.size == 1 and model.spread is None and model.may_be_captured
+        """Whether steps of the model can be captured: on a GPU, by backends that may be part of a graph, and with collectives
+        of this rank's group only."""
+        alone = model.ranks.size <= MOST_RANKS and model.spread is None
+        return model.device.type == "cuda" and alone and model.may_be_captured
 
     @torch.inference_mode()
     def capture(self) -> None:

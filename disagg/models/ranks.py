@@ -71,16 +71,22 @@ class Ranks:
         self._backend.allgather([parts], [padded]).wait()
         return torch.cat([each[:count] for each, count in zip(parts, rows, strict=True)])
 
-    def agree(self, tokens: Sequence[int], count: int, device: str | torch.device) -> list[int]:
-        """`count` token ids, those of the rank that samples; what the others pass is not looked at."""
+    def take(self, values: torch.Tensor) -> torch.Tensor:
+        """The values of the rank that samples, which all then have; in place, and on GPUs without waiting for them.
+
+        values: contiguous, and of one shape on all ranks.
+        """
+        if self.size > 1:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = TOKENS_FROM, 0
+            self._backend.broadcast([values], options).wait()
+        return values
+
+    def all_have(self, mine: bool, device: torch.device) -> bool:
+        """Whether it is so on every rank. Waits for them."""
         if self.size == 1:
-            return list(tokens)
-        ids = torch.tensor(list(tokens) if self.samples else [0] * count, dtype=torch.int64, device=device)
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = TOKENS_FROM, 0
-        self._backend.broadcast([ids], options).wait()
-        agreed: list[int] = ids.tolist()
-        return agreed
+            return mine
+        return int(self.sum(torch.tensor([int(mine)], device=device))) == self.size
 
     @property
     def _backend(self) -> Any:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import transformers
@@ -21,9 +22,9 @@ from disagg.messages.layout import LayerGroup
 from disagg.messages.plan import SampledToken, SamplerStart, StepResult, TokenLogprobs, WorkerPlan
 from disagg.messages.sequence_diff import KnownSequence, KnownSequences, RunView
 from disagg.models.batch import ForwardBatch
-from disagg.models.device import upload
+from disagg.models.device import on_host, upload
 from disagg.models.experts import Spread
-from disagg.models.graphs import DecodeGraphs, try_capture
+from disagg.models.graphs import MOST_RANKS, DecodeGraphs, try_capture
 from disagg.models.mixed_graphs import MixedGraphs, try_capture_mixed
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
@@ -34,6 +35,8 @@ from disagg.types.errors import ConfigError
 from disagg.worker.batch import UNKNOWN, build_batch
 from disagg.worker.profile import measure_largest_step
 from disagg.worker.sampler import Sampled, Sampler
+
+AnyGraphs = TypeVar("AnyGraphs", DecodeGraphs, PrefillGraphs, MixedGraphs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +50,29 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
-    """A step that has begun. over: behind all that it launched; None on a CPU, where launching is computing.
+class Drawn:
+    """What tokens a step gives.
 
-    sampled: on the host once the step is over; None where nothing is sampled, or not by this rank.
+    tokens: one of each owner, on the host once the step is over; None where this rank is not told by the one that samples.
+    sampled: likewise, what more the rank that samples knows of them; None on others.
     """
+
+    owners: tuple[Owner, ...] = ()
+    tokens: torch.Tensor | None = None
+    sampled: Sampled | None = None
+
+
+NOTHING_DRAWN = Drawn()
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that has begun. over: behind all that it launched; None on a CPU, where launching is computing."""
 
     plan_no: int
     started_unix_s: float
     started_s: float
-    owners: tuple[Owner, ...]
-    sampled: Sampled | None
+    drawn: Drawn
     over: torch.cuda.Event | None
 
     @property
@@ -167,8 +182,8 @@ class Executor:
         self._model = model
         self._device = str(model.device)
         self._captures, self._captures_mixed = graphs, mixed
-        # Ranks agree on tokens over the host, and do not compute experts ahead of each other.
-        alone = self._ranks.size == 1 and not self._links.several
+        # Stages learn tokens from the host, and groups do not compute experts ahead of each other.
+        alone = self._ranks.size <= MOST_RANKS and not self._links.several
         self.overlaps = model.device.type == "cuda" and alone and model.spread is None
 
     def connect(self, meeting: Path, meet_s: float, collective_s: float) -> None:
@@ -202,10 +217,11 @@ class Executor:
         self._tokens_before = torch.zeros(max_slots, dtype=torch.int64, device=self._pool.device)
         self._all_rows = torch.arange(max_slots, device=self._pool.device)
         if self._captures:
-            self._graphs = try_capture(self.model, self._pool, max_slots, self._tokens_before)
-            self._prefill_graphs = try_capture_prefills(self.model, self._pool)
+            self._graphs = self._of_all(try_capture(self.model, self._pool, max_slots, self._tokens_before))
+            self._prefill_graphs = self._of_all(try_capture_prefills(self.model, self._pool))
         if self._captures_mixed:
-            self._mixed_graphs = try_capture_mixed(self.model, self._pool, max_slots, self._tokens_before)
+            mixed = try_capture_mixed(self.model, self._pool, max_slots, self._tokens_before)
+            self._mixed_graphs = self._of_all(mixed)
         if self.model.samples:
             self._sampler = Sampler(self.model.vocab_size, max_slots, self._device)
         return self._pool.bytes.nbytes
@@ -240,12 +256,12 @@ class Executor:
         if sampler is not None:
             for sequence in begun:
                 self._open_slots(sampler, sequence)
-        owners, sampled = self._step_of(plan, sampler, runs, written, hidden)
+        drawn = self._step_of(plan, sampler, runs, written, hidden)
         over = None
         if self._device != "cpu":
             over = torch.cuda.Event()  # type: ignore[no-untyped-call]
             over.record()
-        return Launched(plan.plan_no, started_unix_s, started_s, owners, sampled, over)
+        return Launched(plan.plan_no, started_unix_s, started_s, drawn, over)
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> StepResult:
@@ -256,9 +272,7 @@ class Executor:
         """
         if launched.over is not None:
             launched.over.synchronize()
-        sampled = self._tell(launched)
-        if self._device != "cpu" and not self.overlaps:  # ranks have agreed on tokens since
-            torch.cuda.current_stream().synchronize()
+        sampled = self._tell(launched.drawn)
         # A step that was launched while the one before it ran, began when that one was over.
         waited_s = max(0.0, self._collected_s - launched.started_s)
         self._collected_s = time.perf_counter()
@@ -278,14 +292,14 @@ class Executor:
         runs: list[RunView],
         written: Callable[[int], None] | None,
         hidden: torch.Tensor | None,
-    ) -> tuple[tuple[Owner, ...], Sampled | None]:
+    ) -> Drawn:
         """As `_compute`, and with the other groups where they step together."""
         spread = self.model.spread
         if spread is not None and self.lockstep:
             spread.rows = plan.rows or (0,) * self._peers.size
             if not runs:
                 spread.join()
-        return self._compute(sampler, runs, written, hidden) if runs else ((), None)
+        return self._compute(sampler, runs, written, hidden) if runs else NOTHING_DRAWN
 
     def _zero_new_pages(self, plan: WorkerPlan) -> None:
         """Another group's elements may be NaN to attention, which reads whole pages, though it weighs the rest zero."""
@@ -328,8 +342,7 @@ class Executor:
         runs: list[RunView],
         written: Callable[[int], None] | None,
         hidden: torch.Tensor | None,
-    ) -> tuple[tuple[Owner, ...], Sampled | None]:
-        """Whose tokens are sampled, and what is: None on a rank that does not sample, though it learns the tokens too."""
+    ) -> Drawn:
         batch, ordered = build_batch(runs, self.groups, self.pool.page_tokens, self._carried)
         batch = replace(batch, tokens_before=self._tokens_before)
         if sampler is None:
@@ -337,7 +350,7 @@ class Executor:
         logits, first = self._forward(batch, written, hidden)
         if not self._links.is_last:
             self._links.send(logits)  # that are hidden states
-            return (), None
+            return NOTHING_DRAWN
         self._carried = {}
         rows: list[int] = []
         owners: list[Owner] = []
@@ -346,47 +359,64 @@ class Executor:
                 alone = len(run.sequence.samplers) == 1 and not self._links.several
                 owners.append(Owner(run.sequence, sampling, len(run.sequence.tokens) if alone else None))
                 rows.append(row)
-        if not owners or sampler is None:
-            return tuple(owners), None
-        if rows == list(range(len(rows))):  # mostly: they are on the device
-            at, first = self._all_rows[: len(rows)], None if first is None else first[: len(rows)]
-        else:
-            at = upload(torch.tensor(rows), self.pool.device)
-            first = None if first is None else first.index_select(0, at)
-        sampled = sampler.sample(logits, at, [owner.sampling.slot for owner in owners], first)
-        if self.overlaps:
-            self._carry(owners, sampled)
-        return tuple(owners), sampled.on_host()
+        if not owners:
+            return NOTHING_DRAWN
+        sampled = None
+        if sampler is not None:
+            at, first = self._rows_at(rows, first)
+            sampled = sampler.sample(logits, at, [owner.sampling.slot for owner in owners], first)
+        return self._told(tuple(owners), sampled)
 
-    def _carry(self, owners: Sequence[Owner], sampled: Sampled) -> None:
+    def _rows_at(self, rows: list[int], first: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """These rows' numbers, and their first maxima, if they are known, on the device."""
+        if rows == list(range(len(rows))):  # mostly: they are there
+            return self._all_rows[: len(rows)], None if first is None else first[: len(rows)]
+        at = upload(torch.tensor(rows), self.pool.device)
+        return at, None if first is None else first.index_select(0, at)
+
+    def _told(self, owners: tuple[Owner, ...], sampled: Sampled | None) -> Drawn:
+        """With the tokens of the rank that samples on all of its group, for the next step and on their way to the host."""
+        if self._links.several:  # plans will say them
+            return Drawn(owners, None, None if sampled is None else sampled.on_host())
+        if sampled is None:
+            tokens = torch.empty(len(owners), dtype=torch.int64, device=self.pool.device)
+        else:
+            tokens = sampled.token_ids
+        self._ranks.take(tokens)
+        if self.overlaps:
+            self._carry(owners, tokens)
+        if sampled is None:
+            return Drawn(owners, on_host(tokens))
+        sampled = sampled.on_host()
+        return Drawn(owners, sampled.token_ids, sampled)
+
+    def _carry(self, owners: Sequence[Owner], tokens: torch.Tensor) -> None:
         """Let the next step find these tokens on the device, before they are on the host."""
-        if sampled.token_ids.data_ptr() != self._tokens_before.data_ptr():  # where a graph has put them already
-            self._tokens_before[: len(owners)].copy_(sampled.token_ids)
+        if tokens.data_ptr() != self._tokens_before.data_ptr():  # where a graph has put them already
+            self._tokens_before[: len(owners)].copy_(tokens)
         for place, owner in enumerate(owners):
             if owner.position is not None:
                 owner.sequence.tokens.append(UNKNOWN)
                 self._carried[owner.sequence.seq_id] = place
 
-    def _tell(self, launched: Launched) -> tuple[SampledToken, ...]:
+    def _tell(self, drawn: Drawn) -> tuple[SampledToken, ...]:
         """The step's tokens, which the known sequences get, too."""
-        owners = launched.owners
-        if not owners:
-            return ()
-        picked = [] if launched.sampled is None else launched.sampled.rows()
-        tokens = []
-        if not self._links.several:
-            tokens = self._ranks.agree([chosen.token_id for chosen in picked], len(owners), self._device)
-        for owner, token in zip(owners, tokens, strict=not self._links.several):
-            if owner.position is not None:
-                # In place of UNKNOWN, if that is there. Where there was none, nothing that comes of it is used.
-                owner.sequence.tokens[owner.position : owner.position + 1] = [max(token, 0)]
-        if launched.sampled is None:
+        if drawn.tokens is not None:
+            for owner, token in zip(drawn.owners, drawn.tokens.tolist(), strict=True):
+                if owner.position is not None:
+                    # In place of UNKNOWN, if that is there. Where there was none, nothing that comes of it is used.
+                    owner.sequence.tokens[owner.position : owner.position + 1] = [max(token, 0)]
+        if drawn.sampled is None:
             return ()
         out = []
-        for owner, chosen in zip(owners, picked, strict=True):
+        for owner, chosen in zip(drawn.owners, drawn.sampled.rows(), strict=True):
             logprobs = None if chosen.logprob is None else TokenLogprobs(chosen.logprob, chosen.top)
             out.append(SampledToken(owner.sequence.seq_id, owner.sampling.choice, chosen.token_id, logprobs))
         return tuple(out)
+
+    def _of_all(self, graphs: AnyGraphs | None) -> AnyGraphs | None:
+        """None, unless every rank of this group has them: all launch the same, for the sake of what they add up."""
+        return graphs if self._ranks.all_have(graphs is not None, self.model.device) else None
 
 
 def gpu_index(device: str, num_gpus: int) -> int:

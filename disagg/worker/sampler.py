@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from disagg.messages.plan import NO_TOKEN
-from disagg.models.device import upload
+from disagg.models.device import on_host, upload
 from disagg.types.sampling import SamplingParams
 from disagg.worker.noise import approximate_exponentials, exponentials, row_keys
 from disagg.worker.nucleus import nucleus
@@ -66,12 +66,9 @@ class Sampled:
         """The same on the host, once the device has come so far: does not wait for it."""
 
         def copied(values: Tensor | None) -> Tensor | None:
-            if values is None or values.device.type == "cpu":
-                return values
-            return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            return None if values is None else on_host(values)
 
-        token_ids = copied(self.token_ids)
-        assert token_ids is not None
+        token_ids = on_host(self.token_ids)
         return Sampled(token_ids, copied(self.logprobs), copied(self.top_ids), copied(self.top_logprobs), self.asked)
 
     def rows(self) -> list[SampledRow]:

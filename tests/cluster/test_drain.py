@@ -17,6 +17,9 @@ from tests.cluster.test_tp import MixedCluster
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 OUTPUTS = 600  # seconds of decoding, so that a server is told to go while there is something to move
+BEGUN = (
+    8  # tokens of a server after which answers of it have begun: those that have not are given back, and do not move
+)
 POOLS = ("--decode", "2", "--page-tokens", "4", "--chunk-tokens", "32", "--kv-memory", "16MiB", "--dtype", "float32")
 HYBRID = "jamba"  # full attention and recurrent states
 MODELS = [HYBRID, *(pytest.param(model, marks=pytest.mark.slow) for model in ("llama", "gemma3_text", "falcon_h1"))]
@@ -51,6 +54,16 @@ def moved(cluster: Cluster) -> float:
     return cluster.router_metrics().get('disagg_router_attempts_total{cause="moved"}', 0.0)
 
 
+def decoded_tokens(cluster: Cluster, name: str) -> float:
+    return cluster.metrics(name)["disagg_decode_tokens_total"]
+
+
+def wait_begun(cluster: Cluster, name: str, decoded: float) -> None:
+    """Until at least two choices are at work there, and answers have begun. decoded: its tokens before."""
+    cluster.wait(lambda: cluster.server(name)["running"] >= 2, 120, f"work on {name}")
+    cluster.wait(lambda: decoded_tokens(cluster, name) >= decoded + BEGUN, 120, f"answers of {name}")
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", MODELS)
 def test_answers_move_from_a_server_that_drains_with_nothing_computed_again(model: str, tmp_path: Path) -> None:
@@ -64,8 +77,9 @@ def test_answers_move_from_a_server_that_drains_with_nothing_computed_again(mode
             return cluster.complete(max_tokens=OUTPUTS, ignore_eos=True, **request).token_ids
 
         def all_at_work(name: str) -> list[Future[list[list[int]]]]:
+            decoded = decoded_tokens(cluster, name)
             answers = [pool.submit(ask, request) for request in requests]
-            cluster.wait(lambda: cluster.server(name)["running"] >= 2, 120, f"work on {name}")
+            wait_begun(cluster, name, decoded)
             return answers
 
         undisturbed = list(pool.map(ask, requests))
@@ -125,8 +139,9 @@ def test_answers_move_between_servers_of_two_tp_sizes(tps: tuple[int, int], tmp_
         undisturbed = list(pool.map(ask, requests))  # on decode-1 alone
         drain(cluster, "decode-0", "--undo")
         cluster.wait_healthy()
+        decoded = decoded_tokens(cluster, "decode-0")
         answers = [pool.submit(ask, request) for request in requests]
-        cluster.wait(lambda: cluster.server("decode-0")["running"] >= 2, 120, "work on decode-0")
+        wait_begun(cluster, "decode-0", decoded)
         drain(cluster, "decode-0", "--wait")
         assert [answer.result() for answer in answers] == undisturbed
         assert moved(cluster) > 0 and recomputed(cluster) == 0

@@ -190,11 +190,20 @@ def test_a_layer_whose_own_heads_cannot_be_shared_is_refused_by_its_number(tmp_p
 
 
 def test_all_ranks_take_the_tokens_of_the_one_that_samples(rank_pool: RankPool) -> None:
-    assert rank_pool.run(3, agree) == [[7, 8]] * 3
+    assert rank_pool.run(3, take) == [[7, 8]] * 3
 
 
-def agree(ranks: Ranks) -> list[int]:
-    return ranks.agree([7, 8] if ranks.samples else [], 2, "cpu")
+def take(ranks: Ranks) -> list[int]:
+    return ranks.take(torch.tensor([7, 8] if ranks.samples else [1, 2])).tolist()
+
+
+def test_what_one_rank_lacks_all_do_without(rank_pool: RankPool) -> None:
+    assert rank_pool.run(3, have) == [(True, False, False)] * 3
+
+
+def have(ranks: Ranks) -> tuple[bool, ...]:
+    cpu = torch.device("cpu")
+    return tuple(ranks.all_have(mine, cpu) for mine in (True, ranks.rank != 1, ranks.rank == 0))
 
 
 def test_a_rank_that_waits_in_vain_fails_instead_of_hanging(tmp_path: Path) -> None:
