@@ -112,6 +112,8 @@ class Offload:
             self._progress(sequence)
 
     def _progress(self, sequence: Sequence) -> None:
+        if sequence.pages is not None and sequence.pages.has_checkpoint:
+            return  # ranks may still write to it; once it is cached or let go, nothing of what came before is passed over
         written = sequence.computed - self._lag_tokens
         self._do(self.manager.progress(_name(sequence), written, partial(self._view, sequence)))
 

@@ -9,11 +9,13 @@ from disagg.engine.facts import OffloadFacts
 from disagg.engine.instructions import Instruction, ToStore
 from disagg.messages import link as m
 from disagg.messages.legs import StartLeg
+from disagg.messages.pieces import Piece
 from disagg.messages.tiers import CopiedIn, CopiedOut, CopyIn, CopyOut
-from disagg.messages.transfer import SendsDropped
+from disagg.messages.transfer import SendsDropped, Unbound
 from disagg.offload.instructions import Ask, StoreFound, Upload
 from disagg.types.sampling import SamplingParams
-from tests.engine.lone_engine import LINK, Prefill, facts, start, to_transfer
+from tests.engine.lone_engine import FULL, LINK, STATE, Decode, Prefill, facts, start, to_transfer
+from tests.engine.test_short_of_memory import leg_for_decode
 
 PAGES = 3
 
@@ -97,3 +99,20 @@ def test_what_was_there_ahead_of_its_turn_and_gave_way_is_brought_at_its_turn() 
     assert not loaded(prefill, done(prefill, first)), "it is there still"
     prefill.compute_all()
     assert prefill.hits == 4 * PAGES
+
+
+def test_a_checkpoint_that_lands_when_decode_has_begun_is_stored_too() -> None:
+    decode = Decode(facts(FULL, STATE, num_large=20, offload=OffloadFacts(40, 0, True)))
+    leg = leg_for_decode("r", 12, max_tokens=8)
+    grant = decode.granted(leg)
+    (gift,) = decode.offer(leg, Piece(1, 0, 1, 1, 2))
+    decode.land(gift)
+    out = decode.arrived(leg, grant)
+    (ask,) = [each.command.ask for each in out if isinstance(each, ToStore) and isinstance(each.command, Ask)]
+    out += decode.do(decode.engine.store_event(StoreFound(ask, 0, ()), decode.now))
+    out += decode.compute()
+    out += decode.event(Unbound(leg.key))
+    out += decode.compute_all()
+    copied = [move.group for message in to_transfer(out) if isinstance(message, CopyOut) for move in message.moves]
+    assert copied.count(1) == 2, "the states after eight tokens and after sixteen"
+    assert copied.count(0) == 4
