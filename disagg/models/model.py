@@ -211,7 +211,7 @@ class PagedModel:
 
         written: called with the index of each layer that has K and V of its own, in rising order, when (on a GPU: when
         what has been launched by then is over) they are in the pool. Returns logits, [R, vocab] in the model's
-        dtype, of `batch.logits_rows`: in `logits_out`, if that is given. Every rank runs the same batch, but for these rows.
+        dtype, of `batch.logits_rows`: in `logits_out`, if that is given. Every rank runs the same batch, and has the logits.
         """
         assert pool.groups == self.groups, f"a pool of {pool.groups} for a model of {self.groups}"
         batch.check()

@@ -56,10 +56,10 @@ class Ranks:
         """All ranks' tensors of this shape, one after the other along `dim`."""
         if self.size == 1:
             return part
-        part = part.contiguous()
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        self._backend.allgather([parts], [part]).wait()
-        return torch.cat(parts, dim)
+        mine = part.contiguous().view(-1)
+        parts = part.new_empty(self.size * mine.numel())
+        self._backend._allgather_base(parts, mine).wait()
+        return torch.cat(parts.view(self.size, *part.shape).unbind(), dim)
 
     def gather(self, part: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """All ranks' rows, one rank's after the other. part: this rank's, [n, width]; rows: how many each rank has."""

@@ -6,10 +6,11 @@
     └──────────┘ rank 1      └─────┴─────┘
 
 Cut are: attention, by heads, where its plan is plain (q, k, v and what else is per head column-parallel, the output
-row-parallel), and feed-forward modules with such a plan. Experts are spread by `models/experts`. All else stays whole on
-every rank, which is as right and slower: recurrent layers, embeddings, and projections that are planned otherwise (fused,
-gathered, or not at all). Where that is attention, each rank takes its heads from the whole query, key and value, and the
-ranks' outputs are put together (`models/attention/calls`). Either way a rank keeps the KV of its own heads only.
+row-parallel), feed-forward modules with such a plan, and the output layer, by the vocabulary. Experts are spread by
+`models/experts`. All else stays whole on every rank, which is as right and slower: recurrent layers, embeddings, and
+projections that are planned otherwise (fused, gathered, or not at all). Where that is attention, each rank takes its heads
+from the whole query, key and value, and the ranks' outputs are put together (`models/attention/calls`). Either way a rank
+keeps the KV of its own heads only.
 
 Knows transformers' plans and torch's linear layers; nothing of pools, batches or requests.
 """
@@ -19,14 +20,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from disagg.messages.heads import RankHeads, SliceError, rank_heads
 from disagg.models.probe import AttentionCall
 from disagg.models.ranks import Ranks
+from disagg.types.arithmetic import ceil_div
 from disagg.types.errors import ConfigError
 
 COLUMN = "colwise"  # transformers' names of the two plain styles
@@ -43,6 +46,21 @@ class RowParallelLinear(torch.nn.Linear):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         total = self.ranks.sum(linear(rows, self.weight))
         return total if self.bias is None else total + self.bias
+
+
+class VocabParallelLinear(torch.nn.Linear):
+    """An output layer of which each rank has a part of the vocabulary. rows: [..., in], the same on all; gives [..., vocab],
+    whole, on all."""
+
+    ranks: Ranks
+    vocab_size: int
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if not rows.numel():
+            return rows.new_empty((*rows.shape[:-1], self.vocab_size))
+        mine = linear(rows, self.weight, self.bias)
+        equal = pad(mine, (0, ceil_div(self.vocab_size, self.ranks.size) - mine.shape[-1]))
+        return self.ranks.join(equal, -1)[..., : self.vocab_size].contiguous()
 
 
 def shard(module: PreTrainedModel, calls: Sequence[AttentionCall], ranks: Ranks) -> dict[int, RankHeads]:
@@ -63,7 +81,28 @@ def shard(module: PreTrainedModel, calls: Sequence[AttentionCall], ranks: Ranks)
     for part in list(module.modules()):
         if part not in attention and (cut := _feed_forward_cuts(plan, part, ranks)) is not None:
             _apply(plan.linears(part), cut, ranks)
+    _cut_output_layer(module, ranks)
     return {} if plain else heads
+
+
+def _cut_output_layer(module: PreTrainedModel, ranks: Ranks) -> None:
+    head: Any = module.get_output_embeddings()  # type: ignore[no-untyped-call]
+    embeddings: Any = module.get_input_embeddings()
+    if type(head) is not torch.nn.Linear or head.out_features < ranks.size:
+        return
+    vocab_size = head.out_features
+    width = ceil_div(vocab_size, ranks.size)
+    kept = slice(min(vocab_size, width * ranks.rank), min(vocab_size, width * (ranks.rank + 1)))
+    if isinstance(embeddings, torch.nn.Embedding) and embeddings.weight.data_ptr() == head.weight.data_ptr():
+        head.weight = torch.nn.Parameter(head.weight.detach()[kept], requires_grad=False)  # the embeddings stay whole
+    else:
+        head.weight = _part(head.weight, 0, kept)
+    if head.bias is not None:
+        head.bias = _part(head.bias, 0, kept)
+    head.out_features = head.weight.shape[0]
+    head.__class__ = VocabParallelLinear
+    assert isinstance(head, VocabParallelLinear)
+    head.ranks, head.vocab_size = ranks, vocab_size
 
 
 def _heads(call: AttentionCall, ranks: Ranks) -> RankHeads:

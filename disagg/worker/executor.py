@@ -345,7 +345,7 @@ class Executor:
     ) -> Drawn:
         batch, ordered = build_batch(runs, self.groups, self.pool.page_tokens, self._carried)
         batch = replace(batch, tokens_before=self._tokens_before)
-        if sampler is None:
+        if not self._links.is_last:
             batch = replace(batch, logits_rows=batch.logits_rows[:0])
         logits, first = self._forward(batch, written, hidden)
         if not self._links.is_last:

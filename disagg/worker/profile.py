@@ -137,10 +137,11 @@ def largest_step(model: PagedModel, chunk_tokens: int, max_slots: int) -> Sample
     batch, _ = build_batch([prefill] + [decode] * max_slots, model.groups, PAGE_TOKENS)
     batch = batch.on(model.device)
     hidden = model.blank_hidden(batch.num_rows)
-    if not model.samples:
-        model.forward(replace(batch, logits_rows=batch.logits_rows[:0]), pool, hidden=hidden)
-        return None
+    if not model.links.is_last:
+        batch = replace(batch, logits_rows=batch.logits_rows[:0])
     logits = model.forward(batch, pool, hidden=hidden)
+    if not model.samples:
+        return None
     sampler = Sampler(model.vocab_size, max_slots, device)
     for slot in range(max_slots):
         sampler.add(slot, _SAMPLING, 0, (0,), (), model.eos_token_ids)

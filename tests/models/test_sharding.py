@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 from disagg.models.families import ATTENTION_FREE
 from disagg.models.model import PagedModel
 from disagg.models.ranks import Ranks
-from disagg.models.sharding import RowParallelLinear
+from disagg.models.sharding import RowParallelLinear, VocabParallelLinear
 from disagg.types.errors import ConfigError
 from tests.models.driver import Driver
 from tests.models.ranks import RankPool
@@ -148,6 +148,32 @@ def test_with_more_ranks_than_kv_heads_ranks_share_them(
 def test_three_ranks_share_nine_query_heads_and_three_kv_heads(rank_pool: RankPool, tmp_path: Path) -> None:
     make_tiny("llama", tmp_path, num_attention_heads=9, num_key_value_heads=3, hidden_size=72)
     check(rank_pool, 3, tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_each_rank_computes_its_part_of_the_vocabulary(
+    rank_pool: RankPool, tp: int, tied: bool, tmp_path: Path
+) -> None:
+    """Of one that does not divide."""
+    make_tiny(
+        "llama",
+        tmp_path,
+        vocab_size=VOCAB_SIZE + 1,
+        tie_word_embeddings=tied,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        hidden_size=96,
+    )
+    check(rank_pool, tp, tmp_path)
+    rows = rank_pool.run(tp, head_rows, tmp_path)
+    assert sum(rows) == VOCAB_SIZE + 1 and max(rows) == -(-(VOCAB_SIZE + 1) // tp)
+
+
+def head_rows(ranks: Ranks, model_dir: Path) -> int:
+    head = PagedModel.load(model_dir, "float32", "cpu", ranks)._loaded.module.get_output_embeddings()
+    assert isinstance(head, VocabParallelLinear)
+    return head.weight.shape[0]
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])

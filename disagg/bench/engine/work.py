@@ -115,7 +115,7 @@ class Shape(Struct, frozen=True):
         each_expert = weights.experts / weights.num_experts / self.tp
         parts = [
             self._product(weights.layers / self.tp, total),
-            self._product(weights.output, sampled),  # whole on every rank
+            self._product(weights.output / self.tp, sampled),
             (each_expert * asked * self.dtype_bytes, 2.0 * each_expert * weights.chosen * total),
             *(self._attention(group, rows) for group in self.groups),
         ]
