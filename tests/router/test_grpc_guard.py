@@ -58,13 +58,14 @@ class Open:
 
 
 @pytest.fixture
-async def opened(model_dir: Path) -> AsyncIterator[Open]:  # noqa: F811
+async def opened(model_dir: Path, request: pytest.FixtureRequest) -> AsyncIterator[Open]:  # noqa: F811
+    """A parameter: settings of its patience."""
     servers = {"p0": FakeServer("p0", Role.PREFILL, prefill), "d0": FakeServer("d0", Role.DECODE, decode)}
     refs = []
     for name, server in servers.items():
         await server.start()
         refs.append(ServerRef(name=name, role=server.hello.role.value, address=f"127.0.0.1:{server.port}"))
-    patience = {"body_s": 0.3, "stall_s": 0.5, "head_s": 0.5, "idle_s": 1.0}
+    patience = {"body_s": 0.3, "stall_s": 0.5, "head_s": 0.5, "idle_s": 1.0, **getattr(request, "param", {})}
     config = Config(
         model=ModelConfig(name="tiny"), router=replace(CONFIG, servers=tuple(refs), grpc_port=0, **patience)
     )
@@ -100,6 +101,8 @@ async def test_a_request_that_its_fields_refuse_is_counted(opened: Open) -> None
     assert opened.metric("disagg_router_requests_total", outcome="invalid") == 1
 
 
+# In this one loop a client copies 64 MiB, which may take longer than the server is patient.
+@pytest.mark.parametrize("opened", [{"body_s": 30.0}], indirect=True)
 async def test_a_message_that_is_too_large_is_refused_and_counted(opened: Open) -> None:
     options = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{opened.running.grpc_port}", options=options) as channel:
