@@ -38,7 +38,7 @@ from disagg.models.model import PagedModel
 from disagg.models.pool import AttentionPages, Pool
 from disagg.models.ranks import Ranks
 from disagg.types.sampling import SamplingParams
-from disagg.worker.executor import Executor
+from disagg.worker.executor import Executor, captures_of
 
 DECODES = (
     (1, 1024),
@@ -123,7 +123,7 @@ class Bench:
     def __init__(self, model: PagedModel, computation: Computation, page_tokens: int, kv_gib: int, slots: int) -> None:
         self._page_tokens = page_tokens
         self._executor = Executor(rank=0)
-        self._executor.adopt(model, graphs=computation.graphs, mixed=computation.mixed)
+        self._executor.adopt(model, captures_of(computation))
         (group,) = model.groups
         page_bytes = group.page_bytes(page_tokens)
         self._num_pages = (kv_gib << 30) // page_bytes

@@ -13,9 +13,10 @@ from disagg.messages.layout import LayerGroup
 class Computation(Struct, frozen=True):
     """How a model's layers are computed, where the device allows it.
 
-    prefill_attention, decode_attention: names of backends (models/attention/choice), or "auto". graphs: decode steps are
-    captured as CUDA graphs, and so are short chunks of prompts. fusions: names of passes over modules (models/fused/passes).
-    mixed: steps of both phases are usual, and are captured, too.
+    prefill_attention, decode_attention: names of backends (models/attention/choice), or "auto". graphs: steps are captured as
+    CUDA graphs, of up to decode_rows sequences that decode and of up to chunk_rows tokens of prompts, as far as it pays; 0: none
+    of that kind. fusions: names of passes over modules (models/fused/passes). mixed: steps of both phases are usual, and are
+    captured, too.
     """
 
     prefill_attention: str = "auto"
@@ -23,6 +24,8 @@ class Computation(Struct, frozen=True):
     graphs: bool = True
     fusions: tuple[str, ...] = ("norm", "residual", "gate_up", "qkv", "few_rows", "rotation", "ends")
     mixed: bool = False
+    decode_rows: int = 512
+    chunk_rows: int = 768
 
 
 class Load(Struct, frozen=True, tag="load"):

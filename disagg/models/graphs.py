@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def sizes_up_to(max_rows: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`capture` once, then `forward` for any batch that is `captured`."""
+    """`capture` its variants, then `forward` for any batch that is `captured`."""
 
     def __init__(self, model: PagedModel, pool: Pool, max_rows: int, tokens_before: Tensor) -> None:
         """tokens_before: what any batch carries tokens over from (models/batch), at least max_rows of them. Each forward writes
@@ -59,6 +59,7 @@ class DecodeGraphs:
         self._logits = torch.empty(0)  # [largest size, vocab], in the dtype that the model turns out to give
         self._first = tokens_before[: self._sizes[-1]]
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._memory = GraphMemory()
 
     @staticmethod
     def fit(model: PagedModel) -> bool:
@@ -67,13 +68,15 @@ class DecodeGraphs:
         alone = model.ranks.size <= MOST_RANKS and model.spread is None
         return model.device.type == "cuda" and alone and model.may_be_captured
 
+    @property
+    def variants(self) -> list[int]:
+        """Rows of each graph, in rising order."""
+        return self._sizes
+
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Raises RuntimeError if something in the model cannot be captured, such as a look at the device's values."""
-        started_s = time.perf_counter()
-        self._graphs = capture_each(self._sizes, self._inputs.batch, self._run)
-        seconds = time.perf_counter() - started_s
-        logger.info("decode steps of %s rows are captured, in %.1f s", ", ".join(map(str, self._sizes)), seconds)
+    def capture(self, variants: Sequence[int]) -> None:
+        """See Capturable."""
+        self._graphs |= self._memory.capture_each(variants, self._inputs.batch, self._run)
 
     def _run(self, batch: ForwardBatch) -> None:
         if not self._logits.numel():
@@ -156,19 +159,21 @@ class _Inputs:
         spread(arrived[0], self._columns, arrived[1:], self._tables)
 
 
-def try_capture(model: PagedModel, pool: Pool, max_rows: int, tokens_before: Tensor) -> DecodeGraphs | None:
-    """None, and the reason in the log, where a model's steps cannot be captured."""
-    if not DecodeGraphs.fit(model):
-        return None
-    return captured_or_none(DecodeGraphs(model, pool, max_rows, tokens_before), "decode steps")
-
-
 # ---- what graphs of all kinds of steps have in common
 
 
 class Capturable(Protocol):
-    def capture(self) -> None:
-        """Raises RuntimeError if something in the model cannot be captured."""
+    """Graphs of one kind of steps."""
+
+    @property
+    def variants(self) -> Sequence[Any]:
+        """What tells its graphs apart, the smallest first."""
+
+    def capture(self, variants: Sequence[Any]) -> None:
+        """Those that are larger come first, in one call or in several: what comes later finds room in their memory.
+
+        Raises RuntimeError if something in the model cannot be captured, such as a look at the device's values.
+        """
 
 
 Graphs = TypeVar("Graphs", bound=Capturable)
@@ -176,29 +181,42 @@ Variant = TypeVar("Variant", int, tuple[int, bool], tuple[int, int])
 
 
 def captured_or_none(graphs: Graphs, steps: str) -> Graphs | None:
-    """None, and the reason in the log, where they cannot be captured. steps: what they are of."""
+    """All of them. None, and the reason in the log, where they cannot be captured. steps: what they are of."""
+    started_s = time.perf_counter()
     try:
-        graphs.capture()
+        graphs.capture(graphs.variants)
     except RuntimeError as error:
         torch.cuda.synchronize()
         logger.warning("%s are launched one kernel at a time: %s", steps, str(error).partition("\n")[0])
         return None
+    rows = sorted({each if isinstance(each, int) else each[0] for each in graphs.variants})
+    seconds = time.perf_counter() - started_s
+    logger.info("%s of %s rows are captured, in %.1f s", steps, ", ".join(map(str, rows)), seconds)
     return graphs
 
 
-def capture_each(
-    variants: Sequence[Variant], batch_of: Callable[[Variant], ForwardBatch], run: Callable[[ForwardBatch], None]
-) -> dict[Variant, torch.cuda.CUDAGraph]:
-    """A graph for each variant, which are in rising order. The largest is captured first: the others find room in its memory."""
-    memory = torch.cuda.graph_pool_handle()
-    graphs = {}
-    for variant in reversed(variants):
-        batch = batch_of(variant)
-        run(batch)  # compiles, and takes what libraries keep for themselves
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # The thread that transfers may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            run(batch)
-        graphs[variant] = graph
-    return graphs
+class GraphMemory:
+    """What graphs of one kind, of which one runs at a time, compute in."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def capture_each(
+        self,
+        variants: Sequence[Variant],
+        batch_of: Callable[[Variant], ForwardBatch],
+        run: Callable[[ForwardBatch], None],
+    ) -> dict[Variant, torch.cuda.CUDAGraph]:
+        """A graph for each variant, which are in rising order. The largest is captured first."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graphs = {}
+        for variant in reversed(variants):
+            batch = batch_of(variant)
+            run(batch)  # compiles, and takes what libraries keep for themselves
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # The thread that transfers may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                run(batch)
+            graphs[variant] = graph
+        return graphs

@@ -12,9 +12,7 @@ Knows a model and a pool; nothing of plans or samplers.
 
 from __future__ import annotations
 
-import logging
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,13 +22,11 @@ from torch import Tensor
 from disagg.models.argmax.first import first_argmax_into
 from disagg.models.batch import AttentionTables, DecodeBatch, ForwardBatch, PageTable, PrefillRun
 from disagg.models.device import Uploads
-from disagg.models.graphs import NO_PAGE, capture_each, captured_or_none
+from disagg.models.graphs import NO_PAGE, GraphMemory
 from disagg.models.model import PagedModel
 from disagg.models.pool import AttentionPages, Pool
-from disagg.models.prefill_graphs import MOST_RUNS, MOST_TOKENS, MOST_TOKENS_ALIKE, PrefillGraphs
+from disagg.models.prefill_graphs import MOST_RUNS, MOST_TOKENS, MOST_TOKENS_ALIKE, PrefillGraphs, sizes_for
 from disagg.models.spread.launch import spread
-
-logger = logging.getLogger(__name__)
 
 SIZES = (64, 128, 256, 384, 512, 640, 768)  # rows of both phases; above, the GPU takes longer than Python
 MOST_DECODES = 256  # rows that decode
@@ -50,10 +46,11 @@ class _Group:
 
 
 class MixedGraphs:
-    """`capture` once, then `forward` for any batch that is `captured`."""
+    """`capture` its variants, then `forward` for any batch that is `captured`."""
 
-    def __init__(self, model: PagedModel, pool: Pool, max_slots: int, tokens_before: Tensor) -> None:
-        """tokens_before: what any batch carries tokens over from (models/batch)."""
+    def __init__(self, model: PagedModel, pool: Pool, max_slots: int, most_chunks: int, tokens_before: Tensor) -> None:
+        """most_chunks: rows of prompts in steps that are to be captured, as far as any are. tokens_before: what any batch carries
+        tokens over from (models/batch)."""
         from disagg.models.attention.triton_prefill import most_tiles
 
         self._model = model
@@ -64,7 +61,8 @@ class MixedGraphs:
         self._most_decodes = min(MOST_DECODES, max_slots)
         most = MOST_TOKENS_ALIKE if model.chunks_are_captured_as_launched else MOST_TOKENS
         self._longest_chunk = min(most, model.max_model_len)
-        rows, self._most_logits = SIZES[-1], MOST_RUNS + self._most_decodes
+        self._sizes = sizes_for(SIZES, most_chunks + self._most_decodes)
+        rows, self._most_logits = self._sizes[-1], MOST_RUNS + self._most_decodes
         # ids, positions, offsets, carried; rows of logits; the first row that decodes; lengths
         self._lengths = [rows, rows, rows, rows, self._most_logits, 1, self._most_decodes]
         for view in self._views:
@@ -90,6 +88,7 @@ class MixedGraphs:
         self._logits = torch.empty(0)  # [most logits, vocab], in the dtype that the model turns out to give
         self._first = torch.zeros(self._most_logits, dtype=torch.int64, device=model.device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by rows, and rows of logits
+        self._memory = GraphMemory()
 
     @staticmethod
     def fit(model: PagedModel) -> bool:
@@ -100,15 +99,12 @@ class MixedGraphs:
     def variants(self) -> list[tuple[int, int]]:
         """(rows, rows of logits) of each graph, in rising order."""
         logits = sorted({min(FEW_LOGITS, self._most_logits), self._most_logits})
-        return [(size, most) for size in SIZES for most in logits]
+        return [(size, most) for size in self._sizes for most in logits]
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Raises RuntimeError if something in the model cannot be captured, such as a look at the device's values."""
-        started_s = time.perf_counter()
-        self._graphs = capture_each(self.variants, lambda variant: self.batch(*variant), self.run)
-        seconds = time.perf_counter() - started_s
-        logger.info("steps of both phases of %s rows are captured, in %.1f s", ", ".join(map(str, SIZES)), seconds)
+    def capture(self, variants: Sequence[tuple[int, int]]) -> None:
+        """See Capturable."""
+        self._graphs |= self._memory.capture_each(variants, lambda variant: self.batch(*variant), self.run)
 
     def batch(self, size: int, logits: int) -> ForwardBatch:
         """The first rows of the inputs. Which of them are of which phase is in the tables; here they are any."""
@@ -146,7 +142,7 @@ class MixedGraphs:
             bool(self._graphs)
             and batch.decodes is not None
             and 0 < len(batch.prefills) <= MOST_RUNS
-            and batch.num_rows <= SIZES[-1]
+            and batch.num_rows <= self._sizes[-1]
             and batch.decodes.num_sequences <= self._most_decodes
             and all(run.total_tokens <= self._longest_chunk for run in batch.prefills)
         )
@@ -200,10 +196,3 @@ class MixedGraphs:
         """Tokens that a sequence's newest one attends to, at most."""
         longest = self._model.max_model_len
         return min(view.group.window, longest) if view.group.window else longest
-
-
-def try_capture_mixed(model: PagedModel, pool: Pool, max_slots: int, tokens_before: Tensor) -> MixedGraphs | None:
-    """None, and the reason in the log, where a model's steps cannot be captured."""
-    if not MixedGraphs.fit(model):
-        return None
-    return captured_or_none(MixedGraphs(model, pool, max_slots, tokens_before), "steps of both phases")

@@ -11,22 +11,20 @@ Knows a model and a pool; nothing of plans or samplers.
 
 from __future__ import annotations
 
-import logging
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from disagg.models.batch import AttentionTables, ForwardBatch, PageTable, PrefillRun
-from disagg.models.graphs import NO_PAGE, DecodeGraphs, capture_each, captured_or_none
+from disagg.models.graphs import NO_PAGE, DecodeGraphs, GraphMemory
 from disagg.models.model import PagedModel
 from disagg.models.pool import AttentionPages, Pool
 
-logger = logging.getLogger(__name__)
-
 SIZES = (64, 128, 256, 384, 512, 768)  # rows; above, the GPU takes longer than Python
 SILENT_SIZES = (512, 768)  # also captured without the output layer, for chunks that no token is sampled from
+MOST_CHUNK_ROWS = SIZES[-1]
 MOST_RUNS = 8  # of a captured batch
 MOST_TOKENS = 8192 + 512  # of a run with its context, where another backend is faster behind more
 MOST_TOKENS_ALIKE = 65536 + 512  # where none is: what all runs' tables of pages take, which each step copies
@@ -43,9 +41,10 @@ class _Group:
 
 
 class PrefillGraphs:
-    """`capture` once, then `forward` for any batch that is `captured`."""
+    """`capture` its variants, then `forward` for any batch that is `captured`."""
 
-    def __init__(self, model: PagedModel, pool: Pool) -> None:
+    def __init__(self, model: PagedModel, pool: Pool, most_rows: int) -> None:
+        """most_rows: of steps that are to be captured, as far as any are."""
         from disagg.models.attention.triton_prefill import most_tiles
 
         self._model = model
@@ -53,7 +52,8 @@ class PrefillGraphs:
         self._views = [view for view in pool.views if isinstance(view, AttentionPages)]
         most = MOST_TOKENS_ALIKE if model.chunks_are_captured_as_launched else MOST_TOKENS
         self._longest = longest = min(most, model.max_model_len)
-        rows = SIZES[-1]
+        self._sizes = sizes_for(SIZES, most_rows)
+        rows = self._sizes[-1]
         shapes: list[tuple[int, ...]] = [(rows,), (rows,), (rows,), (MOST_RUNS,)]
         for view in self._views:
             # A window begins and ends within pages.
@@ -72,19 +72,23 @@ class PrefillGraphs:
         self._groups = [_Group(*groups[at : at + 4]) for at in range(0, len(groups), 4)]
         self._logits = torch.empty(0)  # [MOST_RUNS, vocab], in the dtype that the model turns out to give
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size, and whether any token is sampled
+        self._memory = GraphMemory()
 
     @staticmethod
     def fit(model: PagedModel) -> bool:
         """Whether chunks of the model can be captured, as far as attention goes."""
         return DecodeGraphs.fit(model) and model.prefill_may_be_captured
 
+    @property
+    def variants(self) -> list[tuple[int, bool]]:
+        """(rows, whether any token is sampled) of each graph, in rising order."""
+        silent = [(size, False) for size in self._sizes if size in SILENT_SIZES]
+        return sorted([*((size, True) for size in self._sizes), *silent])
+
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Raises RuntimeError if something in the model cannot be captured, such as a look at the device's values."""
-        started_s = time.perf_counter()
-        self._graphs = capture_each(variants(), lambda variant: self.batch(*variant), self.run)
-        seconds = time.perf_counter() - started_s
-        logger.info("chunks of %s rows are captured, in %.1f s", ", ".join(map(str, SIZES)), seconds)
+    def capture(self, variants: Sequence[tuple[int, bool]]) -> None:
+        """See Capturable."""
+        self._graphs |= self._memory.capture_each(variants, lambda variant: self.batch(*variant), self.run)
 
     def batch(self, size: int, sampled: bool) -> ForwardBatch:
         """The first rows of the inputs. Which runs they are is in the tiles; here they are any."""
@@ -117,20 +121,20 @@ class PrefillGraphs:
             bool(self._graphs)
             and batch.decodes is None
             and batch.carried is None
-            and batch.num_rows <= SIZES[-1]
+            and batch.num_rows <= self._sizes[-1]
             and len(batch.prefills) <= MOST_RUNS
             and all(run.total_tokens <= self._longest for run in batch.prefills)
         )
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits as PagedModel.forward gives them, which last until the next call. batch: on the host."""
+    def forward(self, batch: ForwardBatch) -> tuple[Tensor, None]:
+        """(logits as PagedModel.forward gives them, None), which last until the next call. batch: on the host."""
         assert self.captured(batch), "not a batch that was captured"
-        size = next(size for size in SIZES if size >= batch.num_rows)
+        size = next(size for size in self._sizes if size >= batch.num_rows)
         sampled = batch.logits_rows.shape[0]
         self._fill(batch)
         self._graphs.get((size, bool(sampled)), self._graphs[size, True]).replay()
-        return self._logits[:sampled]
+        return self._logits[:sampled], None
 
     def _fill(self, batch: ForwardBatch) -> None:
         """By one copy. Rows behind the batch's own become rows of no sequence."""
@@ -164,9 +168,10 @@ class PrefillGraphs:
         return [most_tiles(view, size, MOST_RUNS) for view in self._views]
 
 
-def variants() -> list[tuple[int, bool]]:
-    """(rows, whether any token is sampled) of each graph, in rising order."""
-    return sorted([*((size, True) for size in SIZES), *((size, False) for size in SILENT_SIZES)])
+def sizes_for(sizes: Sequence[int], most_rows: int) -> tuple[int, ...]:
+    """Those that steps of up to so many rows need, of sizes in rising order."""
+    smaller = [size for size in sizes if size < most_rows]
+    return tuple(sizes[: len(smaller) + 1])
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -174,10 +179,3 @@ def _numel(shape: tuple[int, ...]) -> int:
     for length in shape:
         count *= length
     return count
-
-
-def try_capture_prefills(model: PagedModel, pool: Pool) -> PrefillGraphs | None:
-    """None, and the reason in the log, where a model's chunks cannot be captured."""
-    if not PrefillGraphs.fit(model):
-        return None
-    return captured_or_none(PrefillGraphs(model, pool), "short chunks")

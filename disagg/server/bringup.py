@@ -119,6 +119,10 @@ def why_not_role(config: Config, role: ServerRole) -> str:
     return ""
 
 
+PREFILL_DECODE_ROWS = (
+    64  # prompts of which only the last token is left, at once: a captured step does not wait for Python
+)
+
 Stages = tuple[tuple[LayerGroup | None, ...], ...]
 
 
@@ -128,9 +132,14 @@ def stages_of(groups: Sequence[LayerGroup], cuts: Sequence[int]) -> Stages:
 
 
 def computation_of(model: ModelConfig, role: Role, local_prefill_tokens: int) -> Computation:
-    """local_prefill_tokens: where a decode server computes some, its steps are of both phases, too."""
-    mixed = role is Role.MIXED or (role is Role.DECODE and local_prefill_tokens > 0)
-    return Computation(model.prefill_attention, model.decode_attention, model.graphs, model.fusions, mixed)
+    """local_prefill_tokens: where a decode server computes some, its steps are of both phases, too. What a role hardly ever runs
+    is not captured."""
+    usual = Computation(model.prefill_attention, model.decode_attention, model.graphs, model.fusions)
+    if role is Role.PREFILL:
+        return msgspec.structs.replace(usual, decode_rows=PREFILL_DECODE_ROWS)
+    if role is Role.DECODE:
+        return msgspec.structs.replace(usual, mixed=local_prefill_tokens > 0, chunk_rows=local_prefill_tokens)
+    return msgspec.structs.replace(usual, mixed=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import transformers
@@ -22,21 +21,18 @@ from disagg.messages.layout import LayerGroup
 from disagg.messages.plan import SampledToken, SamplerStart, StepResult, TokenLogprobs, WorkerPlan
 from disagg.messages.sequence_diff import KnownSequence, KnownSequences, RunView
 from disagg.models.batch import ForwardBatch
+from disagg.models.captures import NO_CAPTURES, CapturedSteps, Captures, kinds
 from disagg.models.device import on_host, upload
 from disagg.models.experts import Spread
-from disagg.models.graphs import MOST_RANKS, DecodeGraphs, try_capture
-from disagg.models.mixed_graphs import MixedGraphs, try_capture_mixed
+from disagg.models.graphs import MOST_RANKS, DecodeGraphs
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
-from disagg.models.prefill_graphs import PrefillGraphs, try_capture_prefills
 from disagg.models.ranks import Ranks
 from disagg.models.stage_links import StageLinks
 from disagg.types.errors import ConfigError
 from disagg.worker.batch import UNKNOWN, build_batch
 from disagg.worker.profile import measure_largest_step
 from disagg.worker.sampler import Sampled, Sampler
-
-AnyGraphs = TypeVar("AnyGraphs", DecodeGraphs, PrefillGraphs, MixedGraphs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +101,8 @@ class Executor:
         self._model: PagedModel | None = None
         self._pool: Pool | None = None
         self._sampler: Sampler | None = None
-        self._graphs: DecodeGraphs | None = None
-        self._prefill_graphs: PrefillGraphs | None = None
-        self._mixed_graphs: MixedGraphs | None = None
-        self._captures = True
-        self._captures_mixed = False
+        self._captures = Captures()
+        self._captured = CapturedSteps([])
         self._device = "cpu"
         self.overlaps = False
         """Whether a step may be launched before the one before it is collected."""
@@ -131,7 +124,7 @@ class Executor:
     @property
     def graphs(self) -> DecodeGraphs | None:
         """Of decode steps, once the pool is made; None where there are none."""
-        return self._graphs
+        return self._captured.decodes
 
     @property
     def num_ranks(self) -> int:
@@ -172,16 +165,15 @@ class Executor:
             torch.backends.cudnn.allow_tf32 = False
         spread = Spread(self._everyone, self._peers) if self._everyone.size > 1 else None
         model = PagedModel.load(model_dir, dtype, device, self._ranks, computation, spread, self._links)
-        graphs = computation.graphs and not self._links.several
-        self.adopt(model, graphs=graphs, mixed=graphs and computation.mixed)
+        self.adopt(model, NO_CAPTURES if self._links.several else captures_of(computation))
         if gemv_copies:
             self.model.add_gemv_copies()
 
-    def adopt(self, model: PagedModel, *, graphs: bool, mixed: bool = False) -> None:
-        """Take a model that is loaded. graphs: steps of one phase are captured, where they can be. mixed: those of both, too."""
+    def adopt(self, model: PagedModel, captures: Captures) -> None:
+        """Take a model that is loaded. captures: steps that are captured, where they can be."""
         self._model = model
         self._device = str(model.device)
-        self._captures, self._captures_mixed = graphs, mixed
+        self._captures = captures
         # Stages learn tokens from the host, and groups do not compute experts ahead of each other.
         alone = self._ranks.size <= MOST_RANKS and not self._links.several
         self.overlaps = model.device.type == "cuda" and alone and model.spread is None
@@ -200,8 +192,7 @@ class Executor:
     def profile(self, chunk_tokens: int, max_slots: int) -> tuple[int, int]:
         """(bytes of the device, most that the largest step had in use); zeros on CPU. Raises ConfigError if it does not
         fit."""
-        captures = (self._captures, self._captures_mixed)
-        return measure_largest_step(self.model, chunk_tokens, max_slots, captures=captures)
+        return measure_largest_step(self.model, chunk_tokens, max_slots, self._captures)
 
     def make_pool(
         self, num_large: int, large_bytes: int, strides: Sequence[int], page_tokens: int, max_slots: int
@@ -216,12 +207,8 @@ class Executor:
             ) from error
         self._tokens_before = torch.zeros(max_slots, dtype=torch.int64, device=self._pool.device)
         self._all_rows = torch.arange(max_slots, device=self._pool.device)
-        if self._captures:
-            self._graphs = self._of_all(try_capture(self.model, self._pool, max_slots, self._tokens_before))
-            self._prefill_graphs = self._of_all(try_capture_prefills(self.model, self._pool))
-        if self._captures_mixed:
-            mixed = try_capture_mixed(self.model, self._pool, max_slots, self._tokens_before)
-            self._mixed_graphs = self._of_all(mixed)
+        wanted = kinds(self.model, self._pool, max_slots, self._tokens_before, self._captures)
+        self._captured = CapturedSteps(wanted, lambda mine: self._ranks.all_have(mine, self.model.device))
         if self.model.samples:
             self._sampler = Sampler(self.model.vocab_size, max_slots, self._device)
         return self._pool.bytes.nbytes
@@ -322,19 +309,13 @@ class Executor:
 
         batch: on the host. hidden: as there.
         """
-        first: torch.Tensor | None = None
-        if self._graphs is not None and self._graphs.captured(batch):
-            logits, first = self._graphs.forward(batch)
-        elif self._prefill_graphs is not None and self._prefill_graphs.captured(batch):
-            logits = self._prefill_graphs.forward(batch)
-        elif self._mixed_graphs is not None and self._mixed_graphs.captured(batch):
-            logits, first = self._mixed_graphs.forward(batch)
-        else:
+        replayed = self._captured.forward(batch)
+        if replayed is None:
             return self.model.forward(batch.on(self.pool.device), self.pool, written, hidden=hidden), None
         if written is not None:
             for layer in self.model.writing_layers:
                 written(layer)
-        return logits, first
+        return replayed
 
     def _compute(
         self,
@@ -414,9 +395,12 @@ class Executor:
             out.append(SampledToken(owner.sequence.seq_id, owner.sampling.choice, chosen.token_id, logprobs))
         return tuple(out)
 
-    def _of_all(self, graphs: AnyGraphs | None) -> AnyGraphs | None:
-        """None, unless every rank of this group has them: all launch the same, for the sake of what they add up."""
-        return graphs if self._ranks.all_have(graphs is not None, self.model.device) else None
+
+def captures_of(computation: Computation) -> Captures:
+    if not computation.graphs:
+        return NO_CAPTURES
+    chunks = computation.chunk_rows
+    return Captures(computation.decode_rows, chunks, chunks if computation.mixed else 0)
 
 
 def gpu_index(device: str, num_gpus: int) -> int:

@@ -7,17 +7,17 @@ sequences are one page, whose content is garbage.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from disagg.messages.sequence_diff import KnownSequence, RunView, page_table
 from disagg.models.attention.backend import PREPARING
-from disagg.models.graphs import try_capture
-from disagg.models.mixed_graphs import try_capture_mixed
+from disagg.models.captures import NO_CAPTURES, Captures, kinds
+from disagg.models.graphs import Capturable
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
-from disagg.models.prefill_graphs import try_capture_prefills
 from disagg.types.arithmetic import ceil_div, round_up
 from disagg.types.errors import ConfigError
 from disagg.types.sampling import MAX_LOGPROBS, SamplingParams
@@ -30,7 +30,8 @@ FEW_TOKENS = 32  # of a step that other kernels compute: what is compiled now, n
 # CUDA's context and NCCL's buffers take less on every GPU and driver so far. What is in use beyond that, and is not torch's
 # here, belongs to other processes, which have a share of the GPU of their own.
 MOST_BESIDE_TORCH = 2 << 30
-MOST_OF_GRAPHS_BESIDE_TORCH = 1 << 30  # the same of what the driver keeps for captured graphs and their kernels
+MOST_OF_GRAPHS_BESIDE_TORCH = 1 << 30  # the same of what the driver keeps for the first graph of a kind and its kernels
+MOST_OF_A_GRAPH_BESIDE_TORCH = 32 << 20  # and for each other one
 
 # What takes the sampler most: every edit and every filter.
 _SAMPLING = SamplingParams(
@@ -51,12 +52,11 @@ _SAMPLING = SamplingParams(
 
 @torch.inference_mode()
 def measure_largest_step(
-    model: PagedModel, chunk_tokens: int, max_slots: int, *, captures: tuple[bool, bool] = (True, False)
+    model: PagedModel, chunk_tokens: int, max_slots: int, captures: Captures = NO_CAPTURES
 ) -> tuple[int, int]:
     """(bytes of the device, most bytes that this process had in use on it); (0, 0) on CPU, which is not measured.
 
-    captures: with what graphs hold, of steps of one phase, and of both. Raises ConfigError if the device has not enough for
-    the step.
+    captures: with what these graphs hold. Raises ConfigError if the device has not enough for the step.
     """
     device = model.device
     if device.type != "cuda":
@@ -80,35 +80,55 @@ def measure_largest_step(
     stats = torch.cuda.memory_stats(device)
     torch.cuda.empty_cache()
     beside_torch = total - free - stats["reserved_bytes.all.current"]
-    captured_bytes = _captured_bytes(model, max_slots, captures) if any(captures) else 0
+    captured_bytes = _captured_bytes(model, max_slots, captures)
     return total, own_peak_bytes(stats["reserved_bytes.all.peak"], beside_torch) + captured_bytes
 
 
-def _captured_bytes(model: PagedModel, max_slots: int, captures: tuple[bool, bool]) -> int:
-    """What graphs hold, with their inputs. They are captured once more when the pool is there."""
-    free_before, _ = torch.cuda.mem_get_info(model.device)
-    torch_before = torch.cuda.memory_reserved(model.device)
+def _captured_bytes(model: PagedModel, max_slots: int, captures: Captures) -> int:
+    """What graphs will hold, with their inputs. All are captured when the pool is there; here the two largest of each kind."""
     tokens = torch.zeros(max_slots, dtype=torch.int64, device=model.device)
-    pool = _scratch_pool(model)
-    graphs: list[object] = []
-    if captures[0]:
-        graphs += [try_capture(model, pool, max_slots, tokens), try_capture_prefills(model, pool)]
-    if captures[1]:
-        graphs.append(try_capture_mixed(model, pool, max_slots, tokens))
-    torch.cuda.empty_cache()
-    free_after, _ = torch.cuda.mem_get_info(model.device)
-    torch_after = torch.cuda.memory_reserved(model.device)
-    del graphs
-    torch.cuda.empty_cache()
-    return own_captured_bytes(torch_after - torch_before, free_before - free_after)
+    return sum(
+        _bytes_of(kind.make, model.device) for kind in kinds(model, _scratch_pool(model), max_slots, tokens, captures)
+    )
 
 
-def own_captured_bytes(torch_bytes: int, device_bytes: int) -> int:
+def _bytes_of(make: Callable[[], Capturable], device: torch.device) -> int:
+    """Each of the others is taken to hold what the second largest does beside the largest. 0 of what cannot be captured."""
+    made: list[Capturable] = []
+
+    def capture_largest() -> None:
+        made.append(make())
+        made[0].capture(made[0].variants[-1:])
+
+    try:
+        held = _growth(capture_largest, device, MOST_OF_GRAPHS_BESIDE_TORCH)
+        rest = made[0].variants[:-1]
+        if rest:
+            held += len(rest) * _growth(lambda: made[0].capture(rest[-1:]), device, MOST_OF_A_GRAPH_BESIDE_TORCH)
+    except RuntimeError:  # whoever captures all of them says so
+        torch.cuda.synchronize()
+        return 0
+    return held
+
+
+def _growth(work: Callable[[], None], device: torch.device, most_beside_torch: int) -> int:
+    """By how many bytes more is in use after it."""
+    torch.cuda.empty_cache()
+    free_before, torch_before = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
+    work()
+    torch.cuda.empty_cache()
+    free_after, torch_after = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
+    return own_captured_bytes(torch_after - torch_before, free_before - free_after, most_beside_torch)
+
+
+def own_captured_bytes(
+    torch_bytes: int, device_bytes: int, most_beside_torch: int = MOST_OF_GRAPHS_BESIDE_TORCH
+) -> int:
     """What graphs hold, of what more is in use since they were captured: by torch here, and on the device by whomever.
 
     Another process may make its pool, or end, in that very second.
     """
-    beside_torch = min(max(0, device_bytes - torch_bytes), MOST_OF_GRAPHS_BESIDE_TORCH)
+    beside_torch = min(max(0, device_bytes - torch_bytes), most_beside_torch)
     return max(0, torch_bytes) + beside_torch
 
 

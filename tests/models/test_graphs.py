@@ -22,18 +22,18 @@ from disagg.models.attention import calls, choice
 from disagg.models.attention.choice import OFFERS
 from disagg.models.attention.writer import TritonWriter
 from disagg.models.batch import ForwardBatch
+from disagg.models.captures import CapturedSteps, Captures, kinds
 from disagg.models.graphs import (
     MOST_ROWS,
     Capturable,
     DecodeGraphs,
-    capture_each,
+    GraphMemory,
     captured_or_none,
     sizes_up_to,
-    try_capture,
 )
 from disagg.models.mixed_graphs import MixedGraphs
 from disagg.models.model import PagedModel
-from disagg.models.prefill_graphs import PrefillGraphs, variants
+from disagg.models.prefill_graphs import MOST_CHUNK_ROWS, PrefillGraphs, sizes_for
 from tests.models.driver import Driver, Sequence
 from tests.models.reference import generate
 from tests.models.test_parity import assert_same, prompts_of
@@ -65,7 +65,7 @@ def capture(graphs: Capturable, reruns: Callable[[], dict[Any, Rerun]]) -> None:
         graphs._graphs = reruns()  # type: ignore[attr-defined]
         return
     try:
-        graphs.capture()
+        graphs.capture(graphs.variants)
     except RuntimeError as error:
         pytest.skip(f"transformers' module cannot be captured: {error}")
 
@@ -128,16 +128,16 @@ class PrefillGraphDriver(Driver):
 
     def __init__(self, model: PagedModel, page_tokens: int) -> None:
         super().__init__(model, num_large=len(model.groups) * 60, page_tokens=page_tokens)
-        self.graphs = PrefillGraphs(model, self.pool)
+        self.graphs = PrefillGraphs(model, self.pool, MOST_CHUNK_ROWS)
         made = self.graphs
-        capture(made, lambda: {each: Rerun(made.run, made.batch(*each)) for each in variants()})
+        capture(made, lambda: {each: Rerun(made.run, made.batch(*each)) for each in made.variants})
         self.replayed: list[tuple[int, int, int]] = []  # rows, runs, rows whose logits are wanted
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         if not self.graphs.captured(batch):
             return super().forward(batch)
         self.replayed.append((batch.num_rows, len(batch.prefills), batch.logits_rows.shape[0]))
-        return self.graphs.forward(batch).clone()
+        return self.graphs.forward(batch)[0].clone()
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -167,7 +167,7 @@ class MixedGraphDriver(Driver):
 
     def __init__(self, model: PagedModel, page_tokens: int, max_slots: int) -> None:
         super().__init__(model, num_large=len(model.groups) * 60, page_tokens=page_tokens)
-        self.graphs = MixedGraphs(model, self.pool, max_slots, tokens_of(model))
+        self.graphs = MixedGraphs(model, self.pool, max_slots, MOST_CHUNK_ROWS, tokens_of(model))
         made = self.graphs
         capture(made, lambda: {each: Rerun(made.run, made.batch(*each)) for each in made.variants})
         self.replayed: list[tuple[int, int, int, int]] = []  # rows, chunks, sequences that decode, rows of logits
@@ -246,7 +246,7 @@ def test_sizes_waste_no_more_than_a_quarter() -> None:
 def test_what_cannot_be_captured_runs_without_graphs(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path / "llama")
     model = PagedModel.load(tmp_path / "llama", "float32", "cpu")
-    assert try_capture(model, Driver(model, 8, 4).pool, 4, tokens_of(model)) is None
+    assert not kinds(model, Driver(model, 8, 4).pool, 4, tokens_of(model), Captures(mixed=64))
     assert not model.may_be_captured, "torch's attention looks at lengths"
 
 
@@ -256,13 +256,21 @@ def test_whether_a_family_can_be_captured_or_not_it_is_served(family: str, tmp_p
     make_tiny(family, tmp_path)
     model = PagedModel.load(tmp_path, "float32", DEVICE)
     driver = Driver(model, len(model.groups) * 60, 4)
-    graphs = try_capture(model, driver.pool, 4, tokens_of(model))
-    print(family, "captured" if graphs is not None else "not captured")
+    steps = CapturedSteps(kinds(model, driver.pool, 4, tokens_of(model), Captures()))
+    print(family, "captured" if steps.decodes is not None else "not captured")
     prompts = prompts_of(SHAPES)
     sequences = [driver.sequence(prompt, 64) for prompt in prompts]
     driver.run(sequences, OUTPUTS)
     for sequence, answer in zip(sequences, generate(tmp_path, prompts, OUTPUTS, DEVICE), strict=True):
         assert_same(family, sequence.outputs, sequence.logits, answer)
+
+
+def test_no_size_is_captured_that_no_step_needs() -> None:
+    sizes = (64, 128, 256, 384)
+    assert sizes_for(sizes, 128) == sizes[:2]
+    assert sizes_for(sizes, 129) == sizes[:3]
+    assert sizes_for(sizes, 1) == sizes[:1]
+    assert sizes_for(sizes, 1000) == sizes
 
 
 def test_the_largest_is_captured_first_and_each_is_run_once_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +279,7 @@ def test_the_largest_is_captured_first_and_each_is_run_once_before(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: ran.append("wait"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: contextlib.nullcontext(ran.append("capture")))
-    found = capture_each([1, 2, 4], lambda size: size * 10, ran.append)  # type: ignore[arg-type, return-value]
+    found = GraphMemory().capture_each([1, 2, 4], lambda size: size * 10, ran.append)  # type: ignore[arg-type, return-value]
     assert ran == [each for size in (40, 20, 10) for each in (size, "wait", "capture", size)]
     assert set(found) == {1, 2, 4} and len(set(map(id, found.values()))) == 3
 
@@ -280,7 +288,9 @@ def test_what_raises_while_it_is_captured_has_no_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Looks:
-        def capture(self) -> None:
+        variants = (1,)
+
+        def capture(self, variants: object) -> None:
             raise RuntimeError("it looks at the device\nhere")
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

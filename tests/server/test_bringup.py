@@ -120,12 +120,12 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workers_are_told_all_that_is_set_of_how_a_model_is_computed() -> None:
-    assert computation_of(ModelConfig(), Role.DECODE, 0) == Computation()
-    assert computation_of(ModelConfig(), Role.DECODE, 128) == Computation(mixed=True), (
+    assert computation_of(ModelConfig(), Role.DECODE, 0) == Computation(chunk_rows=0)
+    assert computation_of(ModelConfig(), Role.DECODE, 128) == Computation(mixed=True, chunk_rows=128), (
         "some of its steps are of both phases"
     )
     every = ModelConfig(prefill_attention="triton", decode_attention="torch", graphs=False, fusions=("norm",))
-    assert computation_of(every, Role.PREFILL, 128) == Computation("triton", "torch", False, ("norm",))
+    assert computation_of(every, Role.PREFILL, 128) == Computation("triton", "torch", False, ("norm",), decode_rows=64)
     assert computation_of(ModelConfig(), Role.MIXED, 0) == Computation(mixed=True)
 
 

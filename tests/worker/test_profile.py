@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from disagg.models.batch import ForwardBatch
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
+from disagg.worker import profile
 from disagg.worker.executor import Executor
 from disagg.worker.profile import (
     MOST_BESIDE_TORCH,
+    MOST_OF_A_GRAPH_BESIDE_TORCH,
     MOST_OF_GRAPHS_BESIDE_TORCH,
     largest_step,
     own_captured_bytes,
@@ -66,3 +69,47 @@ def test_what_others_take_or_free_while_graphs_are_captured_is_not_counted_as_ou
     assert own_captured_bytes(graphs, graphs + driver) == graphs + driver
     assert own_captured_bytes(graphs, graphs + driver + other) == graphs + MOST_OF_GRAPHS_BESIDE_TORCH
     assert own_captured_bytes(graphs, graphs + driver - other) == graphs
+
+
+class Device:
+    """What stands for one: graphs of so many bytes are captured on it, by torch and by the driver."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.torch_bytes = self.driver_bytes = 0
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        free = lambda device: (1 << 36) - self.torch_bytes - self.driver_bytes  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free(device), 1 << 36))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.torch_bytes)
+
+
+class Graphs:
+    """The largest takes most, the others what the driver keeps of each. Whatever comes beside is somebody else's."""
+
+    variants = (1, 2, 4, 8)
+
+    def __init__(self, device: Device, beside: int = 0, fails: bool = False) -> None:
+        self._device, self._beside, self._fails = device, beside, fails
+        device.torch_bytes += 1000  # inputs
+
+    def capture(self, variants: Sequence[int]) -> None:
+        if self._fails:
+            raise RuntimeError("it looks at the device")
+        for variant in variants:
+            self._device.torch_bytes += 5000 if variant == 8 else 0
+            self._device.driver_bytes += 300 + self._beside
+
+
+@pytest.mark.parametrize(
+    ("beside", "fails", "held"),
+    [
+        (0, False, 1000 + 5000 + 4 * 300),
+        (60 << 30, False, 6000 + MOST_OF_GRAPHS_BESIDE_TORCH + 3 * MOST_OF_A_GRAPH_BESIDE_TORCH),
+        (0, True, 0),
+    ],
+)
+def test_what_graphs_will_hold_is_told_from_the_two_largest(
+    beside: int, fails: bool, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(monkeypatch)
+    assert profile._bytes_of(lambda: Graphs(device, beside, fails), torch.device("cpu")) == held
