@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import obstore
-from msgspec import Struct
 from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError, PreconditionError
 from obstore.store import from_url
 
 from disagg.offload.breaker import Breaker, StoreState
 from disagg.offload.causes import Cause
+from disagg.offload.directory import Entry, walk
 from disagg.offload.options import OptionValue, StorageTarget, storage_target
 from disagg.types.errors import ConfigError
 from disagg.types.plain import one_line
@@ -50,14 +50,6 @@ class StoreError(Exception):
         self.cause = cause
 
 
-class Entry(Struct, frozen=True):
-    """An object. modified_s: by the store's clock."""
-
-    path: str
-    nbytes: int
-    modified_s: float
-
-
 def open_store(
     url: str,
     options: Mapping[str, OptionValue],
@@ -73,8 +65,8 @@ def open_store(
     target = storage_target(url, options)
     try:
         if target.scheme == "file":
-            _check_directory(target, make)
-            return ObjectStore(from_url(target.url), breaker=breaker, clock=clock)
+            directory = _directory(target, make)
+            return ObjectStore(from_url(target.url), directory=directory, breaker=breaker, clock=clock)
         return ObjectStore(
             from_url(target.url, config=target.store, client_options=target.client, retry_config=target.retry),  # type: ignore[call-overload]
             breaker=breaker,
@@ -84,21 +76,23 @@ def open_store(
         raise ConfigError(f"storage.url = {target.url!r} with its options cannot be used: {_said(error)}") from error
 
 
-def _check_directory(target: StorageTarget, make: bool) -> None:
+def _directory(target: StorageTarget, make: bool) -> Path:
     directory = Path(unquote(urlsplit(target.url).path or "/"))
     if make:
         directory.mkdir(parents=True, exist_ok=True)
     if not directory.is_dir():
         raise ConfigError(f"storage.url = {target.url!r}: there is no directory {directory}")
+    return directory
 
 
 class ObjectStore:
-    """clock: seconds, rising. breaker: see there."""
+    """directory: which the store is, if it is one. clock: seconds, rising. breaker: see there."""
 
     def __init__(
         self,
         store: Any,
         *,
+        directory: Path | None = None,
         breaker: Breaker | None = None,
         clock: Callable[[], float] = time.monotonic,
         call_s: float = CALL_S,
@@ -106,6 +100,7 @@ class ObjectStore:
     ) -> None:
         self.breaker = breaker or Breaker()
         self._store = store
+        self._directory = directory
         self._clock = clock
         self._call_s = call_s
         self._bytes_per_s = bytes_per_s
@@ -203,17 +198,23 @@ class ObjectStore:
 
     async def listing(self, prefix: str) -> AsyncIterator[Entry]:
         """Every object below a folder, in no order. Holds a chunk of them at a time."""
-        stream = obstore.list(self._store, prefix, chunk_size=LIST_CHUNK)
-        while True:
-
-            async def fetch() -> Any:
-                return await anext(stream, None)
-
-            chunk = await self._call(fetch, 0)
-            if not chunk:
-                return
+        fetch = self._chunks(prefix)
+        while chunk := await self._call(fetch, 0):
             for each in chunk:
-                yield Entry(each["path"], each["size"], _seconds(each["last_modified"]))
+                yield each
+
+    def _chunks(self, prefix: str) -> Callable[[], Awaitable[list[Entry]]]:
+        """Gives a chunk of a listing at each call; none at its end."""
+        if self._directory is not None:
+            found = walk(self._directory, prefix, LIST_CHUNK)
+            return lambda: asyncio.to_thread(next, found, [])
+        stream = obstore.list(self._store, prefix, chunk_size=LIST_CHUNK)
+
+        async def fetch() -> list[Entry]:
+            chunk = await anext(stream, None) or ()
+            return [Entry(each["path"], each["size"], _seconds(each["last_modified"])) for each in chunk]
+
+        return fetch
 
     # ---- every call
 

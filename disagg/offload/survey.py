@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from disagg.messages.stored import PartRef, Share, Span
 from disagg.offload.causes import Cause
+from disagg.offload.directory import Entry
 from disagg.offload.keys import LAYOUT, PARTS, READS, SPANS, page_key, parse_path
 from disagg.offload.objects import (
     FRAME_BYTES,
@@ -28,7 +29,7 @@ from disagg.offload.objects import (
     most_part_bytes,
     read_units,
 )
-from disagg.offload.store import Entry, ObjectStore, StoreError
+from disagg.offload.store import ObjectStore, StoreError
 
 AT_ONCE = 16
 GRACE_S = 3600.0  # parts without a span that are younger may be about to get one

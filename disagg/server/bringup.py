@@ -119,9 +119,7 @@ def why_not_role(config: Config, role: ServerRole) -> str:
     return ""
 
 
-PREFILL_DECODE_ROWS = (
-    64  # prompts of which only the last token is left, at once: a captured step does not wait for Python
-)
+PREFILL_DECODE_ROWS = 64  # prompts of which one token is left, at once, in a step that does not wait for Python
 
 Stages = tuple[tuple[LayerGroup | None, ...], ...]
 

@@ -1,0 +1,56 @@
+"""The objects of a store that is a directory, as the system says them: whatever else lies there does not end a listing.
+
+Listed are regular files. Links are followed, and a folder that is reached twice is listed once, so a loop of links ends; a link
+that leads nowhere, a pipe, or what is removed meanwhile is passed over. Knows files; nothing of KV.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+STAGED = "#"  # in the names of files that are being written (object_store's)
+
+
+class Entry(Struct, frozen=True):
+    """An object. modified_s: by the store's clock."""
+
+    path: str
+    nbytes: int
+    modified_s: float
+
+
+def walk(root: Path, prefix: str, chunk: int) -> Iterator[list[Entry]]:
+    """Every object below a folder of it, at most so many at a time. Raises OSError for a folder that may not be read."""
+    found: list[Entry] = []
+    seen: set[tuple[int, int]] = set()
+    folders = [prefix.strip("/")]
+    while folders:
+        folder = folders.pop()
+        try:
+            at = os.stat(root / folder)
+            if (at.st_dev, at.st_ino) in seen:
+                continue
+            seen.add((at.st_dev, at.st_ino))
+            names = os.listdir(root / folder)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for name in names:
+            path = f"{folder}/{name}" if folder else name
+            try:
+                info = os.stat(root / path)
+            except OSError:  # it leads nowhere, or in a circle, or is gone
+                continue
+            if stat.S_ISDIR(info.st_mode):
+                folders.append(path)
+            elif stat.S_ISREG(info.st_mode) and STAGED not in name:
+                found.append(Entry(path, info.st_size, info.st_mtime))
+                if len(found) == chunk:
+                    yield found
+                    found = []
+    if found:
+        yield found

@@ -1,0 +1,77 @@
+"""A store's directory is listed whatever else lies in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from disagg.offload.directory import walk
+from disagg.offload.store import StoreError, open_store
+
+
+def listed(root: Path, prefix: str = "kv", chunk: int = 2) -> list[str]:
+    chunks = list(walk(root, prefix, chunk))
+    assert all(0 < len(each) <= chunk for each in chunks)
+    return sorted(entry.path for each in chunks for entry in each)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for path in ("kv/a/1", "kv/a/2", "kv/b/c/3", "other/4"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(b"four")
+    return tmp_path
+
+
+def test_files_below_a_folder_are_listed_with_their_sizes(root: Path) -> None:
+    assert listed(root) == listed(root, "kv/") == ["kv/a/1", "kv/a/2", "kv/b/c/3"]
+    assert listed(root, "") == ["kv/a/1", "kv/a/2", "kv/b/c/3", "other/4"]
+    assert listed(root, "nowhere") == listed(root, "kv/a/1") == []
+    ((entry,),) = walk(root, "other", 10)
+    assert (entry.nbytes, entry.modified_s) == (4, (root / "other/4").stat().st_mtime)
+
+
+def test_what_is_no_file_is_passed_over_and_loops_of_links_end(root: Path) -> None:
+    (root / "kv/a/up").symlink_to(root / "kv")
+    (root / "kv/a/self").symlink_to("self")
+    (root / "kv/a/nowhere").symlink_to("nothing")
+    os.mkfifo(root / "kv/b/pipe")
+    (root / "kv/b/c/3#7").write_bytes(b"half")  # somebody writes it now
+    assert listed(root) == ["kv/a/1", "kv/a/2", "kv/b/c/3"]
+
+
+def test_a_folder_that_is_a_link_to_another_disk_is_listed(root: Path) -> None:
+    (root / "kv/far").symlink_to(root / "other")
+    assert listed(root) == ["kv/a/1", "kv/a/2", "kv/b/c/3", "kv/far/4"]
+
+
+def test_what_is_removed_meanwhile_is_passed_over(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = os.listdir
+
+    def removing(folder: Path) -> Iterator[str]:
+        found = sorted(names(folder))
+        for path in ("kv/a/2", "kv/b/c/3", "kv/b/c"):
+            if (root / path).is_dir():
+                (root / path).rmdir()
+            else:
+                (root / path).unlink(missing_ok=True)
+        return iter(found)
+
+    monkeypatch.setattr(os, "listdir", removing)
+    assert listed(root) == ["kv/a/1"]
+
+
+async def test_a_folder_that_may_not_be_read_is_said(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = os.listdir
+
+    def refusing(folder: Path) -> list[str]:
+        if folder == root / "kv/b":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return names(folder)
+
+    monkeypatch.setattr(os, "listdir", refusing)
+    with pytest.raises(StoreError, match="Permission denied"):
+        [each async for each in open_store(f"file://{root}", {}).listing("kv")]
