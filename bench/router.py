@@ -5,6 +5,7 @@ One router process, or `--routers` that share a port; fake servers and clients i
 
     paced     every stream gets a token at each multiple of PERIOD_S of the machine's clock, and its letter says at which, so a
               client knows when it was due: what lies between is added, with the fake's and the client's own lateness in it
+    no router the same of a fake that speaks HTTP itself, with the same clients: what of that lateness is not the router's
     flood     every stream gets tokens as fast as the fake makes them: tokens a second, and a second of the router's processor
     short     answers of one token, one after the other by so many clients: requests a second, likewise
     idle      streams that begin and then say nothing: memory of each; then the router is killed and started again
@@ -368,9 +369,10 @@ def measure(router: Running, pool: ProcessPoolExecutor, name: str, streams: int,
     took_s, cpu_s = time.perf_counter() - began_s, max(1e-3, router.cpu_s() - cpu_s)
     firsts = [each for first, _ in found for each in first]
     requests, tokens = len(firsts), len(firsts) * outputs
-    late = [each for _, some in found for each in some] if name == "paced" else []
+    late = [each for _, some in found for each in some] if name in ("paced", "no router") else []
+    of_cpu = f"{requests / cpu_s:.0f} | {tokens / cpu_s:.0f}" if router.processes else "|"
     print(
-        f"| {name} | {streams} | {requests / took_s:.0f} | {tokens / took_s:.0f} | {requests / cpu_s:.0f} | {tokens / cpu_s:.0f} "
+        f"| {name} | {streams} | {requests / took_s:.0f} | {tokens / took_s:.0f} | {of_cpu} "
         f"| {spread_ms(firsts)} | {spread_ms(late)} |",
         flush=True,
     )
@@ -415,8 +417,14 @@ def main() -> None:
     options = parser.parse_args()
     raise_files()
     roles = [(serve, f"{r.value}-{n}", r) for n in range(options.pairs) for r in (Role.PREFILL, Role.DECODE)]
+    alone = [(serve_openai,)]
     pool = ProcessPoolExecutor(options.clients, multiprocessing.get_context("spawn"))
-    with tempfile.TemporaryDirectory() as name, fakes([(serve_openai,)] * 2 if options.peer else roles) as ports, pool:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        fakes(alone * 2 if options.peer else roles) as ports,
+        fakes(alone) as (direct,),
+        pool,
+    ):
         folder, port = Path(name), free_port()
         own_ports = [port] if options.routers == 1 or options.peer else [free_port() for _ in range(options.routers)]
         if options.peer:
@@ -435,6 +443,7 @@ def main() -> None:
         with start() as router:
             measure(router, pool, "warm-up", 8, 8, 2)
             for streams in options.streams:
+                measure(Running([], direct, options.clients), pool, "no router", streams, 60, 1)
                 measure(router, pool, "paced", streams, 60, 1)
                 measure(router, pool, "short", streams, SHORT, max(1, 512 // streams))
             measure(router, pool, "flood", 64, 600, 1)
