@@ -13,16 +13,16 @@ import signal
 import sys
 from pathlib import Path
 
-from disagg.messages.tiers import CopyIn, CopyOut, PartsWritten, TierEvent, WriteParts
+from disagg.messages.tiers import CopyIn, CopyOut, PartsWritten, WriteParts
 from disagg.worker.__main__ import main
-from disagg.worker.offload_driver import OffloadDriver
+from disagg.worker.offload_driver import Begun, OffloadDriver
 from disagg.worker.page_copies import by_group
 from disagg.worker.rank_storage import RankStorage
 
 ORDERS = Path(sys.argv.pop(1))
 IS_DECODE = sys.argv[sys.argv.index("--name") + 1].startswith("decode")
 
-shipped_copy = OffloadDriver._copy
+shipped_begin_copy = OffloadDriver._begin_copy
 shipped_write = RankStorage.write
 
 
@@ -34,11 +34,11 @@ def die_if_told(when: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def copy(driver: OffloadDriver, command: CopyOut | CopyIn) -> TierEvent:
+def begin_copy(driver: OffloadDriver, command: CopyOut | CopyIn) -> Begun:
     if IS_DECODE and isinstance(command, CopyOut) and (ORDERS / "copying").exists():
-        driver._copier.copy(by_group(command.moves[: len(command.moves) // 2]), out=True)
+        driver._copier.begin(by_group(command.moves[: len(command.moves) // 2]), out=True)()
         die_if_told("copying")
-    return shipped_copy(driver, command)
+    return shipped_begin_copy(driver, command)
 
 
 async def write(storage: RankStorage, command: WriteParts) -> PartsWritten:
@@ -48,7 +48,7 @@ async def write(storage: RankStorage, command: WriteParts) -> PartsWritten:
     return report
 
 
-OffloadDriver._copy = copy  # type: ignore[method-assign]
+OffloadDriver._begin_copy = begin_copy  # type: ignore[method-assign]
 RankStorage.write = write  # type: ignore[method-assign]
 
 if __name__ == "__main__":

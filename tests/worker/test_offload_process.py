@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -171,3 +173,11 @@ async def test_a_page_that_is_not_there_ends_the_group(tmp_path: Path) -> None:
         worker.workers.send(0, [CopyOut(0, (PageMove(0, 0, 1 << 40),))])
         lost = await asyncio.wait_for(worker.workers.wait_lost(), PATIENCE_S)
         assert "ProtocolError: page 1099511627776 of the host" in lost
+
+
+def test_the_worker_that_dies_in_slow_campaigns_still_finds_what_it_replaces(tmp_path: Path) -> None:
+    """Campaigns run seldom: what they take from a worker's inside would go unnoticed."""
+    arguments = ["worker", str(tmp_path), "--name", "decode-0"]
+    program = f"import sys; sys.argv = {arguments!r}; import tests.cluster.dying_worker"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
