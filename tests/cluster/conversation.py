@@ -9,6 +9,7 @@ from pathlib import Path
 
 from disagg.memory.groups import spec_of
 from disagg.memory.layout import PoolLayout, pool_layout
+from disagg.memory.spans import last_checkpoint
 from disagg.messages.layout import GroupKind
 from disagg.models.model import PagedModel
 from disagg.offload.rules import OffloadRules, offload_rules
@@ -83,19 +84,26 @@ class Formula:
 
         Of full attention every page; of windows and states what a prefix needs that ends with the prompt, an increment or
         the answer. What earlier points need of them left the window, or was written over, while the prompt was computed. The
-        KV of the last output is never written. The state at the prompt's last checkpoint is a gift, which nobody waits for.
+        KV of the last output is never written. The state at the prompt's last checkpoint is a gift, which nobody waits for; of a
+        prompt that ends on a checkpoint, it is of use where a stride ends there.
         """
         said = (*prompt, *outputs[:-1])
         prompt_end, end = self.rules.prompt_end(len(prompt)), self._end(said)
         points = {end, *self._cuts(prompt_end, end, prompt_end=0)}
         sure, gifts = self._needed(points, said), self._needed({prompt_end}, said)
-        sure |= {page for page in gifts if self.layout.groups[page[0]].kind is not GroupKind.STATE}
+        sure |= {page for page in gifts if not self._is_state(page)}
+        given = last_checkpoint(len(prompt), self.layout.checkpoint_tokens) // self.layout.page_tokens
+        if given in self._cuts(0, prompt_end, prompt_end=prompt_end):
+            gifts |= {page for page in self._needed({given}, said) if self._is_state(page)}
         return sure, gifts - sure
 
     def prompt(self, prompt: Sequence[int]) -> set[Page]:
         """What a prefill server stores of a prompt: it has computed all that any of its cuts needs."""
         end = self._end(prompt)
         return self._needed({end, *self._cuts(0, end, prompt_end=end)}, prompt)
+
+    def _is_state(self, page: Page) -> bool:
+        return self.layout.groups[page[0]].kind is GroupKind.STATE
 
     def _end(self, tokens: Sequence[int]) -> int:
         return self.rules.last_point(len(tokens) // self.layout.page_tokens)
