@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 MOST_ROWS = 512  # of a captured batch: larger ones keep the GPU busy for longer than launching takes
 FEW_ROWS = 8  # up to here sizes double, then there are four per doubling
 NO_PAGE = -1
-MOST_RANKS = 1  # that one model's layers are cut for. Steps of more have been captured in tests on CPUs only
+MOST_RANKS = (
+    1  # that run ahead of the host. More do in tests on CPUs; no graph with their collectives in it has run yet
+)
 
 
 def sizes_up_to(max_rows: int) -> list[int]:

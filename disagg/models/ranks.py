@@ -56,10 +56,7 @@ class Ranks:
         """All ranks' tensors of this shape, one after the other along `dim`."""
         if self.size == 1:
             return part
-        mine = part.contiguous().view(-1)
-        parts = part.new_empty(self.size * mine.numel())
-        self._backend._allgather_base(parts, mine).wait()
-        return torch.cat(parts.view(self.size, *part.shape).unbind(), dim)
+        return torch.cat(self._of_all(part), dim)
 
     def gather(self, part: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """All ranks' rows, one rank's after the other. part: this rank's, [n, width]; rows: how many each rank has."""
@@ -67,9 +64,7 @@ class Ranks:
             return part
         padded = part.new_zeros((max(rows), *part.shape[1:]))
         padded[: part.shape[0]] = part
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._backend.allgather([parts], [padded]).wait()
-        return torch.cat([each[:count] for each, count in zip(parts, rows, strict=True)])
+        return torch.cat([each[:count] for each, count in zip(self._of_all(padded), rows, strict=True)])
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """The values of the rank that samples, which all then have; in place, and on GPUs without waiting for them.
@@ -87,6 +82,13 @@ class Ranks:
         if self.size == 1:
             return mine
         return int(self.sum(torch.tensor([int(mine)], device=device))) == self.size
+
+    def _of_all(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Every rank's tensor of this shape."""
+        mine = part.contiguous().view(-1)
+        parts = part.new_empty(self.size * mine.numel())
+        self._backend._allgather_base(parts, mine).wait()
+        return parts.view(self.size, *part.shape).unbind()
 
     @property
     def _backend(self) -> Any:

@@ -59,8 +59,9 @@ class VocabParallelLinear(torch.nn.Linear):
         if not rows.numel():
             return rows.new_empty((*rows.shape[:-1], self.vocab_size))
         mine = linear(rows, self.weight, self.bias)
-        equal = pad(mine, (0, ceil_div(self.vocab_size, self.ranks.size) - mine.shape[-1]))
-        return self.ranks.join(equal, -1)[..., : self.vocab_size].contiguous()
+        if lacking := ceil_div(self.vocab_size, self.ranks.size) - mine.shape[-1]:
+            mine = pad(mine, (0, lacking))  # which copies, if nothing is lacking too
+        return self.ranks.join(mine, -1)[..., : self.vocab_size].contiguous()
 
 
 def shard(module: PreTrainedModel, calls: Sequence[AttentionCall], ranks: Ranks) -> dict[int, RankHeads]:

@@ -17,9 +17,7 @@ from tests.cluster.test_tp import MixedCluster
 from tests.models.tiny import VOCAB_SIZE, make_tiny
 
 OUTPUTS = 600  # seconds of decoding, so that a server is told to go while there is something to move
-BEGUN = (
-    8  # tokens of a server after which answers of it have begun: those that have not are given back, and do not move
-)
+BEGUN = 8  # tokens of a server, after which answers have begun: those that have not are given back, and do not move
 POOLS = ("--decode", "2", "--page-tokens", "4", "--chunk-tokens", "32", "--kv-memory", "16MiB", "--dtype", "float32")
 HYBRID = "jamba"  # full attention and recurrent states
 MODELS = [HYBRID, *(pytest.param(model, marks=pytest.mark.slow) for model in ("llama", "gemma3_text", "falcon_h1"))]
