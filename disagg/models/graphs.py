@@ -33,9 +33,6 @@ logger = logging.getLogger(__name__)
 MOST_ROWS = 512  # of a captured batch: larger ones keep the GPU busy for longer than launching takes
 FEW_ROWS = 8  # up to here sizes double, then there are four per doubling
 NO_PAGE = -1
-MOST_RANKS = (
-    1  # that run ahead of the host. More do in tests on CPUs; no graph with their collectives in it has run yet
-)
 
 
 def sizes_up_to(max_rows: int) -> list[int]:
@@ -66,9 +63,8 @@ class DecodeGraphs:
     @staticmethod
     def fit(model: PagedModel) -> bool:
         """Whether steps of the model can be captured: on a GPU, by backends that may be part of a graph, and with collectives
-        of this rank's group only."""
-        alone = model.ranks.size <= MOST_RANKS and model.spread is None
-        return model.device.type == "cuda" and alone and model.may_be_captured
+        of this rank's group only (NCCL's, which all its ranks capture and replay in one order)."""
+        return model.device.type == "cuda" and model.spread is None and model.may_be_captured
 
     @property
     def variants(self) -> list[int]:

@@ -24,7 +24,7 @@ from disagg.models.batch import ForwardBatch
 from disagg.models.captures import NO_CAPTURES, CapturedSteps, Captures, kinds
 from disagg.models.device import on_host, upload
 from disagg.models.experts import Spread
-from disagg.models.graphs import MOST_RANKS, DecodeGraphs
+from disagg.models.graphs import DecodeGraphs
 from disagg.models.model import PagedModel
 from disagg.models.pool import Pool
 from disagg.models.ranks import Ranks
@@ -175,8 +175,7 @@ class Executor:
         self._device = str(model.device)
         self._captures = captures
         # Stages learn tokens from the host, and groups do not compute experts ahead of each other.
-        alone = self._ranks.size <= MOST_RANKS and not self._links.several
-        self.overlaps = model.device.type == "cuda" and alone and model.spread is None
+        self.overlaps = model.device.type == "cuda" and not self._links.several and model.spread is None
 
     def connect(self, meeting: Path, meet_s: float, collective_s: float) -> None:
         """Wait for the other ranks, groups and stages, if there are any; see models/ranks. meeting: what the names of its files
