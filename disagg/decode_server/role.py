@@ -22,7 +22,7 @@ from disagg.types.ids import Role
 
 def decode_engine(facts: EngineFacts) -> Engine:
     step_tokens = facts.scheduling.max_slots + facts.scheduling.chunk_tokens
-    core = Core(facts, Sharing("decode", "decode_only", step_tokens, answer_fits))
+    core = Core(facts, Sharing("decode", "decode_only", step_tokens, answer_fits, late_plans=True))
     choices = Choices(core)
     receiver, sender = Receiver(core, choices), Sender(core)
     moves = Moves(core, choices, sender)

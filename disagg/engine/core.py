@@ -14,6 +14,7 @@ from disagg.engine.pool import EnginePool, Fits
 from disagg.engine.steps import PlanPipeline
 from disagg.engine.tiers import Tiers
 from disagg.engine.turns import Turns
+from disagg.scheduler.late_plans import LatePlans
 from disagg.scheduler.pipeline import Bubbles
 from disagg.scheduler.prefill_delayer import Gather, Limits, PrefillDelayer
 
@@ -26,6 +27,7 @@ class Sharing(Struct, frozen=True):
     step_tokens: int  # most tokens of one step
     fits_alone: Fits  # of any sequence that this role may have
     common_late_tokens: int = 0  # see memory.kv_memory.KvMemory
+    late_plans: bool = False  # plans are held for whom is about to join
 
 
 class Core:
@@ -63,6 +65,7 @@ class Core:
         )
         self.legs = Legs(self.counters, self.batch.pipeline, self.out)
         self.turns = Turns(facts.scheduling, self.batch, self.legs)
+        self.late = LatePlans() if sharing.late_plans else None
         self.lookahead = Lookahead(facts.scheduling.lookahead_tokens, kv, self.batch)
         delayer, scheduling = None, facts.scheduling
         if gather is not None and scheduling.prefill_delay_passes:

@@ -134,6 +134,8 @@ class DataParallel:
         at, worker = divmod(result.rank, self._tp)
         return self._of({at: self.ranks[at].step_done(replace(result, rank=worker), now)})
 
+    due_s: float | None = None  # no plan is held
+
     # ---- what workers and time do
 
     @property

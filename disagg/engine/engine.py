@@ -71,6 +71,7 @@ class Engine:
         self._links: dict[int, Handoff] = {}
         self._legs = core.legs
         self._batch = core.batch
+        self.due_s: float | None = None  # when a plan that is held is to be sent: `schedule` is to be called then
 
     # ---- legs
 
@@ -151,8 +152,23 @@ class Engine:
         """What waits begins as far as it can, and a plan is sent if there is one. Whether another pass follows at once."""
         self.core.passes.begin(now)
         self.core.turns.begin(now)
+        was_held = self.due_s is not None
+        self.due_s = self._held_until(now)
+        if self.due_s is not None:
+            return False
+        alone = not self.computing
         plan = self._batch.plan()
+        if plan is not None and self.core.late is not None:
+            self.core.late.sent(plan.plan_no, now.s, alone=alone, held=was_held)
         return self.end_pass(plan, now, computing=self.computing)
+
+    def _held_until(self, now: Now) -> float | None:
+        """When the next plan is to be sent, if somebody may join it until then and the step under way lasts so long. Once that
+        step is reported no plan is held, whatever was expected."""
+        late = self.core.late
+        if late is None or not self.computing or not self.pipeline.has_room or now.s >= late.due_s:
+            return None
+        return late.due_s if any(stage.expects for stage in self.stages) else None
 
     # What `schedule` consists of: data-parallel ranks that step together do it in turns (engine/data_parallel).
 
@@ -187,6 +203,9 @@ class Engine:
             return []
         plan, report = complete
         self.counters.observe("step", report.compute_s)
+        if self.core.late is not None:
+            decodes = bool(plan.runs) and all(run.num_tokens == 1 for run in plan.runs)
+            self.core.late.computed(plan.plan_no, report.compute_s, report.ahead_s, now.s, decodes_only=decodes)
         if plan.runs:
             self.counters.steps += 1
         for stage in self.stages:
@@ -384,6 +403,7 @@ class Engine:
             "legs": {str(leg.key): self._describe(leg) for leg in self._legs},
             **{name: value for stage in self.stages for name, value in stage.dump().items()},
             "plans in flight": [plan.plan_no for plan in self.pipeline.in_flight],
+            **self._describe_late(),
             "running": list(self._batch.running),
             "parked": [f"{s.key} choice {s.choice}" for s in self._batch.parked],
             "memory": self.core.pool.dump(),
@@ -391,6 +411,10 @@ class Engine:
             **(self.core.tiers.dump() if self.core.tiers is not None else {}),
             "arena bytes": dict(zip(("free", "leased", "quarantined"), self.arena_bytes(), strict=True)),
         }
+
+    def _describe_late(self) -> dict[str, object]:
+        late = self.core.late
+        return {} if late is None else {"plans held so far": late.held, "lead of plans ms": round(1e3 * late.lead_s, 2)}
 
     def _describe(self, leg: Leg) -> dict[str, object]:
         own: dict[str, object] = {"tokens": leg.num_tokens, "cached tokens": leg.cached_tokens, "ended": leg.ended}

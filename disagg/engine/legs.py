@@ -78,6 +78,11 @@ class Stage:
         """Legs or choices that have not begun here."""
         return 0
 
+    @property
+    def expects(self) -> bool:
+        """Something may join the batch within a step or two, though it waits for nothing here."""
+        return False
+
     def describe(self, leg: Leg) -> dict[str, object]:
         """What a person should know of a leg."""
         return {}

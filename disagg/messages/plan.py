@@ -129,7 +129,7 @@ class Ready(Struct, frozen=True, tag="ready"):
 
 class StepResult(Struct, frozen=True, tag="result"):
     """A plan has been computed on this rank. Only the rank that samples reports tokens. compute_s: seconds in the
-    model and sampler.
+    model and sampler. ahead_s: how long its launch was over when the step before it was; None where launching is computing.
     """
 
     rank: int
@@ -138,6 +138,7 @@ class StepResult(Struct, frozen=True, tag="result"):
     compute_s: float
     started_unix_s: float
     ended_unix_s: float
+    ahead_s: float | None = None
 
 
 class WorkerFailed(Struct, frozen=True, tag="failed"):

@@ -119,14 +119,17 @@ class Dispatch:
         why_not: Callable[[StartLeg], str],
         asked_to_drain: Callable[[bool], None] = lambda on: None,
         asked_for_role: Callable[[Role], None] = lambda role: None,
+        wake_at: Callable[[float], None] = lambda at_s: None,
     ) -> None:
-        """why_not: why a leg cannot begin here now, after the name; empty if it can."""
+        """why_not: why a leg cannot begin here now, after the name; empty if it can. wake_at: asks for `wake` at a moment of the
+        clock; only the last one counts."""
         self._name = name
         self._tp = tp
         self._clock = clock
         self._why_not = why_not
         self._asked_to_drain = asked_to_drain
         self._asked_for_role = asked_for_role
+        self._wake_at = wake_at
         self.engine: AnyEngine | None = None
         self._workers: Workers | None = None
         self._store: StorePort | None = None
@@ -243,6 +246,10 @@ class Dispatch:
         if self.engine is not None:
             self._do(self.engine.tick(self._clock()))
 
+    def wake(self) -> None:
+        """A plan that was held is due, unless it has been sent."""
+        self._do([])
+
     def give_back(self, reason: str) -> None:
         """The server drains: prompts that wait here need not."""
         if self.engine is not None:
@@ -296,6 +303,8 @@ class Dispatch:
         self.links.flush()
         if step or not engine.computing:
             self.routers.flush()
+        if engine.due_s is not None:
+            self._wake_at(engine.due_s)
         for drop in drops:
             self.links.drop(drop.link, drop.reason)
 

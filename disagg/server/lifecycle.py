@@ -94,6 +94,7 @@ class Server:
         self._found_for: Role | None = None  # the role for which it was looked at
         self._workers: Workers | None = None
         self._stop = asyncio.Event()
+        self._alarm: asyncio.TimerHandle | None = None
         self._drains = False  # an operator wants it empty
         self._tls = open_wire_tls(config.tls)
         name, tp = config.server.name or f"{role.value}-0", config.server.tp
@@ -109,7 +110,7 @@ class Server:
         identity.storage = storage_name(config)
         identity.role_change = lambda: self._roles.report
         self._supervisor = Supervisor(identity, self._roles, self._stop, self, config.worker.command)
-        asked = (self._asked_to_drain, self._asked_for_role)
+        asked = (self._asked_to_drain, self._asked_for_role, self._wake_at)
         self._dispatch = dispatch = Dispatch(name, tp * config.server.pp, _now, identity.why_not, *asked)
         self._dumper = dumper = Dumper(identity, dispatch)
         self._offloading = dumper.offloading = Offloading(config)
@@ -397,6 +398,13 @@ class Server:
             self._dispatch.tick()
             self._offloading.tick()
             self._export()
+
+    def _wake_at(self, at_s: float) -> None:
+        """Of the dispatch."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        delay_s = max(0.0, at_s - time.monotonic())
+        self._alarm = asyncio.get_running_loop().call_later(delay_s, self._dispatch.wake)
 
     def _export(self) -> None:
         self._exporter.export(

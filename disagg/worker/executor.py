@@ -63,11 +63,13 @@ NOTHING_DRAWN = Drawn()
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that has begun. over: behind all that it launched; None on a CPU, where launching is computing."""
+    """A step that has begun. launched_s: when all of it was on its way to the device. over: behind all that it launched; None
+    on a CPU, where launching is computing."""
 
     plan_no: int
     started_unix_s: float
     started_s: float
+    launched_s: float
     drawn: Drawn
     over: torch.cuda.Event | None
 
@@ -247,7 +249,7 @@ class Executor:
         if self._device != "cpu":
             over = torch.cuda.Event()  # type: ignore[no-untyped-call]
             over.record()
-        return Launched(plan.plan_no, started_unix_s, started_s, drawn, over)
+        return Launched(plan.plan_no, started_unix_s, started_s, time.perf_counter(), drawn, over)
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> StepResult:
@@ -261,6 +263,7 @@ class Executor:
         sampled = self._tell(launched.drawn)
         # A step that was launched while the one before it ran, began when that one was over.
         waited_s = max(0.0, self._collected_s - launched.started_s)
+        ahead_s = None if launched.over is None else self._collected_s - launched.launched_s
         self._collected_s = time.perf_counter()
         return StepResult(
             rank=self._rank,
@@ -269,6 +272,7 @@ class Executor:
             compute_s=self._collected_s - launched.started_s - waited_s,
             started_unix_s=launched.started_unix_s + waited_s,
             ended_unix_s=time.time(),
+            ahead_s=ahead_s,
         )
 
     def _step_of(

@@ -192,7 +192,7 @@ class Worker:
         sampled = [token for run in runs for token in self._run(run)]
         self.computed_plan = plan.plan_no
         tokens = tuple(sampled) if self.rank == self.server.facts.sampling_rank else ()
-        self.results.append(StepResult(self.rank, plan.plan_no, tokens, 0.001, 0.0, 0.0))
+        self.results.append(StepResult(self.rank, plan.plan_no, tokens, self.server.world.compute_s, 0.0, 0.0))
 
     def _run(self, run: RunView) -> list[SampledToken]:
         sequence, stop = run.sequence, run.start + run.num_tokens
@@ -310,7 +310,8 @@ class Server:
         self.incarnations = 0
         self.to_router: deque[Any] = deque()
         self.from_router: deque[Any] = deque()
-        self.dispatch = Dispatch(name, facts.tp, lambda: world.now, lambda leg: "")
+        self.alarms: deque[float] = deque(maxlen=1)
+        self.dispatch = Dispatch(name, facts.tp, lambda: world.now, lambda leg: "", wake_at=self.alarms.append)
         self.start()
 
     def start(self) -> None:
@@ -440,6 +441,7 @@ class World:
         self.settling = False
         self.gather_buffers = rng.choice((1, 2))
         self.overwrites = seed % 2 == 1  # as on a GPU
+        self.compute_s = (0.001, 0.02, 0.3)[seed // 2 % 3]  # of a step: whether plans are held, and for whom
         self.mixed = mixed
         self.links: list[SimLink] = []
         self.late: list[tuple[int, SimTransfer, int]] = []  # notifications: (step at which they come, to whom, entry)
@@ -902,6 +904,7 @@ class World:
         for server in self.servers:
             maybe((server.name, "hear"), server.to_router, lambda s=server: self._hear(s))  # type: ignore[misc]
             maybe((server.name, "tell"), server.from_router, lambda s=server: self._dispatched(s))  # type: ignore[misc]
+            maybe((server.name, "alarm"), server.alarms, lambda s=server: self._wake(s))  # type: ignore[misc]
             for worker in server.workers:
                 at, transfer = (server.name, worker.rank), worker.transfer
                 maybe((*at, "compute"), worker.plans, worker.compute)
@@ -926,6 +929,10 @@ class World:
                     weight = self._weight((end.number, "loss")) / 3
                     out.append((weight, lambda x=link, e=end: self._lose_end(x, e, "lost at the other end")))  # type: ignore[misc]
         return out
+
+    def _wake(self, server: Server) -> None:
+        self.now_s = max(self.now_s, server.alarms.popleft())
+        server.hear(Dispatch.wake)
 
     def _result(self, worker: Worker) -> None:
         server = worker.server

@@ -34,7 +34,10 @@ class Rank(Worker):
     """A worker that only computes. All ranks keep all layers here: what is looked at is what they are told."""
 
     def __init__(self, facts: EngineFacts, rank: int) -> None:
-        self.server, self.rank = cast(Server, SimpleNamespace(facts=facts, name="mixed")), rank
+        self.server, self.rank = (
+            cast(Server, SimpleNamespace(facts=facts, name="mixed", world=SimpleNamespace(compute_s=0.001))),
+            rank,
+        )
         self.plans, self.results, self.known = deque(), deque(), KnownSequences()
         self.computed_plan, self.slots = -1, {}
         self.pages = SimPages(facts, f"rank {rank}")

@@ -74,6 +74,11 @@ class Receiver(Handoff):
         """Legs whose choices have not begun."""
         return sum(not t.leg.ended and not self._choices.begun(t.leg) for t in self.transfers.values())
 
+    @property
+    def expects(self) -> bool:
+        """KV is on its way."""
+        return any(transfer.session.state is ReceiveState.RECEIVING for transfer in self.transfers.values())
+
     def start(self, leg: Leg, now: Now) -> None:
         session = ReceiveSession(leg.num_tokens, self._facts.model.groups, ())
         transfer = self.transfers[leg.key] = Receiving(leg, session)
