@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed._symmetric_memory as symmetric_memory
 from msgspec import Struct
 from torch import Tensor
 
@@ -29,7 +30,6 @@ ROWS = (1, 8, 32, 64, 128, 256, 512, 1024)
 SUMS = 64  # in a row: two for each layer of an 8B model
 ROUNDS = 15
 WAIT_S = 60.0
-GROUP = "rank sums"
 Sum = Callable[[Tensor], Tensor]
 
 
@@ -37,24 +37,24 @@ class Symmetric:
     """Sums by kernels that read what the other ranks have put where all can read it."""
 
     def __init__(self, ranks: Ranks, meeting: Path, most: int, device: torch.device) -> None:
-        from torch._C._distributed_c10d import _SymmetricMemory
-
+        # It finds its peers by a process group that torch knows by name; models/ranks registers none.
         store = dist.FileStore(str(meeting), ranks.size)
-        _SymmetricMemory.set_group_info(GROUP, ranks.rank, ranks.size, store)
-        self._shared = _SymmetricMemory.empty_strided_p2p((most,), (1,), torch.bfloat16, device, GROUP)
-        self.handle = _SymmetricMemory.rendezvous(self._shared, GROUP)
+        dist.init_process_group("nccl", store=store, rank=ranks.rank, world_size=ranks.size, device_id=device)
+        self._group = dist.group.WORLD.group_name
+        self._shared = symmetric_memory.empty(most, dtype=torch.bfloat16, device=device)
+        self.handle = symmetric_memory.rendezvous(self._shared, group=dist.group.WORLD)
 
     def one_shot(self, part: Tensor) -> Tensor:
         """Every rank reads all that the others have."""
         place = self._shared[: part.numel()]
-        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(place, part.view(-1), "sum", GROUP)
+        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(place, part.view(-1), "sum", self._group)
         return total.view(part.shape)
 
     def two_shot(self, part: Tensor) -> Tensor:
         """Every rank adds up its share of it, and reads the others' shares."""
         place = self._shared[: part.numel()]
         place.copy_(part.view(-1))
-        total: Tensor = torch.ops.symm_mem.two_shot_all_reduce_(place, "sum", GROUP)
+        total: Tensor = torch.ops.symm_mem.two_shot_all_reduce_(place, "sum", self._group)
         return total.view(part.shape)
 
 
