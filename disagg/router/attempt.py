@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from disagg.messages.legs import AbortLeg, StartLeg
 from disagg.router.acceptance import AcceptanceTable
+from disagg.router.crashes import Owed
 from disagg.router.events import Instruction, LegEnded, Send, ServerLost
 from disagg.router.requests import Asked
 from disagg.router.view import Pair
@@ -99,6 +100,15 @@ class Legs:
             self._pair.servers, (leg.prefill_ended, leg.decode_ended), strict=False
         )  # a mixed one ends both at once
         return [Send(name, AbortLeg(leg.key)) for name, ended in sides if not ended]
+
+    def owed(self) -> set[Owed]:
+        """Ends that have not been heard: of which leg, by a server's name and incarnation."""
+        if self._pair is None:
+            return set()
+        prefill, decode = self._pair.prefill, self._pair.decode
+        sides = [(leg, prefill) for leg in self if not leg.prefill_ended]
+        sides += [(leg, decode) for leg in self if not leg.decode_ended]
+        return {(leg.key, ref.name, ref.incarnation) for leg, ref in sides}
 
     def note_end(self, event: LegEnded) -> AttemptLeg | None:
         """Marks a side's end; the leg, unless it is not ours or had ended there."""

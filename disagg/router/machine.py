@@ -29,6 +29,7 @@ from msgspec.structs import replace
 from disagg.messages.legs import AbortLeg, HandOver, Outcome, PeerRef, TimelineEvent
 from disagg.router.acceptance import AcceptanceTable, Accepted, Dropped
 from disagg.router.attempt import GIVEN_BACK_PAUSE_S, PEER_LOST_PAUSE_S, AttemptLeg, Bounds, Legs, begin_legs, pause_s
+from disagg.router.crashes import Crashes
 from disagg.router.events import (
     ArmLingerTimer,
     ArmVerdictTimer,
@@ -88,7 +89,7 @@ class RequestMachine:
         self.error: DisaggError | None = None
         self._bounds = bounds
         self._legs = Legs(self.table)
-        self._crashes: set[tuple[str, str]] = set()
+        self._crashes = Crashes()
         self._landed_at: PeerRef | None = None  # the decode server that has part of the KV, from an attempt before
         self._cause = "first"
         self._waiting_for = "it was not dispatched yet"
@@ -167,6 +168,7 @@ class RequestMachine:
             room = min(pair.max_total_tokens, self._bounds.max_total_tokens) - len(self.prompt_token_ids)
             self.params = replace(self.params, max_tokens=room, min_tokens=min(self.params.min_tokens, room))
         self.table.begin(self.attempt)
+        self._crashes.begin(self.attempt)
         self._legs, sends = begin_legs(self.asked, self.params, pair, self.table, self.attempt, event.now_s)
         lengths = {start.key: len(start.token_ids) for _, start in sends}
         prefill_tokens = 0 if pair.moves else sum(lengths.values())
@@ -216,14 +218,13 @@ class RequestMachine:
         return []
 
     def _leg_ended(self, event: LegEnded) -> list[Instruction]:
-        leg = self._note_end(event)
+        leg, end = self._note_end(event), event.end
         if leg is None:
-            return []
+            return self._late_end(event)
         assert self.pair is not None
-        end = event.end
         if end.outcome is Outcome.WORKER_LOST:
             ref = self.pair.decode if event.server == self.pair.decode.name else self.pair.prefill
-            self._crashes.add((ref.name, ref.incarnation))
+            self._crashes.add(ref.name, ref.incarnation)
         if end.outcome is Outcome.GIVEN_BACK:
             self._given_back = True
         if event.server == self.pair.prefill.name and not self.pair.whole:
@@ -267,6 +268,8 @@ class RequestMachine:
         return [*self._abort_all(), self._wait_again("moved", f"{source.name} drains", source=source)]
 
     def _server_lost(self, event: ServerLost) -> list[Instruction]:
+        if late := self._late_loss(event):
+            return late
         prefill_hit, decode_hit = self._note_loss(event)
         if decode_hit:
             return self._replay("decode_lost", f"{event.server}: {event.reason}")
@@ -314,18 +317,27 @@ class RequestMachine:
             delay_s = pause_s(GIVEN_BACK_PAUSE_S, self.attempt - self.attempts_counted)
             self.attempts_counted -= 1
             cause = Outcome.GIVEN_BACK.value
-        if len(self._crashes) >= 2:
-            names = ", ".join(sorted(name for name, _ in self._crashes))
-            message = (
-                f"the request was present when the workers of two servers died or failed it ({names}); it is not tried again; "
-                f"at last: {reason}"
-            )
-            return aborts + self._fail(RequestFailed(message))
+        if poison := self._crashes.poison:
+            return aborts + self._fail(RequestFailed(f"{poison}; at last: {reason}"))
         if self.attempts_counted >= self._bounds.max_attempts:
             message = f"the request was tried {self.attempts_counted} times and did not finish; at last: {reason}"
             return aborts + self._fail(RequestFailed(message))
         self._landed_at = landed_at
         return [*aborts, self._wait_again(cause, reason, delay_s)]
+
+    def _late_end(self, event: LegEnded) -> list[Instruction]:
+        """The other server's word had ended that attempt before this one came."""
+        known = self._crashes.late_end(event.server, event.end)
+        return self._end_if_poison(f"{event.server}: {event.end.reason}") if known else []
+
+    def _late_loss(self, event: ServerLost) -> list[Instruction]:
+        """As `_late_end`."""
+        known = self._crashes.late_loss(event.server, event.incarnation, died=event.crashed)
+        return self._end_if_poison(f"{event.server}: {event.reason}") if known else []
+
+    def _end_if_poison(self, reason: str) -> list[Instruction]:
+        poison = self._crashes.poison
+        return [*self._abort_all(), *self._fail(RequestFailed(f"{poison}; at last: {reason}"))] if poison else []
 
     def _wait_again(self, cause: str, reason: str, delay_s: float = 0.0, source: PeerRef | None = None) -> Instruction:
         assert self.pair is not None
@@ -393,6 +405,10 @@ class RequestMachine:
             return []
         return self._ignore_tokens(event)
 
+    def _end_while_waiting(self, event: LegEnded) -> list[Instruction]:
+        self._record(event)
+        return self._late_end(event)
+
     def _record_end(self, event: LegEnded) -> list[Instruction]:
         self._record(event)
         return []
@@ -411,6 +427,7 @@ class RequestMachine:
 
     def _abort_all(self) -> list[Instruction]:
         aborts = [instruction for leg in self._legs for instruction in self._legs.abort(leg)]
+        self._crashes.owe(self._legs.owed())
         self._legs = Legs(self.table)
         return aborts
 
@@ -430,7 +447,7 @@ class RequestMachine:
         """Whether the loss hit the prefill side, and the decode side."""
         prefill_hit, decode_hit = self._legs.note_loss(event)
         if event.crashed and (prefill_hit or decode_hit):
-            self._crashes.add((event.server, event.incarnation))
+            self._crashes.add(event.server, event.incarnation)
         return prefill_hit, decode_hit
 
 
@@ -439,8 +456,8 @@ _ROWS: Mapping[tuple[Phase, type[Event]], Callable[..., list[Instruction]]] = {
     (Phase.WAITING, PairPicked): _M._dispatch,
     (Phase.WAITING, NoPairFound): _M._no_pair,
     (Phase.WAITING, TokensCame): _M._ignore_tokens,
-    (Phase.WAITING, LegEnded): _M._record_end,
-    (Phase.WAITING, ServerLost): _M._ignore,
+    (Phase.WAITING, LegEnded): _M._end_while_waiting,
+    (Phase.WAITING, ServerLost): _M._late_loss,
     (Phase.WAITING, VerdictTimeout): _M._ignore,
     (Phase.WAITING, LingerTimeout): _M._ignore,
     (Phase.WAITING, DeadlinePassed): _M._deadline,

@@ -295,6 +295,55 @@ def test_one_crash_told_twice_is_one_crash() -> None:
     assert need(ended(m, "d0", Outcome.PEER_LOST))
 
 
+def late(m: r.RequestMachine, server: str, attempt: int, outcome: Outcome) -> list[r.Instruction]:
+    return m.handle(r.LegEnded(server, LegEnd(LegKey("r", attempt, 0), outcome, "why", (), 0)))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_crash_that_the_other_servers_word_overtook_counts(waits: bool) -> None:
+    m = running(max_attempts=9)
+    assert need(ended(m, "d0", Outcome.PEER_LOST)), "p0's own word is still on its way"
+    assert late(m, "p0", 1, Outcome.WORKER_LOST) == []
+    m.handle(r.PairPicked(pair("p1", "d1"), 0.0))
+    assert need(ended(m, "d1", Outcome.PEER_LOST))
+    if not waits:
+        m.handle(r.PairPicked(pair("p2", "d2"), 0.0))
+    out = late(m, "p1", 2, Outcome.WORKER_LOST)
+    assert "p0, p1" in str(failure(out))
+    assert aborts(out) == ([] if waits else [("p2", 0, None), ("d2", 0, None)])
+    assert m.phase is r.Phase.ENDED
+
+
+def test_a_lost_server_that_the_other_servers_word_overtook_counts() -> None:
+    m = running(max_attempts=9)
+    need(ended(m, "d0", Outcome.PEER_LOST))
+    assert lost(m, "p0", crashed=True) == []
+    m.handle(r.PairPicked(pair("p1", "d1"), 0.0))
+    assert "p0, p1" in str(failure(ended(m, "p1", Outcome.WORKER_LOST) + ended(m, "d1", Outcome.PEER_LOST)))
+
+
+@pytest.mark.parametrize("outcome", [Outcome.ABORTED, Outcome.DONE])
+def test_what_dies_after_a_request_has_left_it_does_not_count(outcome: Outcome) -> None:
+    m = running(max_attempts=9)
+    need(lost(m, "d0", crashed=True))
+    assert late(m, "p0", 1, outcome) == []
+    assert lost(m, "p0", crashed=True) == [], "its part was over"
+    m.handle(r.PairPicked(pair("p1", "d1"), 0.0))
+    assert m.phase is r.Phase.RUNNING
+
+
+def test_a_late_word_of_long_ago_does_not_count() -> None:
+    m = running(max_attempts=9)
+    need(ended(m, "d0", Outcome.PEER_LOST))
+    for number in (1, 2):
+        m.handle(r.PairPicked(pair(f"p{number}", f"d{number}"), 0.0))
+        ended(m, f"p{number}", Outcome.DRAINED)
+        need(ended(m, f"d{number}", Outcome.DRAINED))
+    m.handle(r.PairPicked(pair("p3", "d3"), 0.0))
+    assert late(m, "p0", 1, Outcome.WORKER_LOST) == []
+    assert need(lost(m, "d3", crashed=True))
+
+
 def test_a_crash_after_the_servers_part_was_done_does_not_count() -> None:
     m = running(max_attempts=9)
     ended(m, "p0")
