@@ -88,7 +88,7 @@ class KvMemory:
             pages = SequencePages(self)
             pages.branch_at(known, num_tokens, tail_tokens=self.late_runs * chunk_tokens)
             pages.pin_hit(hashes, hit_tokens)
-            if pages.reserve(tokens, chunk_tokens):
+            if pages.reserve(tokens, chunk_tokens, num_tokens):
                 self.count_hit(num_tokens, hit_tokens)
                 return pages
             pages.close(step)

@@ -59,6 +59,7 @@ class SequencePages:
         """One for each group."""
         self._kinds = tuple(kinds)
         self._states = tuple(kind for kind in kinds if isinstance(kind, StatePages))
+        self._state_groups = tuple(g for g, kind in enumerate(kinds) if isinstance(kind, StatePages))
         self._full = tuple(g for g, kind in enumerate(kinds) if not isinstance(kind, StatePages | WindowPages))
 
     # ---- how a sequence begins
@@ -87,9 +88,13 @@ class SequencePages:
         for kind in self._kinds:
             kind.hold_for_sending(num_tokens)
 
-    def reserve(self, num_tokens: int, chunk_tokens: int) -> bool:
-        """Pages with which `num_tokens` tokens can be computed in chunks, all or nothing; afterwards `grow` cannot fail."""
+    def reserve(self, num_tokens: int, chunk_tokens: int, prompt_tokens: int) -> bool:
+        """Pages with which `num_tokens` tokens can be computed in chunks, all or nothing; afterwards `grow` cannot fail.
+        prompt_tokens: what of them is a prompt, which is whole before the rest follows."""
         needs = [kind.reserve(num_tokens, chunk_tokens) for kind in self._kinds]
+        if num_tokens > prompt_tokens:
+            for g in self._state_groups:
+                needs[g] += self._kinds[g].to_go_on(prompt_tokens)
         taken = self._allocator.allocate_all(needs, self._owner)
         if taken is None:
             return False
@@ -231,7 +236,12 @@ class SequencePages:
         wishes = [kind.wishes(start) for kind in self._kinds]
         if not any(wishes) or not self._memory.can_go_on(wishes):
             return None
-        return self._take([need + wish for need, wish in zip(needs, wishes, strict=True)])
+        taken = self._take(needs)
+        if taken is None:
+            return None
+        # What is set aside is for what is needed, so wishes take nothing of it.
+        more = self._allocator.allocate_all(wishes, self._owner) or [[] for _ in wishes]
+        return [pages + wished for pages, wished in zip(taken, more, strict=True)]
 
     def _take(self, needs: list[int]) -> list[list[int]] | None:
         """Spare pages, then the allocator's, then those of our own that left a window. All or nothing."""

@@ -58,6 +58,11 @@ class StatePages:
     def reserve(self, num_tokens: int, chunk_tokens: int) -> int:
         return 1
 
+    def to_go_on(self, prompt_tokens: int) -> int:
+        """Beside `reserve`, so that more tokens can follow a prompt of so many: its state is not written over if it is a
+        checkpoint."""
+        return int(prompt_tokens % self._every == 0 and self._memory.caching)
+
     def await_landing(self, hashes: Sequence[bytes], arrival: Arrival) -> tuple[int, int]:
         to_write = arrival.choices if arrival.choices > 1 else 0
         return 0, 1 + arrival.checkpoint + to_write

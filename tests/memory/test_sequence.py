@@ -53,6 +53,51 @@ def computed(kv: KvMemory, tokens: int, chunk: int = 8) -> SequencePages:
     return pages
 
 
+@given(
+    tokens=st.integers(1, 40),
+    more=st.integers(0, 40),
+    every=st.sampled_from((4, 8, 16)),
+    cached=st.integers(0, 40),
+    caching=st.booleans(),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_what_was_reserved_for_an_answer_is_enough_though_the_pool_is_full(
+    tokens: int, more: int, every: int, cached: int, caching: bool
+) -> None:
+    """Of full attention and states: prompts that end on a checkpoint, beside it, or begin behind a cached one."""
+    kv = KvMemory(pool_layout((FULL, STATE), 4, every), 60, caching=caching)
+    if cached:
+        computed_in_runs(kv, cached, cached, every).close(0)
+    pages = kv.open(hashes_of(kv, tokens), tokens, tokens + more, 8, 1)
+    assert pages is not None
+    blocked = []
+    for g in range(2):  # nothing else can be had any more
+        while (page := kv.allocator.allocate_all([int(g == 0), int(g == 1)], 999)) is not None:
+            blocked.append(page)
+    run_to(kv, pages, tokens, tokens + more, every)
+
+
+def run_to(kv: KvMemory, pages: SequencePages, tokens: int, total: int, every: int) -> None:
+    """A prompt in runs that end on checkpoints, then a token at a time."""
+    hashes = hashes_of(kv, total)
+    start = pages.computed
+    while start < total:
+        stop = min(tokens, start + 8, (start // every + 1) * every) if start < tokens else start + 1
+        assert pages.grow(start, stop) is not None, f"a run of tokens {start} to {stop} has no page"
+        pages.advance(stop, hashes[: stop // 4], 1)
+        if stop == tokens:
+            pages.end_prefill(hashes[: stop // 4], 1, goes_on=True)
+            pages.seal(stop, hashes[: stop // 4])
+        start = stop
+
+
+def computed_in_runs(kv: KvMemory, tokens: int, total: int, every: int) -> SequencePages:
+    pages = kv.open(hashes_of(kv, tokens), tokens, total, 8, 0)
+    assert pages is not None
+    run_to(kv, pages, tokens, total, every)
+    return pages
+
+
 @given(tokens=st.integers(1, 60), window_tokens=st.integers(1, 30), page_tokens=st.sampled_from((1, 2, 4, 16)))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_what_is_sent_of_a_window_is_enough_for_its_full_pages_to_be_a_hit_and_no_page_more(
