@@ -93,8 +93,8 @@ class SequencePages:
         prompt_tokens: what of them is a prompt, which is whole before the rest follows."""
         needs = [kind.reserve(num_tokens, chunk_tokens) for kind in self._kinds]
         if num_tokens > prompt_tokens:
-            for g in self._state_groups:
-                needs[g] += self._kinds[g].to_go_on(prompt_tokens)
+            for g, state in zip(self._state_groups, self._states, strict=True):
+                needs[g] += state.to_go_on(prompt_tokens)
         taken = self._allocator.allocate_all(needs, self._owner)
         if taken is None:
             return False
