@@ -11,6 +11,7 @@ from tests.cluster.cluster import CLI, Cluster
 from tests.cluster.talks import Heard, Talk, hold
 
 PAGE = 16
+POOL_PAGES = 64  # 768 KiB, of which one takes 12 KiB
 SERVERS = ("prefill-0", "decode-0")
 CLEAR_S = 120.0  # trials are 30 s apart at most
 PUBLISHED = "disagg_store_published_pages_total"
@@ -47,6 +48,12 @@ def remember(cluster: Cluster, talks: list[Talk], salts: list[str]) -> list[Hear
     cluster.wait(lambda: cluster.metrics("decode-0").get(PUBLISHED, 0) >= wanted, 180, "what is stored")
     cluster.wait_offloaded()
     return heard
+
+
+def fill_pools(cluster: Cluster, talks: list[Talk], salt: str) -> None:
+    """Says so much that is new that nothing of what was said before is left on a GPU or a host: it is in storage alone."""
+    prompts = sum(len(talk[-1].prompt) // PAGE for talk in talks)
+    remember(cluster, talks, [f"{salt} {number}" for number in range(1 + 2 * POOL_PAGES // prompts)])
 
 
 # ---- what an operator sees

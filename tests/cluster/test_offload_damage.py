@@ -22,7 +22,7 @@ from disagg.offload.objects import decode_span
 from disagg.offload.store import open_store
 from disagg.offload.tier import StorageTier
 from tests.cluster.cluster import Cluster
-from tests.cluster.stored import PAGE, check_all_answered, disagg, misses, remember
+from tests.cluster.stored import PAGE, check_all_answered, disagg, fill_pools, misses, remember
 from tests.cluster.talks import Talk, ask, hold
 from tests.offload.pages import chain, store_span
 
@@ -122,7 +122,7 @@ def test_damage_is_found_by_verify_is_a_miss_by_its_cause_and_changes_no_answer(
     store, talk = directory / "kv", talks[TALK]
     url = f"file://{store}"
     remember(cluster, [talk], list(DAMAGE))
-    remember(cluster, talks, ["fills the pools 1", "fills the pools 2"])  # so that all else is in storage alone
+    fill_pools(cluster, talks, "before there is damage")
     status, found = disagg("cache", "verify", "--storage", url)
     assert (status, found["damage"]) == (0, []) and found["parts"]
     whole = {salt: Kept(store, salt) for salt in DAMAGE}

@@ -26,6 +26,7 @@ from tests.cluster.stored import (
     check_all_answered,
     degraded,
     disagg,
+    fill_pools,
     flags,
     misses,
     remember,
@@ -137,10 +138,10 @@ def through(cluster: Cluster, s3: S3Server, talks: list[Talk], name: str, salt: 
     cluster.wait(lambda: any(misses(cluster).get(c, 0) > before.get(c, 0) for c in fault.causes), 60, "counted misses")
     assert silent < most_silent_s, f"{name}: a stream was silent for {silent:.2f} s"
     # It is used again: what the fault hid is found, if it is not lost, and what is new is stored.
+    fill_pools(cluster, talks, f"after {salt}")
     read = cluster.metrics("prefill-0").get(READ, 0)
     ask(cluster, talks[-1][-1], salt)
     assert fault.made is vanished or cluster.metrics("prefill-0").get(READ, 0) > read, f"nothing is read after {name}"
-    remember(cluster, talks[-1:], [f"after {salt}"])
 
 
 @pytest.mark.slow
@@ -208,10 +209,10 @@ def test_a_full_disk_costs_no_answer_and_is_written_again_when_it_has_room(
     assert cluster.metrics("decode-0")[FAILURES] > failures
     assert silent < CALL_S
     cluster.wait(lambda: works(cluster), CLEAR_S, "the end of the alarm")
+    fill_pools(cluster, talks, "after it was full")
     read = cluster.metrics("prefill-0").get(READ, 0)
     hold(cluster, [talk[-1:] for talk in talks], "before it is full")
     assert cluster.metrics("prefill-0").get(READ, 0) > read
-    remember(cluster, talks, ["after it was full"])
     check_all_answered(cluster)
     cluster.check_adds_up()
     status, found = disagg("cache", "verify", "--storage", f"file://{directory}/kv")
