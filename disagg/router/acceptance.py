@@ -90,6 +90,9 @@ class AcceptanceTable:
         if choice.finish is not None:
             self.counts.duplicates += len(message.token_ids)
             return Dropped.DUPLICATE
+        in_order = message.first_index == len(choice.token_ids) and not choice.held
+        if in_order and message.token_ids and message.finish is None and choice.end_at is None:
+            return self._next(choice, message)  # nearly always
         if self._contradicts(choice, message):
             self.counts.contradictions += 1
             return Dropped.CONTRADICTION
@@ -139,6 +142,13 @@ class AcceptanceTable:
 
     def unfinished(self) -> tuple[int, ...]:
         return tuple(index for index, choice in enumerate(self._choices) if choice.finish is None)
+
+    def _next(self, choice: _Choice, message: LegTokens) -> Accepted:
+        """All of a message that begins where the accepted ones end; nothing else of the choice is known."""
+        first_index = len(choice.token_ids)
+        choice.token_ids.extend(message.token_ids)
+        logprobs = message.logprobs if len(message.logprobs) == len(message.token_ids) else ()
+        return Accepted(message.choice, first_index, message.token_ids, logprobs, None)
 
     def _contradicts(self, choice: _Choice, message: LegTokens) -> bool:
         end = message.first_index + len(message.token_ids)

@@ -58,6 +58,8 @@ class ChoiceText:
     def push(self, accepted: Accepted) -> ChoiceDelta | None:
         """What can be given out now; None if nothing. Its `finish` is STOP if a stop string was found."""
         assert self.stopped_by is None
+        if self._finder is None and accepted.finish is None and not accepted.logprobs:
+            return self._plain(accepted.token_ids)
         text: list[str] = []
         # A token that ends the choice by its id is counted, but its text is not part of the answer.
         silent_last = accepted.finish is FinishReason.STOP
@@ -77,6 +79,14 @@ class ChoiceText:
         tokens, self._held = tuple(self._held), deque()
         by_id = accepted.token_ids[-1] if silent_last and accepted.token_ids else None
         return self._delta(text, tokens, accepted.finish, by_id if by_id in self._stop_token_ids else None)
+
+    def _plain(self, token_ids: tuple[int, ...]) -> ChoiceDelta | None:
+        """Of an answer that goes on, in which nothing is sought: no token is held."""
+        text = self._detokenizer.push(token_ids)
+        self._chars += len(text)
+        self._given_chars += len(text)
+        self.num_tokens += len(token_ids)
+        return ChoiceDelta(choice=self._choice, text=text, token_ids=token_ids) if text or token_ids else None
 
     def _take(self, piece: str, text: list[str], searched: bool) -> bool:
         """Adds what of the piece can be given out; whether a stop string was found. Before min_tokens none is sought."""

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from disagg.config.tree import RouterConfig
 from disagg.discovery.choice import discovery_of
-from disagg.messages.legs import LegEnd, LegTokens, ServerMessage, TimelineEvent
+from disagg.messages.legs import LegTokens, ServerMessage, TimelineEvent
 from disagg.router.acceptance import Accepted
 from disagg.router.choice_text import ChoiceText
 from disagg.router.dial import dial_server
@@ -200,24 +200,34 @@ class Dispatch:
         self._owner.fleet_changed()
 
     def server_said(self, name: str, message: ServerMessage) -> None:
-        self._metrics.messages.labels(server=name).inc()
+        self._metrics.message_came(name)
         live = self.live.get(message.key.request_id)
-        if live is not None and isinstance(message, LegEnd):
+        if isinstance(message, LegTokens):
+            if live is None:
+                self._metrics.stale.inc(len(message.token_ids))
+            else:
+                self._tokens_came(live, name, message)
+        elif live is None:
+            self.outcomes.timelines.add(message.key.request_id, name, message.timeline)
+        else:
             self.pairing.leg_ended(live, name, message, self._clock())
             self._failures.leg_ended(live, name, message)
-        if live is not None and isinstance(message, LegTokens):
-            self._note_first(live, name, message)
-        if live is not None:
-            self.drive(live, TokensCame(name, message) if isinstance(message, LegTokens) else LegEnded(name, message))
-        elif isinstance(message, LegTokens):
-            self._metrics.stale.inc(len(message.token_ids))
-        else:
-            self.outcomes.timelines.add(message.key.request_id, name, message.timeline)
+            self.drive(live, LegEnded(name, message))
 
-    def _note_first(self, live: Live, name: str, message: LegTokens) -> None:
-        pair = live.machine.pair
-        if pair is not None and live.machine.begins_to_answer(name, message.key):
-            self._failures.began_to_answer(pair)
+    def _tokens_came(self, live: Live, name: str, message: LegTokens) -> None:
+        """Nearly all that a router hears. Where an answer just goes on, no server is done with it, and nobody need be asked."""
+        machine, event = live.machine, TokensCame(name, message)
+        begins = machine.begins_to_answer(name, message.key)
+        if begins and machine.pair is not None:
+            self._failures.began_to_answer(machine.pair)
+        if begins or message.finish is not None or machine.phase is not Phase.RUNNING:
+            self.drive(live, event)
+            return
+        for instruction in machine.handle(event):
+            self._do(live, instruction)
+        if machine.phase is not Phase.RUNNING:
+            self._pump_soon()
+            self._settle(live)
 
     def role_changed(self, name: str) -> None:
         self._metrics.forget_circuits(name)
@@ -246,6 +256,10 @@ class Dispatch:
             self._do(live, instruction)
         if stopping and not live.machine.stopping:
             self._pump_soon()  # another one may be moved
+        self._settle(live)
+
+    def _settle(self, live: Live) -> None:
+        """What servers are done with is not under way any more."""
         if live.machine.phase is Phase.ENDED:
             return
         done = live.account.end([work for work in live.account.works if not live.machine.busy(work)])

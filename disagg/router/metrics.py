@@ -18,6 +18,7 @@ class RouterMetrics:
     """One router's counters, gauges and histograms."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._messages_from: dict[str, Counter] = {}
         self._time(registry)
         self._count(registry)
         self._count_failures(registry)
@@ -122,8 +123,16 @@ class RouterMetrics:
             "disagg_router_circuits_opened", "Times that circuits opened", ["server", "leg"], registry=registry
         )
 
+    def message_came(self, server: str) -> None:
+        """Counts it in `messages`, whose series is not looked up each time: of each token a router has one."""
+        counter = self._messages_from.get(server)
+        if counter is None:
+            counter = self._messages_from[server] = self.messages.labels(server=server)
+        counter.inc()
+
     def forget(self, server: str) -> None:
         """Series of a server that is not there any more."""
+        self._messages_from.pop(server, None)
         for counter in (self.messages, self.servers_lost):
             with contextlib.suppress(KeyError):
                 counter.remove(server)

@@ -16,6 +16,8 @@ from collections.abc import Callable
 
 MAX_QUEUED_BYTES = 1 << 20  # of lines that wait for their reader
 IDLE_S = 1.0
+GATHER_S = 0.01  # a line waits so long for others: to wake the thread costs whoever logs more than all else of a line
+MOST_AT_ONCE_BYTES = 64 << 10
 _OURS = {errno.EPIPE: "nobody reads", errno.EIO: "the terminal or disk is gone"}
 
 Notice = Callable[[int, str], bytes]  # (lines lost, why) -> the line that says so
@@ -92,6 +94,8 @@ class LineWriter:
         self._queued_bytes = 0
         self._dropped = 0
         self._writing = False
+        self._idle = False  # the thread sleeps until something is put
+        self._hurried = 0  # who wait until all is written
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
 
@@ -103,17 +107,24 @@ class LineWriter:
                 return
             self._queue.append(data)
             self._queued_bytes += len(data)
-            self._changed.notify_all()
+            if self._idle:
+                self._idle = False
+                self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all is written, so long at most. False if something is left."""
         until_s = time.monotonic() + timeout_s
         with self._changed:
-            while self._queue or self._writing or self._dropped:
-                left_s = until_s - time.monotonic()
-                if left_s <= 0:
-                    return False
-                self._changed.wait(left_s)
+            self._hurried += 1
+            self._changed.notify_all()
+            try:
+                while self._queue or self._writing or self._dropped:
+                    left_s = until_s - time.monotonic()
+                    if left_s <= 0:
+                        return False
+                    self._changed.wait(left_s)
+            finally:
+                self._hurried -= 1
         return True
 
     def _run(self) -> None:
@@ -132,14 +143,26 @@ class LineWriter:
             self._writing = False
             self._changed.notify_all()
             if not self._queue and not self._dropped:
+                self._idle = True
                 self._changed.wait(IDLE_S)
+                self._idle = False
+            if self._queue and not self._hurried:
+                self._changed.wait(GATHER_S)
             self._writing = True
-            data = self._queue.popleft() if self._queue else b""
-            self._queued_bytes -= len(data)
+            data = self._take()
             dropped = 0
             if self._queued_bytes <= self._max_queued_bytes // 2:  # not with every line while it goes on
                 dropped, self._dropped = self._dropped, 0
             return data, dropped
+
+    def _take(self) -> bytes:
+        lines: list[bytes] = []
+        size = 0
+        while self._queue and (not lines or size + len(self._queue[0]) <= MOST_AT_ONCE_BYTES):
+            lines.append(self._queue.popleft())
+            size += len(lines[-1])
+        self._queued_bytes -= size
+        return b"".join(lines)
 
 
 def why_not(error: OSError) -> str:

@@ -65,11 +65,39 @@ def test_a_stalled_reader_costs_lines_and_no_time() -> None:
     assert not writer.flush(0.05)
     reader.go_on.set()
     assert writer.flush(60)
-    kept = [line for line in reader.written if line in lines]
-    (said,) = [line for line in reader.written if line not in lines]
+    written = b"".join(reader.written).splitlines(keepends=True)
+    kept = [line for line in written if line in lines]
+    (said,) = [line for line in written if line not in lines]
     assert 4 <= len(kept) <= 5  # one may have been taken out of the queue already
     assert kept == lines[:4] + kept[4:]
     assert said == notice(1000 - len(kept), "the reader of this log did not keep up")
+
+
+def test_lines_that_come_together_are_written_together_and_in_order() -> None:
+    disk = Disk()
+    writes: list[bytes] = []
+
+    def write(data: bytes) -> None:
+        writes.append(data)
+        disk(data)
+
+    writer = LineWriter(Target(write, notice))
+    lines = [b"line %d\n" % number for number in range(5000)]
+    for line in lines:
+        writer.put(line)
+    assert writer.flush(60)
+    assert disk.written == b"".join(lines)
+    assert len(writes) < len(lines) / 10
+
+
+def test_a_line_is_written_soon_without_being_waited_for() -> None:
+    written = threading.Event()
+    writer = LineWriter(Target(lambda data: written.set(), notice))
+    for _ in range(3):
+        writer.put(b"line\n")
+        assert written.wait(60)
+        written.clear()
+        assert writer.flush(60)
 
 
 def test_a_pipe_that_does_not_block_gets_every_byte_too() -> None:
