@@ -53,6 +53,7 @@ class Answer:
     first_tokens: dict[int, FirstToken] = field(default_factory=dict)  # by choice, once all of them are here
     here_unix_s: float = 0.0  # when the prompt's KV was
     turns: dict[int, Turn] = field(default_factory=dict)  # of choices that wait for their slots
+    held_back_at: int = -1  # KvMemory.releases when one of them would have left others too few pages
 
     def going_on(self) -> list[FirstToken]:
         """The first tokens of the choices that go on after them."""
@@ -257,15 +258,19 @@ class Choices(Onward):
 
     def _begin_one(self, answer: Answer, sequence: Sequence, now: Now) -> Begins:
         """It computes from the prefix cache on, like one that gave way."""
-        if self._turns.slots_for_more <= 0 and not self._turns.is_due(answer.turns[sequence.choice]):
+        releases, due = self._core.pool.kv.releases, self._turns.is_due(answer.turns[sequence.choice])
+        if not due and (self._turns.slots_for_more <= 0 or answer.held_back_at == releases):
             return Begins.NOT_NOW  # the last ones are for requests that have none
         shared = sequence.shared_tokens if any(s.pages is not None for s in answer.sequences) else 0
         steps = sequence.limit - len(sequence.tokens)
         growing = Growing(steps, shared - len(sequence.tokens), sequence.limit - 1 - sequence.shared_tokens)
-        releases = self._core.pool.kv.releases
         if sequence.too_little_at == releases:
             return Begins.TOO_LITTLE
-        if not self._lookahead.enough(Begun([growing], sequence.limit)):
+        begun = Begun([growing], sequence.limit)
+        if not due and not self._lookahead.enough(begun, left_large=self._lookahead.large_for_first):
+            answer.held_back_at = releases
+            return Begins.NOT_NOW
+        if due and not self._lookahead.enough(begun):
             sequence.too_little_at = releases
             return Begins.TOO_LITTLE
         if not self._batch.resume(sequence, now.s):

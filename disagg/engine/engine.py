@@ -370,7 +370,12 @@ class Engine:
             for peer, each in self.core.counters.received.items()
         )
         return replace(
-            load, arena=ArenaReport(*self.arena_bytes()), received=received, steps=self._step_costs(), loads=loads
+            load,
+            arena=ArenaReport(*self.arena_bytes()),
+            received=received,
+            steps=self._step_costs(),
+            loads=loads,
+            pages_spare=max(0, self.core.lookahead.spare_large),
         )
 
     def _step_costs(self) -> StepCosts | None:

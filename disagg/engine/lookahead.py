@@ -6,8 +6,10 @@ Where a request begins only if those that have begun can go on beside it, none o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from math import ceil
 
 from disagg.engine.batch import Batch
 from disagg.engine.sequences import Sequence
@@ -16,6 +18,8 @@ from disagg.memory.spans import pages_for, window_pages
 from disagg.messages.layout import GroupKind
 from disagg.scheduler.admission import Growing, peak_growth
 from disagg.types.ids import LegKey
+
+FIRST_CHOICES_SHARE = 8  # one slot, and one page, in so many is for the first choice of a request
 
 
 @dataclass(slots=True)
@@ -40,8 +44,13 @@ class Lookahead:
         """Nobody holds memory."""
         return not self._memory.allocator.used_large
 
-    def enough(self, new: Begun, *, alone: bool | None = None) -> bool:
-        """All that have begun, and these, can go on together for as long as is looked ahead.
+    @property
+    def large_for_first(self) -> int:
+        """Large pages that further choices of requests leave, as they do with slots (see `Turns.slots_for_more`)."""
+        return self._memory.allocator.num_large // FIRST_CHOICES_SHARE
+
+    def enough(self, new: Begun, *, alone: bool | None = None, left_large: int = 0) -> bool:
+        """All that have begun, and these, can go on together for as long as is looked ahead, and leave so many large pages.
 
         alone: nobody but these holds memory; None: nobody at all does, if that is so.
         """
@@ -49,7 +58,24 @@ class Lookahead:
         if not growing and (self.alone if alone is None else alone):
             return True
         growth = self._grown_to([*growing, *new.growing], [*limits, *[new.limit] * len(new.growing)])
-        return self._memory.allocator.used_large + growth <= self._memory.allocator.num_large
+        return self._memory.allocator.used_large + growth + left_large <= self._memory.allocator.num_large
+
+    def most_choices(self, most: int, num_tokens: int, total_tokens: int) -> int:
+        """Of so many choices behind a prompt of num_tokens that is to land, those that can go on together, each up to
+        total_tokens, and leave pages to requests that have none; at least one."""
+        layout = self._memory.layout
+        prompt_pages = pages_for(num_tokens, layout.page_tokens)
+        room_tokens = prompt_pages * layout.page_tokens - num_tokens
+        each = Growing(
+            total_tokens - num_tokens, min(room_tokens, total_tokens - num_tokens), total_tokens - num_tokens
+        )
+        left_large = self.large_for_first + ceil(prompt_pages * self._large_per_page)
+
+        def too_many(count: int) -> bool:
+            begun = Begun([each] * count, total_tokens + 1)
+            return not self.enough(begun, alone=False, left_large=left_large)
+
+        return max(1, bisect_left(range(1, most + 1), True, key=too_many))
 
     @property
     def spare_large(self) -> int:
@@ -67,15 +93,20 @@ class Lookahead:
             limits += [begun.limit] * len(begun.growing)
         return growing, limits
 
-    def _grown_to(self, growing: List[Growing], limits: List[int]) -> float:
-        """Large pages, beyond those that are used, that these come to need at most. limits: most tokens of each."""
-        layout, large = self._memory.layout, 0.0
-        late = self._memory.late_runs
-        per_page = sum(
+    @property
+    def _large_per_page(self) -> float:
+        """Large pages for the tokens of one page, where all of them are attended to."""
+        layout = self._memory.layout
+        return sum(
             1 / per_large
             for group, per_large in zip(layout.groups, layout.per_large, strict=True)
             if group.kind is GroupKind.FULL
         )
+
+    def _grown_to(self, growing: List[Growing], limits: List[int]) -> float:
+        """Large pages, beyond those that are used, that these come to need at most. limits: most tokens of each."""
+        layout, large = self._memory.layout, 0.0
+        late = self._memory.late_runs
         for group, per_large in zip(layout.groups, layout.per_large, strict=True):
             if group.kind is not GroupKind.WINDOW:
                 continue
@@ -83,7 +114,7 @@ class Lookahead:
             for each, limit in zip(growing, limits, strict=True):
                 held = pages_for(max(0, limit - 1 - each.steps), layout.page_tokens)
                 large += (min(most, pages_for(limit, layout.page_tokens)) - min(most, held)) / per_large
-        return large + per_page * peak_growth(growing, layout.page_tokens, self._lookahead_tokens, late + 1)
+        return large + self._large_per_page * peak_growth(growing, layout.page_tokens, self._lookahead_tokens, late + 1)
 
 
 def running_on(sequence: Sequence) -> Growing:

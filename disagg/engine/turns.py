@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from disagg.engine.batch import Batch
 from disagg.engine.facts import SchedulingFacts
 from disagg.engine.legs import Legs
+from disagg.engine.lookahead import FIRST_CHOICES_SHARE
 from disagg.engine.now import Now
 from disagg.engine.sequences import Sequence
 from disagg.messages.legs import TimelineEvent
 from disagg.scheduler.fairness import FairQueue
 
-FIRST_CHOICES_SHARE = 8  # one slot in so many is for the first choice of a request
 TURN_TOKENS = 16  # a sequence that joined the batch makes at least so many before it gives way to an older one
 
 

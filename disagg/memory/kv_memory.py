@@ -130,16 +130,16 @@ class KvMemory:
         write after them: spare_tokens each, and copies of a partial page. None if they do not fit now.
 
         What is cached counts group by group: whatever one of them lacks, the transfer brings. With the pool to itself a
-        request is not refused for what is only of use: without spare pages and cached ones, which may lie so that they
-        keep whole large pages from others, it gets what it must have. enough: whether what is left when it has its pages
-        is enough for the others. moved: see Arrival.
+        request of one choice is not refused for what is only of use: without spare pages and cached ones, which may lie so
+        that they keep whole large pages from others, it gets what it must have. enough: whether what is left when it has
+        its pages is enough for the others. moved: see Arrival.
         """
         pages = SequencePages(self)
         pages.branch_at(num_tokens)
         reserved = pages.reserve_landing(hashes, num_tokens, spare_tokens, choices, reuse=self.caching, moved=moved)
         if not (reserved and enough()):
             pages.close(step)
-            if self.allocator.used_large:
+            if self.allocator.used_large or choices > 1:
                 return None
             pages = SequencePages(self)
             pages.branch_at(num_tokens)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -13,15 +14,15 @@ from disagg.messages.legs import LegEnd, Outcome, PrefixRules
 from disagg.router.admission import Expected, Queue, expected, refused, share_of
 from disagg.router.fleet import Fleet
 from disagg.router.live import Live
+from disagg.router.moving import MOVES_AT_ONCE, Room, needs_of
 from disagg.router.outstanding import Outstanding, call_may_go, tenant_may_go
 from disagg.router.placement import pick_pair, pick_target
 from disagg.router.places import Places
 from disagg.router.policies import Policy, RequestFacts
 from disagg.router.sessions import Sessions
-from disagg.router.view import NoPair, NoPairReason, Pair, Work
+from disagg.router.view import NoPair, NoPairReason, Pair, ServerView, Work
 from disagg.types.ids import Role
 
-MOVES_AT_ONCE = 8  # answers that stand still, of each server that drains
 CHUNK = "chunk"  # of a prompt, in what servers say of a leg's time
 
 
@@ -38,6 +39,7 @@ class Pairing:
         self._places = places
         self._outstanding = outstanding
         self._sessions = Sessions()
+        self._room = Room()
 
     @property
     def ways(self) -> tuple[PrefixRules, ...]:
@@ -50,9 +52,10 @@ class Pairing:
         if asked.session:
             facts = replace(facts, session=self._sessions.of(asked.tenant, asked.session, now_s))
         if wish is not None and wish.source is not None:
-            target = pick_target(view, facts, self._policy, wish.source)
-            if target is not None:
-                return target
+            for may in (partial(self._room.is_there, needs_of(live.machine)), _any):
+                target = pick_target(view, facts, self._policy, wish.source, may)
+                if target is not None:
+                    return target
         return pick_pair(
             view,
             facts,
@@ -102,7 +105,8 @@ class Pairing:
 
     def to_move(self, lives: Iterable[Live]) -> Iterator[Live]:
         """Of decode servers that drain, what can go on elsewhere: what has not begun to answer at once, since that moves when it
-        does; of the rest so much at once that nobody stands still for long. What has been given may be driven meanwhile.
+        does; of the rest so much at once that nobody stands still for long. Where no other server has room for an answer it goes
+        on where it is. What has been given may be driven meanwhile.
         """
         view = self._fleet.view()
         sources = {server.peer_ref for server in view.servers if server.hands_over}
@@ -110,11 +114,15 @@ class Pairing:
             return
         lives = list(lives)
         stopping = Counter(live.machine.stopping for live in lives)
+        self._room.look(view, [live.machine for live in lives])
         for live in lives:
             machine, source = live.machine, live.machine.movable
             if source not in sources or (machine.answers and stopping[source.name] >= MOVES_AT_ONCE):
                 continue
-            if pick_target(view, machine.facts, self._policy, source) is not None:
+            needs = needs_of(machine)
+            target = pick_target(view, machine.facts, self._policy, source, partial(self._room.is_there, needs))
+            if target is not None:
+                self._room.give(target.decode.name, needs)
                 yield live
                 stopping[source.name] += machine.answers
 
@@ -140,3 +148,7 @@ class Pairing:
     def _num_prefills(self) -> int:
         """Servers that prompts can be sent to now."""
         return sum(server.usable and server.role is not Role.DECODE for server in self._fleet.view().servers)
+
+
+def _any(server: ServerView) -> bool:
+    return True

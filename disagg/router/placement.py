@@ -52,8 +52,17 @@ def pick_pair(
     )
 
 
-def pick_target(view: ClusterView, facts: RequestFacts, policy: Policy, source: PeerRef) -> Pair | None:
-    """Where what goes on at `source`, or stands still there, can go on: the best other decode server that fits it."""
+def pick_target(
+    view: ClusterView,
+    facts: RequestFacts,
+    policy: Policy,
+    source: PeerRef,
+    may: Callable[[ServerView], bool] = lambda server: True,
+) -> Pair | None:
+    """Where what goes on at `source`, or stands still there, can go on: the best other decode server that fits it.
+
+    may: which of them can be taken.
+    """
     sources = [s for s in view.servers if s.can_hand_over and s.peer_ref == source]
     if not sources:
         return None
@@ -62,7 +71,7 @@ def pick_target(view: ClusterView, facts: RequestFacts, policy: Policy, source: 
         server
         for server in view.of_role(Role.DECODE)
         if server.usable and server.alike(at) and server.name != source.name and facts.total_tokens <= _limit(server)
-        if server.hello is not None and understands(server.hello, StartLeg, "moved")
+        if server.hello is not None and understands(server.hello, StartLeg, "moved") and may(server)
     ]
     if not targets:
         return None

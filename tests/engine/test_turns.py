@@ -13,7 +13,7 @@ from disagg.engine.instructions import Instruction
 from disagg.engine.sequences import State
 from disagg.engine.turns import TURN_TOKENS
 from disagg.messages import link as m
-from disagg.messages.legs import LegEnd, LegTokens, Outcome, StartLeg
+from disagg.messages.legs import LegEnd, LegTokens, Outcome, ServerState, StartLeg
 from disagg.messages.transfer import Bind, Unbound
 from disagg.types.sampling import SamplingParams
 from tests.engine.lone_engine import (
@@ -388,3 +388,74 @@ def test_a_request_with_many_choices_leaves_slots_for_those_who_come_later() -> 
         out += decode.compute()
     assert [indices(out, "many", choice)[-1] for choice in range(30)] == [39] * 30
     assert all(indices(out, f"one-{number}")[-1] == 3 for number in range(2))
+
+
+# ---- pages
+
+
+@pytest.mark.parametrize("tenant", ["a", "b"])
+@pytest.mark.parametrize("choices", [8, 32])
+def test_a_request_of_many_choices_leaves_pages_to_those_that_have_none(choices: int, tenant: str) -> None:
+    """Its own tenant's next request, too, begins while its choices run, as it does where slots are what is short."""
+    decode = Decode(facts(num_large=128, max_slots=64, max_waiting=100, lookahead_tokens=100))
+    many = leg("many", tokens=6, choices=choices, max_tokens=40, tenant="a")
+    out = decode.joined(many)
+    begun = len(decode.batch.running)
+    assert 1 < begun <= choices, "as many begin at once as can go on together"
+    out += decode.compute()
+    one = leg("one", tokens=6, max_tokens=20, tenant=tenant, first_token=500)
+    assert binds(decode.announced(one)) == ["one"]
+    out += decode.arrived(one, decode.bound(one)) + decode.event(Unbound(one.key))
+    out += decode.compute_all()
+    assert outcomes(out) == [Outcome.DONE, Outcome.DONE]
+    assert [indices(out, "many", choice) for choice in range(choices)] == [list(range(40))] * choices
+    assert indices(out, "one") == list(range(20))
+    assert decode.engine.counters.preemptions == {}
+
+
+def test_a_choice_that_many_overtook_takes_pages_that_are_left_to_others() -> None:
+    """Whoever sends small requests without end does not keep it waiting for ever."""
+    decode = Decode(facts(num_large=64, max_slots=16, max_waiting=100, lookahead_tokens=100))
+    many = leg("many", tokens=6, choices=6, max_tokens=40)
+    out = decode.joined(many)
+    asked: dict[str, StartLeg] = {}
+    going_on = 0
+    for number in range(400):
+        if len(asked) < 12 + going_on:
+            small = leg(f"s{number}", tokens=6, max_tokens=12, tenant="b", first_token=100 * number + 500)
+            asked[f"s{number}"] = small
+            out += decode.announced(small)
+        for name in binds(out)[going_on:]:
+            out += decode.arrived(asked[name], decode.bound(asked[name])) + decode.event(Unbound(asked[name].key))
+            decode.link(m.Drained(asked[name].key))
+            going_on += 1
+        if decode.unreported:
+            out += decode.compute()
+        if all(indices(out, "many", choice) for choice in range(6)):
+            assert going_on >= 2, "one slot in eight, of 16, is for others"
+            return
+    pytest.fail("some choice has not begun")
+
+
+def test_an_answer_that_stands_still_has_its_grant_before_what_has_not_begun() -> None:
+    decode = Decode(facts(max_slots=1, max_waiting=100))
+    first = leg("first")
+    out = decode.joined(first)
+    decode.announced(leg("new", first_token=100))
+    moved = replace(leg("moved", first_token=500), moved=True)
+    decode.announced(moved)
+    while "moved" not in binds(out):
+        assert "new" not in binds(out)
+        out += decode.compute()
+    assert "new" not in binds(out)
+
+
+def test_a_server_says_how_many_pages_those_that_have_begun_leave_to_others() -> None:
+    decode = Decode(facts(num_large=20, spare_tokens=0, lookahead_tokens=100))
+    assert decode.engine.load(ServerState.READY).pages_spare == 20
+    decode.joined(leg("r", tokens=6, max_tokens=40))
+    load = decode.engine.load(ServerState.READY)
+    assert load.pages_spare is not None and load.pages_free + load.pages_evictable >= 17
+    assert 5 <= load.pages_spare <= 20 - 12, "it comes to 45 tokens in pages of four"
+    decode.compute_all()
+    assert decode.engine.load(ServerState.READY).pages_spare == 20

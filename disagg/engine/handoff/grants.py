@@ -25,6 +25,7 @@ from disagg.messages import link as m
 from disagg.messages.legs import Outcome, TimelineEvent
 from disagg.messages.transfer import Bind
 from disagg.transfer.states import ReceiveState
+from disagg.types.sampling import MAX_PRIORITY
 
 
 class Grants:
@@ -50,7 +51,8 @@ class Grants:
         assert link is not None
         transfer.turn = Turn(leg.tenant, lambda now: self._try(transfer, now), transfer)
         cost = leg.num_tokens + self._choices.cost(leg.start)
-        self._turns.queue.append(leg.tenant, transfer.turn, cost, leg.start.priority)
+        priority = leg.start.priority if not leg.start.moved else -MAX_PRIORITY - 1  # its client waits in mid-answer
+        self._turns.queue.append(leg.tenant, transfer.turn, cost, priority)
         self._waiting[link] = self._waiting.get(link, 0) + 1
 
     @property
@@ -95,6 +97,7 @@ class Grants:
             return Begins.NOT_NOW
         # Tenants that wait leave each other their parts of the free slots; what is left over goes choice by choice.
         choices = max(1, min(len(leg.start.choices), self._turns.slots_for_more // self._turns.queue.num_tenants))
+        choices = self._lookahead.most_choices(choices, leg.num_tokens, self._choices.total_tokens(leg.start))
         pages = self._receive(transfer, choices)
         if pages is None and choices > 1:
             choices = 1
@@ -128,11 +131,14 @@ class Grants:
         )
 
     def _receive(self, transfer: Receiving, choices: int) -> SequencePages | None:
-        """Pages for a grant of so many choices. One that is alone gets them, whatever it may come to need."""
+        """Pages for a grant of so many choices. One choice that is alone gets them, whatever it may come to need."""
         leg, alone = transfer.leg, self._lookahead.alone
 
         def enough() -> bool:
-            return alone or self._lookahead.enough(self._begun(transfer, choices, leg.cached_tokens))
+            begun = self._begun(transfer, choices, leg.cached_tokens)
+            if choices > 1:
+                return self._lookahead.enough(begun, alone=False, left_large=self._lookahead.large_for_first)
+            return alone or self._lookahead.enough(begun)
 
         clock = self._batch.pipeline.clock
         moved = leg.start.moved
