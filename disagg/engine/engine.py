@@ -375,7 +375,7 @@ class Engine:
             received=received,
             steps=self._step_costs(),
             loads=loads,
-            pages_spare=max(0, self.core.lookahead.spare_large),
+            spare_tokens=self.core.lookahead.spare_tokens,
         )
 
     def _step_costs(self) -> StepCosts | None:

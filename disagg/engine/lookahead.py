@@ -83,6 +83,12 @@ class Lookahead:
         allocator = self._memory.allocator
         return int(allocator.num_large - allocator.used_large - self._grown_to(*self._begun()))
 
+    @property
+    def spare_tokens(self) -> int:
+        """The same, in tokens that are attended to; where none are, as if each page held as many as it is named for."""
+        pages = max(0, self.spare_large) / (self._large_per_page or 1.0)
+        return int(pages) * self._memory.layout.page_tokens
+
     def _begun(self) -> tuple[list[Growing], list[int]]:
         """Of all choices that run, or that something which has begun will have: how they grow, and most tokens of each."""
         running = [s for s in self._batch.running.values() if not s.is_prompt]

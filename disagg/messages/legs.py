@@ -288,8 +288,8 @@ class LoadReport(Struct, frozen=True):
     carried: tuple[CarriedBy, ...] = ()  # by what KV goes to which peer, of a server that sends
     steps: StepCosts | None = None  # None before enough of them
     loads: LoadCosts | None = None  # None without offload
-    # Of the pages that can be had, those that what has begun will not come to need as far as is looked ahead; None: not said.
-    pages_spare: int | None = None
+    # For which there are pages that what has begun will not come to need as far as is looked ahead; None: not said.
+    spare_tokens: int | None = None
 
 
 class PrefixGroup(Struct, frozen=True):

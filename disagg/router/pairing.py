@@ -14,7 +14,7 @@ from disagg.messages.legs import LegEnd, Outcome, PrefixRules
 from disagg.router.admission import Expected, Queue, expected, refused, share_of
 from disagg.router.fleet import Fleet
 from disagg.router.live import Live
-from disagg.router.moving import MOVES_AT_ONCE, Room, needs_of
+from disagg.router.moving import MOVES_AT_ONCE, Room, tokens_of
 from disagg.router.outstanding import Outstanding, call_may_go, tenant_may_go
 from disagg.router.placement import pick_pair, pick_target
 from disagg.router.places import Places
@@ -52,7 +52,7 @@ class Pairing:
         if asked.session:
             facts = replace(facts, session=self._sessions.of(asked.tenant, asked.session, now_s))
         if wish is not None and wish.source is not None:
-            for may in (partial(self._room.is_there, needs_of(live.machine)), _any):
+            for may in (partial(self._room.is_there, tokens_of(live.machine)), _any):
                 target = pick_target(view, facts, self._policy, wish.source, may)
                 if target is not None:
                     return target
@@ -119,10 +119,10 @@ class Pairing:
             machine, source = live.machine, live.machine.movable
             if source not in sources or (machine.answers and stopping[source.name] >= MOVES_AT_ONCE):
                 continue
-            needs = needs_of(machine)
-            target = pick_target(view, machine.facts, self._policy, source, partial(self._room.is_there, needs))
+            tokens = tokens_of(machine)
+            target = pick_target(view, machine.facts, self._policy, source, partial(self._room.is_there, tokens))
             if target is not None:
-                self._room.give(target.decode.name, needs)
+                self._room.give(target.decode.name, tokens)
                 yield live
                 stopping[source.name] += machine.answers
 

@@ -167,14 +167,6 @@ class ServerView(Struct, frozen=True, kw_only=True):
         return hello is not None and bool(hello.incarnation) and understands(hello, HandOver)
 
     @property
-    def spare_pages(self) -> int:
-        """That something which comes now can have, if nothing else comes."""
-        if self.load is None:
-            return 0
-        said = self.load.pages_spare
-        return said if said is not None else self.load.pages_free + self.load.pages_evictable
-
-    @property
     def _empty(self) -> bool:
         ours = self.outstanding_choices or self.outstanding_prompts
         return self.load is not None and not (ours or self.load.running or self.load.waiting)

@@ -61,8 +61,8 @@ def fill_load(out: pb.server.LoadReport, load: LoadReport) -> None:
         )
     for to in load.carried:
         out.carried.add(peer=to.peer, ways=to.ways, slow=to.slow)
-    if load.pages_spare is not None:
-        out.pages_spare = load.pages_spare
+    if load.spare_tokens is not None:
+        out.spare_tokens = load.spare_tokens
     if (loads := load.loads) is not None:
         out.loads.CopyFrom(pb.server.LoadCosts(host_token_s=loads.host_token_s, storage_token_s=loads.storage_token_s))
     if (steps := load.steps) is not None:
@@ -103,7 +103,7 @@ def read_load(message: pb.server.LoadReport) -> LoadReport:
         carried=tuple(map(_read_carried, message.carried)),
         steps=_read_steps(message.steps) if message.HasField("steps") else None,
         loads=_read_loads(message.loads) if message.HasField("loads") else None,
-        pages_spare=message.pages_spare if message.HasField("pages_spare") else None,
+        spare_tokens=message.spare_tokens if message.HasField("spare_tokens") else None,
     )
 
 

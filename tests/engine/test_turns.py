@@ -450,12 +450,12 @@ def test_an_answer_that_stands_still_has_its_grant_before_what_has_not_begun() -
     assert "new" not in binds(out)
 
 
-def test_a_server_says_how_many_pages_those_that_have_begun_leave_to_others() -> None:
+def test_a_server_says_for_how_many_tokens_those_that_have_begun_leave_room() -> None:
     decode = Decode(facts(num_large=20, spare_tokens=0, lookahead_tokens=100))
-    assert decode.engine.load(ServerState.READY).pages_spare == 20
+    assert decode.engine.load(ServerState.READY).spare_tokens == 20 * 4
     decode.joined(leg("r", tokens=6, max_tokens=40))
     load = decode.engine.load(ServerState.READY)
-    assert load.pages_spare is not None and load.pages_free + load.pages_evictable >= 17
-    assert 5 <= load.pages_spare <= 20 - 12, "it comes to 45 tokens in pages of four"
+    assert load.spare_tokens is not None and load.pages_free + load.pages_evictable >= 17
+    assert 5 * 4 <= load.spare_tokens <= (20 - 12) * 4, "it comes to 45 tokens in pages of four"
     decode.compute_all()
-    assert decode.engine.load(ServerState.READY).pages_spare == 20
+    assert decode.engine.load(ServerState.READY).spare_tokens == 20 * 4
