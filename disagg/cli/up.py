@@ -112,6 +112,8 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
         files = log_files([*(spec.log for group in specs for spec in group), held.path / "up.log"], base.log)
         keep_copy(streams, files.pop("up"))
         note(f"run directory: {held.path}")
+        if idle := without_work(options):
+            note(idle)
         note(f"starting {', '.join(process.name for process in (*routers, *servers))}")
         return asyncio.run(_run([each.config for each in routers], specs, run_files, LogPump(files, _echo)))
     finally:
@@ -175,6 +177,18 @@ def cluster_processes(base: Config, options: UpOptions) -> tuple[ProcessSpec, ..
         check_config(process.config)
         check_role(process.config, process.role)
     return processes
+
+
+def without_work(options: UpOptions) -> str:
+    """What to say of servers that have no counterpart beside mixed ones, which answer alone; empty where all have work."""
+    counts = {"prefill": options.num_prefill, "decode": options.num_decode}
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        if counts[role] and not counts[other]:
+            return (
+                f"--{role} {counts[role]} --{other} 0: {role} servers have nothing to do while there are no {other} servers, "
+                "since mixed ones take whole requests; `disagg role` gives one another role"
+            )
+    return ""
 
 
 def _routers(base: Config, count: int, ports: list[int]) -> Iterator[ProcessSpec]:
