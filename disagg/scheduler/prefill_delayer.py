@@ -181,11 +181,13 @@ class SinglePass:
         self._delayer = delayer
         self._state = state
         self._now_s = now_s
+        self.asked = False  # a prompt could run here
         self._before = delayer.delay
         self._said: tuple[Verdict, tuple[RankState, ...]] | None = None
 
     def may_prefill(self) -> bool:
         """Somebody could run a prompt now."""
+        self.asked = True
         return self._negotiated(prefillable=True)[0].allow
 
     def finalize(self, *, executed: bool) -> Outcome:

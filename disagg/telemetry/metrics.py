@@ -128,13 +128,13 @@ class EngineMetrics:
 
         self.prefill_delay_passes = Histogram(
             "disagg_prefill_delay_passes",
-            "Passes that prompts of a mixed server had waited for when a delay ended",
+            "Passes of a delay that ended, of each rank of a mixed server whose prompts it held up",
             buckets=DELAY_PASSES,
             registry=registry,
         )
         self.prefill_delay_seconds = Histogram(
             "disagg_prefill_delay_seconds",
-            "How long prompts of a mixed server had waited when a delay ended",
+            "How long a delay lasted that ended, of each rank of a mixed server whose prompts it held up",
             buckets=WAIT_SECONDS,
             registry=registry,
         )
