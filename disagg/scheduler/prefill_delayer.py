@@ -52,7 +52,7 @@ class Delay(Struct, frozen=True):
 
 
 class Estimate(enum.Enum):
-    """Which ranks could run prompts."""
+    """On which ranks prompts could begin."""
 
     ALL = "all"
     MIXED = "mixed"
@@ -142,7 +142,9 @@ class Together:
 
 
 class Outcome(Struct, frozen=True):
-    """Of one pass. delay: what there was before the verdict; executed: prompts ran."""
+    """Of one pass. delay: what there was before the verdict; executed: prompts ran here, also such as had begun before and go on
+    whatever the verdict is.
+    """
 
     verdict: Verdict
     states: tuple[RankState, ...]

@@ -140,7 +140,7 @@ class EngineMetrics:
         )
         self.prefill_delay_outcomes = Counter(
             "disagg_prefill_delay_outcomes",
-            "Passes of a mixed server, by which ranks could run prompts, whether they might and why, and whether this one did",
+            "Passes of a mixed server, by where prompts could begin, if they might and why, and if this rank computed any",
             ["estimate", "allow", "reason", "executed"],
             registry=registry,
         )

@@ -291,6 +291,22 @@ def test_a_prompt_that_is_alone_on_idle_ranks_waits_by_a_real_clock_and_is_count
     assert ranks.ended == {"alone": Outcome.DONE}
 
 
+def test_later_chunks_are_executed_though_no_prompt_could_begin_or_another_one_waits() -> None:
+    """As docs/operations.md says of disagg_prefill_delay_outcomes_total."""
+    ranks = Ranks(2, lockstep=True, prefill_delay_passes=6)
+    at = ranks.start(leg("long", 640, 3))
+    for _ in range(3):
+        ranks.step()
+    outcomes = ranks.engine.ranks[at].counters.prefill_delays
+    assert outcomes["none", True, "none", True] == 4, "chunks 2 to 5"
+    assert ranks.start(leg("waits", 8, 3, first_token=9000)) != at
+    for _ in range(3):
+        ranks.step()
+    assert outcomes["mixed", False, "delay", True] == 3
+    ranks.until_idle()
+    assert set(ranks.ended.values()) == {Outcome.DONE}
+
+
 def test_an_idle_group_has_no_passes() -> None:
     ranks = Ranks(2, lockstep=True, prefill_delay_passes=6)
     for _ in range(5):

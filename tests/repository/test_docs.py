@@ -83,6 +83,14 @@ def test_operations_says_how_many_steps_a_leg_may_be_computed_in_after_its_abort
     )
 
 
+def test_operations_says_that_chunks_of_prompts_that_have_begun_ask_nobody() -> None:
+    """As tests/engine/test_data_parallel counts them."""
+    row = row_of("disagg_prefill_delay_outcomes_total")
+    assert "on which ranks prompts could begin (" in row
+    assert "later chunks of one that is alone are `none`, `true`, `none`, `true`" in row
+    assert "those beside one that waits have `allow` `false` and `executed` `true`" in row
+
+
 def row_of(metric: str) -> str:
     [row] = [line for line in OPERATIONS.splitlines() if line.startswith(f"| `{metric}` |")]
     return row
