@@ -164,6 +164,8 @@ def test_timeout_is_the_longest_time_of_a_command(command: tuple[str, ...], drip
     (line,) = result.stderr.splitlines()
     assert "no whole answer within" in line and line.endswith("; --timeout is 1 s")
     assert ("it may be done all the same" in line) == (drip == "at once")
+    goes_on = "d0 drains all the same" if command[0] == "drain" else "d0 becomes a prefill server all the same"
+    assert line.startswith(f"error: {goes_on}, as far as is known: {url}/status: ") == (drip == "later")
 
 
 def test_a_wait_says_what_is_left_when_its_time_is_over() -> None:
