@@ -11,13 +11,15 @@ import ssl
 import threading
 import time
 from typing import Any, Final
+from urllib.parse import urlsplit
 
+import msgspec
 from msgspec import Struct
 
 from disagg.auth.tls import trusting
 from disagg.cli.flags import given_ca, given_key
 from disagg.types.errors import ConfigError, DeadlineExceeded, DisaggError, Unavailable
-from disagg.types.plain import NAME_CHARS, one_line
+from disagg.types.plain import NAME_CHARS, one_line, quoted
 
 EXCHANGE_S: Final = 35.0  # from the look-up of the name to the answer's end; a dump gathers from servers that may hang
 # What 64 prefill and 256 decode servers say: 4.5 MiB where KV goes from each of those to each of these by two devices,
@@ -70,9 +72,11 @@ def ask(
     allowed: Allowed = Allowed(),  # noqa: B008  frozen
 ) -> Reply:
     """What is answered with status 200. Raises DeadlineExceeded where that is not whole in time, ConfigError where it is too
-    large or coded, Unavailable where nobody answers, DisaggError for another status; each says what to check."""
+    large or coded or base_url is none, Unavailable where nobody answers, DisaggError for another status; each says what to check.
+    """
     import httpx
 
+    _check_url(base_url)
     url = base_url.rstrip("/") + path
     key, ca = given_key(), given_ca()  # here: they are of this thread's command
     headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
@@ -83,19 +87,57 @@ def ask(
         late = f"{url}: no whole answer within {allowed.within_s:.3g} s"
         raise DeadlineExceeded(late if method == "GET" else f"{late}; it may be done all the same") from error
     except httpx.InvalidURL as error:
-        raise DisaggError(f"{url} is not a URL: {error}") from error
+        raise _no_url(base_url, str(error)) from error
     except httpx.HTTPError as error:
         hint = "" if _nobody(error) else _tls_hint(base_url)
         said = one_line(str(error), _ERROR_CHARS)
         raise Unavailable(f"no router answers at {base_url} ({said}); is `disagg up` running?{hint}") from error
     if heard.status != 200:
-        said = one_line(heard.content.decode("utf-8", "replace").strip(), _ERROR_CHARS)
-        raise DisaggError(f"{url} answered {heard.status}: {said}")
+        raise DisaggError(f"{url} answered {heard.status}: {one_line(_message(heard.content), _ERROR_CHARS)}")
     if heard.coding not in ("", "identity"):
         raise ConfigError(f"{url} answered in the coding {one_line(heard.coding, NAME_CHARS)}, which was not asked for")
     if len(heard.content) > allowed.most_bytes:
         raise ConfigError(f"{url} answered more than the {allowed.most_bytes} bytes that a router may")
     return Reply(url, heard.content_type, heard.content)
+
+
+def _check_url(base_url: str) -> None:
+    """Raises ConfigError for what names no router."""
+    try:
+        parts = urlsplit(base_url)
+        port = parts.port
+    except ValueError as error:
+        raise _no_url(base_url, str(error)) from error
+    if parts.scheme not in ("http", "https"):
+        raise _no_url(base_url, "it does not begin with http:// or https://")
+    if not parts.hostname or port == 0:
+        raise _no_url(base_url, "it names no host" if not parts.hostname else "there is no port 0")
+    if parts.query or parts.fragment:
+        raise _no_url(base_url, "nothing may follow its path")
+
+
+def _no_url(base_url: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"--http {quoted(base_url)}: {one_line(why, _ERROR_CHARS)}; it must be like http://127.0.0.1:8000"
+    )
+
+
+class _ErrorSaid(Struct, frozen=True):
+    message: str
+
+
+class _ErrorBody(Struct, frozen=True):
+    """What a router answers instead of what was asked for (api/errors)."""
+
+    error: _ErrorSaid
+
+
+def _message(content: bytes) -> str:
+    """Of an error: the words that are for people, or all of it where it is no router's."""
+    try:
+        return msgspec.json.decode(content, type=_ErrorBody).error.message
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return content.decode("utf-8", "replace").strip()
 
 
 def _within(question: _Question, allowed: Allowed) -> _Heard:

@@ -46,7 +46,7 @@ def told(server: DrainSaid, *, undo: bool) -> str:
 def wait_drained(name: str, patience: Patience, look: Callable[[float], ClusterStatus]) -> int:
     """look: see `Patience.looks`. A server that is not found any more, or is dead, has nothing left either."""
     said = left = silent = ""
-    for status in patience.looks(look):
+    for status in patience.looks(look, one_line(f"{name} drains")):
         server = status.server(name)
         if server is None or server.state in ("drained", "dead"):
             result(one_line(f"{name}: {'gone' if server is None else server.state}"))
@@ -56,6 +56,8 @@ def wait_drained(name: str, patience: Patience, look: Callable[[float], ClusterS
         if (since := f"{now}{', and is not heard' if silent else ''}") != said:
             said = since
             result(f"{now}; {silent}" if silent else now)
+    if not left:
+        raise DisaggError(f"{name} drains; {patience.timeout_s:g} s were over before anything was seen of that")
     raise DisaggError(f"{name} is not empty after {patience.timeout_s:g} s: {left}{f'; {silent}' if silent else ''}")
 
 

@@ -69,13 +69,10 @@ def client_options(command: Command) -> Command:
         if value is not None:
             ctx.meta[CA if param.name == "ca" else KEY_FILE] = value
 
-    command = click.option(
-        "--ca",
+    command = ca_option(
+        "Certificates (PEM) that are trusted for the router's; gRPC speaks TLS if it is given.",
         expose_value=False,
         callback=keep,
-        type=click.Path(path_type=Path, dir_okay=False),
-        metavar="FILE",
-        help="Certificates (PEM) that are trusted for the router's; gRPC speaks TLS if it is given.",
     )(command)
     return click.option(
         "--api-key-file",
@@ -85,6 +82,13 @@ def client_options(command: Command) -> Command:
         metavar="FILE",
         help="Shows the router the first key in FILE: its first word, or that of the first line of KEY TENANT.",
     )(command)
+
+
+def ca_option(help_text: str, **attributes: Any) -> Callable[[Command], Command]:
+    """--ca: whose certificates are trusted, beside none."""
+    return click.option(
+        "--ca", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=help_text, **attributes
+    )
 
 
 def given_ca() -> Path | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from disagg.cli.flags import FILE, finite, slo_options, trace_block_option, trace_option
+from disagg.cli.flags import FILE, ca_option, finite, slo_options, trace_block_option, trace_option
 from disagg.cli.interrupts import raise_at_ctrl_c
 
 MAX_REQUESTS = 1_000_000
@@ -28,6 +28,7 @@ def _positive(ctx: click.Context, param: click.Parameter, value: float | None) -
 @click.option(
     "--api-key", default="", envvar="OPENAI_API_KEY", show_envvar=True, metavar="KEY", help="If it wants one."
 )
+@ca_option("Certificates (PEM) that are trusted for its own, of https.")
 @click.option("--rate", type=float, callback=_positive, metavar="R", help="Requests a second, or inf.  [default: inf]")
 @click.option("--concurrency", type=click.IntRange(1, 65536), metavar="N", help="So many at a time instead.")
 @click.option(

@@ -41,10 +41,22 @@ class Patience:
                 raise
             raise DeadlineExceeded(f"{error}; --timeout is {self.timeout_s:g} s") from error
 
-    def looks(self, look: Callable[[float], ClusterStatus]) -> Iterator[ClusterStatus]:
-        """What `look` sees, every LOOK_S, until the time is over. look: is given how many seconds it may take."""
+    def looks(self, look: Callable[[float], ClusterStatus], goes_on: str) -> Iterator[ClusterStatus]:
+        """What `look` sees, every LOOK_S, until the time is over. look: is given how many seconds it may take. One that the
+        end of the time cuts short is none.
+
+        goes_on: what happens whether anybody looks or not, for DeadlineExceeded, which is raised where nothing was seen at all.
+        """
+        seen = False
         while self.left_s > 0:
-            yield self.asking(look)
+            try:
+                status = self.asking(look)
+            except DeadlineExceeded as error:
+                if seen and self.left_s <= 0:
+                    return
+                raise DeadlineExceeded(f"{goes_on} all the same, as far as is known: {error}") from error
+            seen = True
+            yield status
             self._sleep(min(LOOK_S, self.left_s))
 
 

@@ -227,7 +227,9 @@ def status(base_url: str, memory: bool, as_json: bool) -> None:
 @click.argument("name", callback=_text)
 @_http_option
 @click.option(
-    "--force", is_flag=True, help="Also the last ready server of its role, without which requests may have to wait."
+    "--force",
+    is_flag=True,
+    help="Also the last ready server of its role, though nobody else does its work and requests may have to wait.",
 )
 @click.option("--undo", is_flag=True, help="Let it take requests again.")
 @wait_options("it has nothing left", 600.0)
@@ -236,7 +238,8 @@ def drain(name: str, base_url: str, force: bool, undo: bool, wait: bool, timeout
 
     Answers move with their KV, so nothing is computed again and clients see a short pause. What a prefill or a mixed server
     has, or what no other decode server can hold, ends there. The process goes on: end it when `status` says `drained`, or
-    have it take requests again with --undo. The last ready server of its role is refused without --force.
+    have it take requests again with --undo. The last ready server of its role is refused without --force, unless ready mixed
+    servers, or a pair in place of a mixed one, do its work.
     """
     from disagg.cli.drain import run_drain
 
@@ -249,7 +252,9 @@ def drain(name: str, base_url: str, force: bool, undo: bool, wait: bool, timeout
 @click.argument("role", type=click.Choice(["prefill", "decode", "mixed"]))
 @_http_option
 @click.option(
-    "--force", is_flag=True, help="Also the last server of its role, without which requests may have to wait."
+    "--force",
+    is_flag=True,
+    help="Also the last server of its role, though nobody else does its work and requests may have to wait.",
 )
 @wait_options("it has the role", 900.0)
 def role(name: str, role: str, base_url: str, force: bool, wait: bool, timeout_s: float) -> None:

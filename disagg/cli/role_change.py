@@ -34,7 +34,7 @@ def run_role_change(base_url: str, name: str, role: str, *, force: bool, wait: b
 def wait_role(name: str, role: str, patience: Patience, look: Callable[[float], ClusterStatus]) -> int:
     """look: see `Patience.looks`."""
     said, seen, state = "", False, ""
-    for status in patience.looks(look):
+    for status in patience.looks(look, one_line(f"{name} becomes a {role} server")):
         server = status.server(name)
         if server is None:
             raise DisaggError(f"{name} is not there any more")
@@ -51,4 +51,5 @@ def wait_role(name: str, role: str, patience: Patience, look: Callable[[float], 
         if now != said:
             said = now
             result(now)
-    raise DisaggError(f"{name} is not a {role} server after {patience.timeout_s:g} s: it is {state}")
+    now = f": it is {state}" if state else ""
+    raise DisaggError(f"{name} is not a {role} server after {patience.timeout_s:g} s{now}; the change goes on")

@@ -23,9 +23,9 @@ from disagg.cli.placement import Placement, describe, place
 from disagg.cli.rundir import cannot_write, make_run_dir, pick_ports, prune_run_dirs, require_free
 from disagg.cli.supervise import Limits
 from disagg.cli.terminal import StageProgress, UnblockedStream, note, problem, unblock_streams
-from disagg.config.check import check_exposure, check_role, without_mixed_only
+from disagg.config.check import check_config, check_exposure, check_role, without_mixed_only
 from disagg.config.load import child_environ, dump_config, load_config
-from disagg.config.tree import Config, LogConfig, ServerRef, ServerRole
+from disagg.config.tree import Config, LogConfig, ProcessRole, ServerRef, ServerRole
 from disagg.messages.heads import SliceError, check_heads
 from disagg.offload.options import storage_target
 from disagg.router.names import drawn_name
@@ -75,7 +75,7 @@ class ProcessSpec(Struct, frozen=True):
     """One process of the cluster: its name, role, and the whole configuration that it is given."""
 
     name: str
-    role: str
+    role: ProcessRole
     config: Config
 
 
@@ -95,8 +95,8 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
     router = base.router
     require_free(router.host, router.http_port, "router.http_port", "--http-port")
     require_free(router.host, router.grpc_port, "router.grpc_port", "--grpc-port")
-    model_dir = _convert(base)
     processes = cluster_processes(base, options)
+    model_dir = _convert(base)
     routers, servers = processes[: options.num_routers], processes[options.num_routers :]
     _check_ranks(model_dir, servers)
     if choose_device(base.model.device) == "cuda":
@@ -112,6 +112,8 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
         files = log_files([*(spec.log for group in specs for spec in group), held.path / "up.log"], base.log)
         keep_copy(streams, files.pop("up"))
         note(f"run directory: {held.path}")
+        if idle := without_work(options):
+            note(idle)
         note(f"starting {', '.join(process.name for process in (*routers, *servers))}")
         return asyncio.run(_run([each.config for each in routers], specs, run_files, LogPump(files, _echo)))
     finally:
@@ -133,7 +135,10 @@ def keep_copy(streams: Sequence[UnblockedStream], file: Target) -> None:
 
 
 def cluster_processes(base: Config, options: UpOptions) -> tuple[ProcessSpec, ...]:
-    """The routers and their servers, with ports that stay theirs over restarts. The routers come first."""
+    """The routers and their servers, with ports that stay theirs over restarts. The routers come first.
+
+    Raises ConfigError for what one of them would refuse.
+    """
     if not options.num_mixed and not (options.num_prefill and options.num_decode):
         raise ConfigError(
             f"--prefill {options.num_prefill} --decode {options.num_decode} --mixed 0: no request could be answered; there "
@@ -167,7 +172,23 @@ def cluster_processes(base: Config, options: UpOptions) -> tuple[ProcessSpec, ..
         servers.append(process)
         refs.append(ServerRef(name=name, role=role, address=_address(process)))
     router = replace(base.router, http_port=http_port, grpc_port=grpc_port, servers=tuple(refs))
-    return *_routers(replace(base, router=router), options.num_routers, ports), *servers
+    processes = *_routers(replace(base, router=router), options.num_routers, ports), *servers
+    for process in processes:
+        check_config(process.config)
+        check_role(process.config, process.role)
+    return processes
+
+
+def without_work(options: UpOptions) -> str:
+    """What to say of servers that have no counterpart beside mixed ones, which answer alone; empty where all have work."""
+    counts = {"prefill": options.num_prefill, "decode": options.num_decode}
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        if counts[role] and not counts[other]:
+            return (
+                f"--{role} {counts[role]} --{other} 0: {role} servers have nothing to do while there are no {other} servers, "
+                "since mixed ones take whole requests; `disagg role` gives one another role"
+            )
+    return ""
 
 
 def _routers(base: Config, count: int, ports: list[int]) -> Iterator[ProcessSpec]:

@@ -10,13 +10,14 @@ Where the ranks share the experts of a model, each takes part in each step; then
 at once (scheduler/prefill_delayer), and no pass begins before every rank has a place for its plan. A leg stays on the rank it
 went to. A request that is replayed may go to another.
 
-Has the calls of an `Engine` that a server without links and tiers makes. No I/O, no clock, no torch.
+Has the calls of an `Engine` that a server without links and tiers makes. No I/O, no torch, and no clock but the one that it is
+given, which measures and decides nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
@@ -48,10 +49,15 @@ from disagg.types.ids import LegKey
 class DataParallel:
     """See the module. Workers count through all ranks: those of rank r are r * tp and the tp - 1 after it."""
 
-    def __init__(self, ranks: tuple[Engine, ...], together: Together | None) -> None:
-        """together: what they hear of each other, in lockstep; None where each goes its own pace."""
+    def __init__(
+        self, ranks: tuple[Engine, ...], together: Together | None, clock: Callable[[], float] | None = None
+    ) -> None:
+        """together: what they hear of each other, in lockstep; None where each goes its own pace. clock: that of `Now.s`, for
+        what passes take that follow each other at once; None: nothing.
+        """
         self.ranks = ranks
         self._together = together
+        self._clock = clock
         self._tp = ranks[0].core.facts.tp
         self._places: dict[LegKey, tuple[int, int]] = {}  # of legs that have not ended: the rank, and tokens to do
         self._tokens = [0] * len(ranks)
@@ -100,7 +106,8 @@ class DataParallel:
         for rank in self.ranks:
             rank.begin_passes(now)
         while self._one_pass(self._together, now):
-            pass
+            if self._clock is not None:
+                now = now._replace(s=self._clock())
         return self._of({at: rank.end_passes() for at, rank in enumerate(self.ranks)})
 
     def _one_pass(self, together: Together, now: Now) -> bool:

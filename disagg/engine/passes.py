@@ -6,7 +6,7 @@
 A pass is a plan that can be sent: one of at most two in flight (with pipeline stages, of as many), which is the overlap that
 delays rely on (what decodes goes on while prompts wait). While all are in flight there is no pass, and no prompt begins.
 When prompts wait and nothing at all is computed, passes follow each other at once, so that nobody waits for steps that never
-come.
+come: such a wait has as many passes as any, and takes as long as it takes to decide.
 
 Ranks that one process schedules (engine/data_parallel) ask before they begin: `wanted` says whether a prompt could begin,
 without that it does, and `state` what the rank says then.
@@ -42,6 +42,7 @@ class Passes:
         self._largest = LargestBatch(WINDOW_PASSES)
         self._pass: SinglePass | None = None  # that is under way
         self._pass_no = 0
+        self._held_up = False  # the delay that lasts has held up a prompt of this rank
         self._now = Now(0.0)
         self._asks = False
         self._wanted = False
@@ -89,6 +90,7 @@ class Passes:
         outcome = one.finalize(executed=plan is not None and self._has_prompts(plan))
         self._largest.add(self._pass_no, 0 if plan is None else self._prompts_begun(plan))
         self._pass_no += 1
+        self._held_up |= one.asked and not outcome.verdict.allow
         self._record(outcome)
         return plan is not None or not (outcome.verdict.allow or computing)
 
@@ -123,9 +125,11 @@ class Passes:
         verdict, delay = outcome.verdict, outcome.delay
         key = (verdict.estimate.value, verdict.allow, verdict.reason.value, outcome.executed)
         self._counters.prefill_delays[key] += 1
-        if verdict.allow and delay is not None:
+        if verdict.allow and self._held_up:
+            assert delay is not None
             self._counters.observe("prefill_delay_passes", delay.passes)
             self._counters.observe("prefill_delay_seconds", self._now.s - delay.since_s)
+            self._held_up = False
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "prompts of pass %d: %s, allow %s (%s), executed %s, after %d passes; rows %s",

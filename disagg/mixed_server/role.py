@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from disagg.engine.choices import Choices
 from disagg.engine.core import Core, Sharing
 from disagg.engine.data_parallel import DataParallel
@@ -29,10 +31,12 @@ def mixed_engine(facts: EngineFacts, gather: Gather | None = None) -> Engine:
     return Engine(core, (Prompts(core, (choices,)), choices))
 
 
-def mixed_engines(facts: EngineFacts, ranks: int, lockstep: bool) -> DataParallel:
-    """lockstep: they share the experts of the model, so that all take part in each step."""
+def mixed_engines(
+    facts: EngineFacts, ranks: int, lockstep: bool, clock: Callable[[], float] | None = None
+) -> DataParallel:
+    """lockstep: they share the experts of the model, so that all take part in each step. clock: see DataParallel."""
     together = Together(ranks) if lockstep else None
-    return DataParallel(tuple(mixed_engine(facts, together) for _ in range(ranks)), together)
+    return DataParallel(tuple(mixed_engine(facts, together) for _ in range(ranks)), together, clock)
 
 
 MIXED = ServerRole(

@@ -51,8 +51,8 @@ def server_named(view: ClusterView, name: str) -> ServerView:
 
 
 def check_drain(view: ClusterView, name: str, *, force: bool, leaving: Container[str] = ()) -> ServerView:
-    """The server, which may be told to take nothing new. force: also the last ready one of its role. leaving: servers that were
-    told to take nothing new, or to change their role, and may not have said so yet.
+    """The server, which may be told to take nothing new. force: also the last ready one of its role, where no other role does its
+    work (`_others`). leaving: servers that were told to take nothing new, or to change their role, and may not have said so yet.
 
     Raises UnknownServer, InvalidRequest, Unavailable.
     """
@@ -63,7 +63,7 @@ def check_drain(view: ClusterView, name: str, *, force: bool, leaving: Container
 
 
 def needs_change(view: ClusterView, name: str, role: Role, *, force: bool, leaving: Container[str] = ()) -> bool:
-    """False where the server is that already, or is becoming it. force: also the last one of its role. leaving: as above.
+    """False where the server is that already, or is becoming it. force, leaving: as above.
 
     Raises UnknownServer, InvalidRequest for what is refused whenever it is asked, Unavailable for what may pass.
     """
@@ -118,16 +118,22 @@ def _change(server: ServerView | None) -> RoleChange | None:
 
 
 def _others(view: ClusterView, server: ServerView, leaving: Container[str]) -> list[ServerView]:
-    """Servers that do the same work, and would go on doing it, as far as was heard lately."""
-    others = [other for other in view.of_role(server.role) if other.name != server.name and other.name not in leaving]
-    return [other for other in others if other.usable and other.fresh]
+    """Servers that do the same work, and would go on doing it, as far as was heard lately: those of its role; beside a prefill or
+    decode server also mixed ones, which take whole requests; beside a mixed one also pairs.
+    """
+    stay = [each for each in view.servers if each.name != server.name and each.name not in leaving]
+    stay = [each for each in stay if each.usable and each.fresh]
+    if server.role is Role.MIXED:
+        return [each for each in stay if each.role is Role.MIXED or any(each.fits(other) for other in stay)]
+    return [each for each in stay if each.role in (server.role, Role.MIXED)]
 
 
 def _last(view: ClusterView, server: ServerView, leaving: Container[str]) -> str:
     allowed = [str(other.name) for other in view.servers if other.usable and _others(view, other, leaving)]
     role, state = server.role.value, view.state(server)
     now = "" if state is ServerState.READY else f" ({state.value} now)"
-    alike = [other for other in view.of_role(server.role) if other.name != server.name]
+    others_role = (server.role, Role.MIXED) if server.role is not Role.MIXED else tuple(Role)
+    alike = [other for other in view.servers if other.role in others_role and other.name != server.name]
     why = [f"{other.name} was told to leave a moment ago" for other in alike if other.name in leaving]
     why += [
         f"{other.name} has been silent for {other.silent_s:.0f} s"

@@ -52,7 +52,7 @@ class Delay(Struct, frozen=True):
 
 
 class Estimate(enum.Enum):
-    """Which ranks could run prompts."""
+    """On which ranks prompts could begin."""
 
     ALL = "all"
     MIXED = "mixed"
@@ -142,7 +142,9 @@ class Together:
 
 
 class Outcome(Struct, frozen=True):
-    """Of one pass. delay: what there was before the verdict; executed: prompts ran."""
+    """Of one pass. delay: what there was before the verdict; executed: prompts ran here, also such as had begun before and go on
+    whatever the verdict is.
+    """
 
     verdict: Verdict
     states: tuple[RankState, ...]
@@ -181,11 +183,13 @@ class SinglePass:
         self._delayer = delayer
         self._state = state
         self._now_s = now_s
+        self.asked = False  # a prompt could run here
         self._before = delayer.delay
         self._said: tuple[Verdict, tuple[RankState, ...]] | None = None
 
     def may_prefill(self) -> bool:
         """Somebody could run a prompt now."""
+        self.asked = True
         return self._negotiated(prefillable=True)[0].allow
 
     def finalize(self, *, executed: bool) -> Outcome:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -232,7 +233,7 @@ class Bringup:
             return self.role.engine(facts)
         shared = "experts are shared, and all step together" if lockstep else "each steps by itself"
         logger.info("%d data-parallel ranks, each with a KV pool of its own: %s", dp, shared)
-        return data_parallel(facts, dp, lockstep)
+        return data_parallel(facts, dp, lockstep, time.monotonic)
 
     async def _load(self, workers: Workers, inspected: InspectedModel, dtype: str) -> Loaded:
         """What rank 0 says of the model; the others say the same."""

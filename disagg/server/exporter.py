@@ -30,7 +30,9 @@ class Exporter:
         self.metrics = metrics
         self._seen: dict[str, float] = {}
         self._steps_after_abort = Gauge(
-            "disagg_steps_after_abort", "Most steps in which an aborted leg was still computed", registry=registry
+            "disagg_steps_after_abort",
+            "Most steps in which an aborted leg was still computed; at most 2, or server.pp if that is more",
+            registry=registry,
         )
 
     def export(

@@ -18,9 +18,8 @@ class ServerRole(Struct, frozen=True):
     receives: bool  # KV lands in an arena of each rank, from servers that it dials
     sends: bool  # KV leaves through gather buffers of each rank, to servers that dial it
     small_steps: bool  # most of its steps compute one token of each sequence
-    data_parallel: Callable[[EngineFacts, int, bool], DataParallel] | None = (
-        None  # so many ranks, and whether in lockstep
-    )
+    # So many ranks, whether in lockstep, and the clock that events have their times from.
+    data_parallel: Callable[[EngineFacts, int, bool, Callable[[], float]], DataParallel] | None = None
     hands_over: bool = False  # what goes on here can be stopped and sent to another server
     slots_beside: int = 0  # for choices, beside one for each of the `engine.max_running` sequences
 

@@ -128,19 +128,19 @@ class EngineMetrics:
 
         self.prefill_delay_passes = Histogram(
             "disagg_prefill_delay_passes",
-            "Passes that prompts of a mixed server had waited for when a delay ended",
+            "Passes of a delay that ended, of each rank of a mixed server whose prompts it held up",
             buckets=DELAY_PASSES,
             registry=registry,
         )
         self.prefill_delay_seconds = Histogram(
             "disagg_prefill_delay_seconds",
-            "How long prompts of a mixed server had waited when a delay ended",
+            "How long a delay lasted that ended, of each rank of a mixed server whose prompts it held up",
             buckets=WAIT_SECONDS,
             registry=registry,
         )
         self.prefill_delay_outcomes = Counter(
             "disagg_prefill_delay_outcomes",
-            "Passes of a mixed server, by which ranks could run prompts, whether they might and why, and whether this one did",
+            "Passes of a mixed server, by where prompts could begin, if they might and why, and if this rank computed any",
             ["estimate", "allow", "reason", "executed"],
             registry=registry,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -95,11 +96,11 @@ class FakeEndpoint:
 
 
 @contextlib.contextmanager
-def fake_endpoint(script: Script) -> Iterator[FakeEndpoint]:
+def fake_endpoint(script: Script, tls: ssl.SSLContext | None = None) -> Iterator[FakeEndpoint]:
     fake = FakeEndpoint(script)
     loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(asyncio.start_server(fake._serve, "127.0.0.1", 0))
-    fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server = loop.run_until_complete(asyncio.start_server(fake._serve, "127.0.0.1", 0, ssl=tls))
+    fake.url = f"http{'s' if tls else ''}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.bench.plan import run
+from disagg.bench.plan import run, show
 from disagg.bench.plan.cluster import Asked, Caches
 from disagg.bench.plan.costs import Handoff, Measured, ServerFacts, StepCost, parse_step, parse_time
 from disagg.bench.plan.report import RouterRates, overheads
@@ -234,6 +234,33 @@ def test_the_command_prints_what_scripts_read_and_draws_a_plot(tmp_path: Path) -
     assert not found["times"]["assumed"] and plot.read_text().startswith("<svg")
     shown = CliRunner().invoke(cli, arguments[:-3])
     assert shown.exit_code == 0 and "recommended" in shown.stdout and "goodput" in shown.stdout
+
+
+def test_a_pool_that_is_always_in_a_step_is_not_shown_as_full_where_it_could_take_many_times_as_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(show, "FILE_COLUMNS", 200)
+    path = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 250 * n, "input_length": 50, "output_length": 100} for n in range(60)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = [
+        "plan",
+        "--trace",
+        str(path),
+        "--slo",
+        "ttft=100ms,itl=200ms",
+        *STEPS,
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+    ]
+    found = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).stdout)
+    assert found["utilization"]["decode"]["busy"] > 0.9
+    assert found["goodput_requests_per_s"] > 5 * found["trace"]["requests_per_s"]
+    shown = CliRunner().invoke(cli, arguments).stdout
+    assert "busy" not in shown and "in steps" in shown.splitlines()[3]
+    assert "so 100% does not say that they are full" in shown
 
 
 def planned(tmp_path: Path, *flags: str, requests: int = 60) -> tuple[int, dict[str, object], str]:

@@ -8,17 +8,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
+from disagg.auth.tls import open_certificates
 from disagg.bench.serve.figures import Answered
 from disagg.bench.serve.load import Load, OfferedLoad, Prompts
 from disagg.bench.serve.target import Answer, Form, Target
 from disagg.bench.serve.workload import Conversation, Part, Turn
 from disagg.cli.main import cli
+from tests.auth.certs import Authority
 from tests.bench.fake_endpoint import (
     CLOSE,
     HANG,
@@ -97,6 +101,34 @@ def test_each_failure_is_counted_with_its_cause_and_the_others_are_measured(tmp_
     assert (found["completed"], found["failed"], found["unfinished"]) == (4, 11, 0)
     assert len(fake.bodies) == 16, "on a kept connection that closes before it says anything, one was sent again"
     assert "failed 1 times: status 429" in done.output and "too many" in done.output
+
+
+def test_an_endpoint_of_tls_is_measured_by_who_trusts_its_authority_and_named_to_others(tmp_path: Path) -> None:
+    files = Authority().write(tmp_path / "tls")
+    certificates = open_certificates(files)
+    assert certificates is not None
+    with fake_endpoint(lambda number, body: answer(body), certificates.value.context) as fake:
+        done = bench(fake, *SHORT, "--requests", "2", "--ca", files.ca)
+        assert done.exit_code == 0 and "2 requests completed" in done.output, done.output
+        for more in ((), ("--model", "fake"), ("--ca", Authority().write(tmp_path / "other").ca)):
+            refused = bench(fake, *SHORT, "--requests", "2", *more)
+            assert refused.exit_code == 1 and "--ca FILE must name who signed it" in refused.output
+        none = bench(fake, *SHORT, "--ca", str(tmp_path / "none.pem"))
+        assert none.exit_code == 2 and "none.pem has no certificates" in none.output
+
+
+def test_every_command_that_asks_a_router_over_tls_can_be_told_whom_to_trust() -> None:
+    def leaves(command: click.Command) -> Iterator[click.Command]:
+        if isinstance(command, click.Group):
+            for each in command.commands.values():
+                yield from leaves(each)
+        else:
+            yield command
+
+    asks = {"--http", "--grpc", "--url"}
+    for command in leaves(cli):
+        flags = {flag for each in command.params for flag in each.opts}
+        assert not flags & asks or "--ca" in flags, command.name
 
 
 def test_files_of_results_are_whole_or_as_they_were(tmp_path: Path) -> None:

@@ -99,6 +99,48 @@ def test_an_answer_in_a_coding_that_would_grow_is_not_unpacked() -> None:
         ask(url, "/status")
 
 
+@pytest.mark.parametrize(
+    "url", ["ftp://127.0.0.1", "127.0.0.1:8000", "localhost", "http://", "http://x:y", "http://x/?a=b", ""]
+)
+@pytest.mark.parametrize(
+    "command",
+    [("status",), ("drain", "d0"), ("role", "d0", "prefill"), ("debug", "dump"), ("plan", "--slo", "ttft=1s")],
+)
+def test_what_is_no_url_is_refused_and_what_one_looks_like_is_said(command: tuple[str, ...], url: str) -> None:
+    trace = ("--trace", "none") if command[0] == "plan" else ()
+    result, _ = run(*command, *trace, "--http", url)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: --http '{url}': ") and line.endswith("; it must be like http://127.0.0.1:8000")
+
+
+@pytest.mark.parametrize("url", ["http://x", "HTTPS://x:1/", "http://[::1]:8000/below"])
+def test_what_is_a_url_is_asked(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_within", lambda question, allowed: asking._Heard(200, "", "", question.url.encode()))
+    assert ask(url, "/status").content.decode() == f"{url.rstrip('/')}/status"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            b'{"error": {"message": "server d0 is\\nthe last", "type": "t", "param": null, "code": null}}',
+            r"server d0 is\nthe last",
+        ),
+        (b'{"error": "x"}', '{"error": "x"}'),
+        (b"<html>\xff", "<html>\N{REPLACEMENT CHARACTER}"),
+        (b"[" * 10_000, "[" * 300 + "... (9700 more characters)"),
+        (b'{"error": {"message": "%s"}}' % (b"x" * 10_000), "x" * 300 + "... (9700 more characters)"),
+    ],
+)
+def test_of_a_routers_error_its_message_is_shown_and_of_others_what_they_say(body: bytes, said: str) -> None:
+    refusal = b"HTTP/1.1 400 No\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    with port_that(lambda connection, _: connection.sendall(refusal)) as url:
+        result, _ = run("drain", "d0", "--http", url)
+    assert result.exit_code == 1
+    assert result.stderr == f"error: {url}/servers/d0/drain answered 400: {said}\n"
+
+
 def run(*args: str) -> tuple[Result, float]:
     begin_s = time.monotonic()
     return CliRunner().invoke(cli, args), time.monotonic() - begin_s
@@ -122,6 +164,8 @@ def test_timeout_is_the_longest_time_of_a_command(command: tuple[str, ...], drip
     (line,) = result.stderr.splitlines()
     assert "no whole answer within" in line and line.endswith("; --timeout is 1 s")
     assert ("it may be done all the same" in line) == (drip == "at once")
+    goes_on = "d0 drains all the same" if command[0] == "drain" else "d0 becomes a prefill server all the same"
+    assert line.startswith(f"error: {goes_on}, as far as is known: {url}/status: ") == (drip == "later")
 
 
 def test_a_wait_says_what_is_left_when_its_time_is_over() -> None:

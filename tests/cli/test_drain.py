@@ -52,6 +52,8 @@ def test_a_server_that_is_gone_has_nothing_left() -> None:
 def test_a_wait_ends_at_its_deadline() -> None:
     with pytest.raises(DisaggError, match=r"d0 is not empty after 1 s: 3 running, 2 waiting$"):
         waited(iter([says("draining", 3, 2)] * 10), timeout_s=1.0)
+    with pytest.raises(DisaggError, match=r"^d0 drains; 0 s were over before anything was seen of that$"):
+        waited(iter([]), timeout_s=0.0)
 
 
 def test_a_server_that_does_not_answer_is_said_to_be_silent_and_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from disagg.cli.answers import ClusterStatus
 from disagg.cli.looks import Patience
 from disagg.cli.role_change import wait_role
-from disagg.types.errors import DisaggError
+from disagg.types.errors import DeadlineExceeded, DisaggError
 from disagg.types.status import DONE
 from tests.cli.routers import status_of
 
@@ -63,5 +63,29 @@ def test_a_change_that_does_not_come_about_says_why() -> None:
 
 
 def test_a_wait_ends_at_its_deadline() -> None:
-    with pytest.raises(DisaggError, match="d0 is not a prefill server after 1 s: it is draining"):
+    with pytest.raises(DisaggError, match=r"d0 is not a prefill server after 1 s: it is draining; the change goes on$"):
         waited([says("decode", "draining", "prefill")] * 10, timeout_s=1.0)
+
+
+def test_a_look_that_the_deadline_cuts_short_is_none_and_what_was_seen_before_is_said() -> None:
+    now_s, draining = 0.0, status_of(says("decode", "draining", "prefill"))
+
+    def look(within_s: float) -> ClusterStatus:
+        nonlocal now_s
+        if now_s == 0.0:
+            now_s += 0.9
+            return draining
+        now_s += within_s
+        raise DeadlineExceeded(f"no whole answer within {within_s:.3g} s")
+
+    def waited_for(timeout_s: float) -> int:
+        return wait_role("d0", "prefill", Patience(timeout_s, lambda: now_s, lambda seconds: None), look)
+
+    with pytest.raises(
+        DisaggError, match=r"^d0 is not a prefill server after 1 s: it is draining; the change goes on$"
+    ):
+        waited_for(1.0)
+    with pytest.raises(DisaggError, match=r"^d0 is not a prefill server after 0 s; the change goes on$"):
+        waited_for(0.0)
+    with pytest.raises(DeadlineExceeded, match=r"^d0 becomes a prefill server all the same, .*; --timeout is 1 s$"):
+        waited_for(1.0)

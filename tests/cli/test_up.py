@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from disagg.cli.announce import Seen, credentials_for, reachable, server_pids, server_states, serves
 from disagg.cli.rundir import PORTS
-from disagg.cli.up import UpOptions, cluster_processes
+from disagg.cli.up import UpOptions, cluster_processes, without_work
 from disagg.config.load import dump_config, load_config
-from disagg.config.tree import AuthConfig, Config, EngineConfig, RouterConfig, ServerConfig
+from disagg.config.tree import AuthConfig, Config, EngineConfig, OffloadConfig, RouterConfig, ServerConfig
 from disagg.types.errors import ConfigError
 
 ONE_OF_EACH = UpOptions(num_prefill=1, num_decode=1)
@@ -151,6 +152,51 @@ def test_pipeline_stages_are_those_of_mixed_servers_alone() -> None:
 def test_what_is_said_of_servers_that_there_are_none_of_is_refused(flag: str, options: UpOptions) -> None:
     with pytest.raises(ConfigError, match=f"^{flag}: there are no "):
         cluster_processes(Config(), options)
+
+
+MIXED_ALONE = UpOptions(num_prefill=0, num_decode=0, num_mixed=1)
+
+
+@pytest.mark.parametrize(
+    ("said", "options", "offload"),
+    [
+        (r"server\.dp = 2 and server\.pp = 2", replace(MIXED_ALONE, mixed_dp=2, mixed_pp=2), False),
+        (r"offload\.enabled = true and server\.dp = 2", replace(MIXED_ALONE, mixed_dp=2), True),
+        (r"offload\.enabled = true and server\.pp = 2", replace(MIXED_ALONE, mixed_pp=2), True),
+        (r"offload\.enabled = true and server\.pp = 2", replace(ONE_OF_EACH, num_mixed=1, mixed_pp=2), True),
+    ],
+)
+def test_what_a_server_would_refuse_is_refused_in_the_same_words_before_anything_starts(
+    said: str, options: UpOptions, offload: bool, tmp_path: Path
+) -> None:
+    base = Config(offload=OffloadConfig(enabled=offload))
+    with pytest.raises(ConfigError, match=f"^{said}: ") as refused:
+        cluster_processes(base, options)
+    file = tmp_path / "mixed-0.toml"
+    ranks = ServerConfig(dp=options.mixed_dp or 1, pp=options.mixed_pp or 1)
+    file.write_text(dump_config(replace(base, server=ranks)))
+    with pytest.raises(ConfigError) as by_server:
+        load_config(file, {}, {})
+    assert str(by_server.value) == str(refused.value)
+
+
+@pytest.mark.parametrize(("role", "other"), [("prefill", "decode"), ("decode", "prefill")])
+def test_servers_without_counterpart_beside_mixed_ones_are_started_and_said_to_have_nothing_to_do(
+    role: str, other: str
+) -> None:
+    counts = {f"num_{role}": 2, f"num_{other}": 0}
+    options = UpOptions(**counts, num_mixed=1)
+    assert [process.name for process in cluster_processes(Config(), options)] == [
+        "router",
+        f"{role}-0",
+        f"{role}-1",
+        "mixed-0",
+    ]
+    said = without_work(options)
+    assert said.startswith(f"--{role} 2 --{other} 0: {role} servers have nothing to do while there are no {other} ")
+    assert "\n" not in said and "`disagg role`" in said
+    for all_work in (MIXED_ALONE, ONE_OF_EACH, replace(ONE_OF_EACH, num_mixed=1)):
+        assert without_work(all_work) == ""
 
 
 def test_up_asks_its_router_with_an_operators_key_if_there_is_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, deque
 
@@ -262,13 +263,48 @@ def test_a_prompt_that_waited_for_the_other_rank_is_recorded_with_its_passes_and
         ranks.step()
     for rank, engine in enumerate(ranks.engine.ranks):
         waits = {name: value for name, value in engine.counters.observations if name.startswith("prefill_delay")}
-        assert waits["prefill_delay_passes"] == 5 and waits["prefill_delay_seconds"] > 0
+        if rank == at:
+            assert waits["prefill_delay_passes"] == 5 and waits["prefill_delay_seconds"] > 0
+        else:
+            assert not waits, "none of its prompts has waited"
         assert (
             engine.counters.prefill_delays["mixed", False, "delay", False]
             + engine.counters.prefill_delays["mixed", False, "delay", True]
             == 5
         )
         assert engine.counters.prefill_delays["mixed", True, "wait_timeout", rank == at] == 1
+
+
+def test_a_prompt_that_is_alone_on_idle_ranks_waits_by_a_real_clock_and_is_counted_once() -> None:
+    """Nobody decodes, so its passes follow each other at once: all of them at one moment, by the clock of events."""
+    ticks = itertools.count(1)
+    ranks = Ranks(2, lockstep=True, prefill_delay_passes=6)
+    ranks.engine = mixed_engines(ranks.facts, 2, True, lambda: next(ticks) / 1000)
+    at = ranks.start(leg("alone", 8, 3))
+    assert ranks.plans[at][0].runs
+    waits = [engine.counters.observations for engine in ranks.engine.ranks]
+    passes, seconds = (each for each in waits[at] if each[0].startswith("prefill_delay"))
+    assert passes == ("prefill_delay_passes", 5)
+    assert seconds == ("prefill_delay_seconds", pytest.approx(0.005)), "five passes of a millisecond"
+    assert not any(name.startswith("prefill_delay") for name, _ in waits[1 - at]), "it has had no prompt"
+    ranks.until_idle()
+    assert ranks.ended == {"alone": Outcome.DONE}
+
+
+def test_later_chunks_are_executed_though_no_prompt_could_begin_or_another_one_waits() -> None:
+    """As docs/operations.md says of disagg_prefill_delay_outcomes_total."""
+    ranks = Ranks(2, lockstep=True, prefill_delay_passes=6)
+    at = ranks.start(leg("long", 640, 3))
+    for _ in range(3):
+        ranks.step()
+    outcomes = ranks.engine.ranks[at].counters.prefill_delays
+    assert outcomes["none", True, "none", True] == 4, "chunks 2 to 5"
+    assert ranks.start(leg("waits", 8, 3, first_token=9000)) != at
+    for _ in range(3):
+        ranks.step()
+    assert outcomes["mixed", False, "delay", True] == 3
+    ranks.until_idle()
+    assert set(ranks.ended.values()) == {Outcome.DONE}
 
 
 def test_an_idle_group_has_no_passes() -> None:

@@ -159,6 +159,19 @@ def test_a_prompt_that_is_alone_has_a_chunk_in_every_stage() -> None:
     assert staged.most_plans_of_one == 3 and staged.ended == [Outcome.DONE]
 
 
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_an_aborted_leg_is_computed_in_as_many_steps_as_were_under_way(pp: int) -> None:
+    staged = Staged(facts(num_large=400, max_model_len=400, chunk_tokens=16, pp=pp), random.Random(3))
+    leg = start("long", 300, 1, replace(PARAMS, max_tokens=3, ignore_eos=True))
+    staged.start(leg)
+    assert len(staged.engine.pipeline.in_flight) == plans_in_flight(pp)
+    staged.abort(leg)
+    while staged.turn():
+        pass
+    counted = staged.engine.counters.max_steps_after_abort
+    assert counted == max(2, pp), "what operators are told of disagg_steps_after_abort"
+
+
 def test_bubbles_and_computing_are_counted_by_stage() -> None:
     staged = Staged(facts(num_large=40, max_model_len=60, pp=2), random.Random(1))
     staged.start(start("alone", 6, 1, replace(PARAMS, max_tokens=9, ignore_eos=True)))

@@ -76,6 +76,26 @@ def test_operations_lists_every_way_in_which_a_leg_ends() -> None:
     assert set(re.findall(r"`([a-z_]+)`", row)) == {"disagg_legs_total", "outcome", *Outcome}
 
 
+def test_operations_says_how_many_steps_a_leg_may_be_computed_in_after_its_abort() -> None:
+    """As tests/engine/test_stages counts them."""
+    assert row_of("disagg_steps_after_abort").endswith(
+        ": at most those that were under way, which are 2, or `server.pp` if that is more |"
+    )
+
+
+def test_operations_says_that_chunks_of_prompts_that_have_begun_ask_nobody() -> None:
+    """As tests/engine/test_data_parallel counts them."""
+    row = row_of("disagg_prefill_delay_outcomes_total")
+    assert "on which ranks prompts could begin (" in row
+    assert "later chunks of one that is alone are `none`, `true`, `none`, `true`" in row
+    assert "those beside one that waits have `allow` `false` and `executed` `true`" in row
+
+
+def row_of(metric: str) -> str:
+    [row] = [line for line in OPERATIONS.splitlines() if line.startswith(f"| `{metric}` |")]
+    return row
+
+
 def test_the_readme_lists_the_families_that_are_served() -> None:
     paragraph = README.partition("(`model_type` in `config.json`):")[2].split("\n\n")[1]
     assert set(re.findall(r"`([\w-]+)`", paragraph)) == FAMILIES

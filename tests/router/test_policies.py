@@ -65,6 +65,12 @@ def test_a_server_never_heard_is_loading_and_a_lost_one_is_dead() -> None:
     assert [view.state(s) for s in view.servers] == [ServerState.LOADING, ServerState.DEAD]
 
 
+def test_a_server_without_counterpart_has_nothing_to_do_beside_a_mixed_one_however_busy_that_is() -> None:
+    """As `disagg up` says of such clusters (cli/up.without_work)."""
+    mixed = server("m", Role.MIXED, running=90, outstanding_prompt_tokens=10**6)
+    assert pick(p("p0"), mixed) == pick(d("d0"), mixed) == ("m", "m")
+
+
 def test_the_less_loaded_servers_are_taken() -> None:
     servers = (p("p0", outstanding_prompt_tokens=50), p("p1"), d("d0", running=3), d("d1", outstanding_choices=2))
     assert pick(*servers) == ("p1", "d1")

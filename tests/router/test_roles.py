@@ -17,7 +17,7 @@ from disagg.types.errors import InvalidRequest, Unavailable, UnknownServer
 from disagg.types.ids import Role
 from tests.router.conftest import Cluster
 from tests.router.fake_server import answer, decode, prefill
-from tests.router.test_policies import d, p
+from tests.router.test_policies import d, p, server
 
 
 def with_change(server: ServerView, **said: object) -> ServerView:
@@ -60,6 +60,28 @@ def test_the_last_ready_server_of_its_role_drains_only_by_force() -> None:
     for unheard in (d("d1", connected=False, error="refused"), d("d1", lost=True, error="refused")):
         with pytest.raises(Unavailable, match="d1 is not heard now: refused"):
             check_drain(ClusterView((*POOLS[:2], unheard)), "d1", force=True)
+
+
+def test_the_last_of_its_role_may_leave_where_mixed_servers_or_in_their_place_a_pair_do_its_work() -> None:
+    m0, m1 = (with_change(server(name, Role.MIXED)) for name in ("m0", "m1"))
+    p0, d0, _ = POOLS
+    beside = ClusterView((p0, d0, m0))
+    for name, wanted in (("p0", Role.DECODE), ("d0", Role.PREFILL), ("m0", Role.DECODE)):
+        assert check_drain(beside, name, force=False).name == name
+        assert needs_change(beside, name, wanted, force=False)
+    for gone in ("p0", "d0"):  # then the mixed one has everything
+        with pytest.raises(InvalidRequest, match=f"m0 is the last mixed server.*; {gone} was told to leave a moment"):
+            check_drain(beside, "m0", force=False, leaving={gone})
+        with pytest.raises(InvalidRequest, match=f"{gone} is the last .* server.*; m0 was told to leave a moment ago"):
+            needs_change(beside, gone, Role.MIXED, force=False, leaving={"m0"})
+    unready = (with_change(server("m0", Role.MIXED, state)) for state in (ServerState.LOADING, ServerState.DRAINING))
+    for other in (*unready, replace(m0, fresh=False, silent_s=2.0), replace(m0, lost=True)):
+        with pytest.raises(InvalidRequest, match="d0 is the last decode server that is ready"):
+            check_drain(ClusterView((p0, d0, other)), "d0", force=False)
+    no_pair = with_change(d("d0", fingerprint="other"))
+    with pytest.raises(InvalidRequest, match="m0 is the last mixed server that is ready"):
+        check_drain(ClusterView((p0, no_pair, m0)), "m0", force=False)
+    assert check_drain(ClusterView((m0, m1)), "m0", force=False).name == "m0"
 
 
 def test_a_server_that_was_told_to_leave_or_is_silent_is_no_other_that_goes_on() -> None:

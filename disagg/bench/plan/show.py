@@ -13,6 +13,10 @@ from disagg.bench.progress import PacedProgress
 from disagg.bench.serve.goodput import Slo
 
 FILE_COLUMNS = 120
+IN_STEPS = (
+    "in steps: share of the time in which a pool's servers compute one; whoever decodes anything always does, so 100% does not "
+    "say that they are full"
+)
 
 
 class Progress(PacedProgress):
@@ -51,22 +55,23 @@ def show_plan(kept: Mapping[str, Any], slo: Slo) -> None:
         is_best = recommended == "mixed" and each.get("within") and each["gpus"] == kept["mixed"]["gpus"]
         rows.append(("recommended" if is_best and "mixed" in each else "", each))
     console.print(_clusters(rows))
+    console.print(IN_STEPS, markup=False)
     _say_chosen(console, kept)
 
 
 def _clusters(rows: list[tuple[str, Mapping[str, Any]]]) -> Table:
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("")
-    for name in ("servers", "GPUs", "TTFT ms p50", "p99", "ITL ms p50", "p99", "good 1/s", "busy"):
+    for name in ("servers", "GPUs", "TTFT ms p50", "p99", "ITL ms p50", "p99", "good 1/s", "in steps"):
         table.add_column(name, justify="left" if name == "servers" else "right")
     for word, each in rows:
         if "ttft_s" not in each:
             over = ", ".join(f"{name} {_ms(found)}" for name, found in each["over"].items())
             table.add_row(word, _servers(each), str(each["gpus"]), f"not within: {over}")
             continue
-        busy = ", ".join(f"{name} {use['busy']:.0%}" for name, use in each["utilization"].items())
+        in_steps = ", ".join(f"{name} {use['busy']:.0%}" for name, use in each["utilization"].items())
         times = [_ms(each[name][share]) for name in ("ttft_s", "itl_s") for share in ("p50", "p99")]
-        table.add_row(word, _servers(each), str(each["gpus"]), *times, f"{each['good_requests_per_s']:.3g}", busy)
+        table.add_row(word, _servers(each), str(each["gpus"]), *times, f"{each['good_requests_per_s']:.3g}", in_steps)
     return table
 
 

@@ -47,7 +47,9 @@ class Cluster(Struct, frozen=True, order=True):
 
 
 class PoolUse(Struct, frozen=True):
-    """Of the servers of a pool: share of the time in which they compute, of all and of the busiest, and steps."""
+    """Of the servers of a pool: share of the time in which they compute steps, of all and of the busiest, and steps. One that
+    decodes anything always computes one: this is no share of what they could take.
+    """
 
     busy: float
     busiest: float

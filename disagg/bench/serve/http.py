@@ -11,11 +11,13 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
 
+from disagg.auth.tls import trusting
 from disagg.types.errors import ConfigError
 
 CONNECT_S = 10.0
@@ -34,7 +36,8 @@ class ExchangeLost(Exception):
 class Origin:
     """Scheme, host, port and path of a URL such as http://127.0.0.1:8000 or https://host/v1. Raises ConfigError."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, ca: Path | None = None) -> None:
+        """ca: see `trusting`."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
@@ -43,7 +46,7 @@ class Origin:
         fits = url.isascii() and url.isprintable() and " " not in url and not parts.query and not parts.fragment
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None or not fits:
             raise ConfigError(f"--url {url}: it must be like http://127.0.0.1:8000")
-        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self.tls = trusting(ca) if parts.scheme == "https" else None
         self.host = parts.hostname
         self.port = port or (443 if self.tls else 80)
         self.authority = parts.netloc
@@ -226,6 +229,9 @@ class Client:
                 _, connection = await loop.create_connection(Connection, origin.host, origin.port, ssl=origin.tls)
         except TimeoutError as error:
             raise ExchangeLost(f"no connection in {CONNECT_S:g} s") from error
+        except ssl.SSLCertVerificationError as error:
+            said = f"its certificate is not taken ({error.verify_message})"
+            raise ExchangeLost(f"no connection: {said}; --ca FILE must name who signed it") from error
         except OSError as error:  # of TLS, too
             raise ExchangeLost(f"no connection: {error.strerror or error}") from error
         return connection

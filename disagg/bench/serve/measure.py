@@ -44,6 +44,7 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
     url: str
     model: str
     api_key: str
+    ca: Path | None  # whose certificates are trusted; None: those that this machine trusts
     rate: float | None
     concurrency: int | None
     burstiness: float
@@ -203,7 +204,7 @@ class _Bench:
         self._say = say
         self._ids = _token_range(options.token_ids)
         self._wished = Form("", None, options.ignore_eos, options.temperature, _extra(options.extra_body))
-        self._client = Client(Origin(options.url), options.api_key)
+        self._client = Client(Origin(options.url, options.ca), options.api_key)
         self._target = Target(self._client, options.timeout_s)
         self._ratio = 1.0
         self._form = self._wished
