@@ -37,19 +37,19 @@
 
 {{/* (root, role): what finds the pods of a role, and never changes. */}}
 {{- define "disagg.selector" -}}
-app.kubernetes.io/name: {{ include "disagg.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "disagg.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 disagg/role: {{ .role }}
 {{- end }}
 
 {{/* Of everything. */}}
 {{- define "disagg.commonLabels" -}}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
-app.kubernetes.io/name: {{ include "disagg.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | quote }}
+app.kubernetes.io/name: {{ include "disagg.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: disagg
-app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 {{- end }}
 
 {{/* (root, role) */}}

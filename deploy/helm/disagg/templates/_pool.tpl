@@ -45,11 +45,11 @@ podAffinity:
 
 {{/* Both roles: the first pod of all may be anywhere. */}}
 {{- define "disagg.pairTerm" -}}
-topologyKey: {{ .root.Values.pairs.topologyKey }}
+topologyKey: {{ .root.Values.pairs.topologyKey | quote }}
 labelSelector:
   matchLabels:
-    app.kubernetes.io/name: {{ include "disagg.name" .root }}
-    app.kubernetes.io/instance: {{ .root.Release.Name }}
+    app.kubernetes.io/name: {{ include "disagg.name" .root | quote }}
+    app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
   matchExpressions:
     - {key: disagg/role, operator: In, values: [prefill, decode]}
 {{- end }}

@@ -38,10 +38,10 @@
 {{- with include "disagg.tlsSecret" . }}
 - name: tls
   secret:
-    secretName: {{ . }}
+    secretName: {{ . | quote }}
     defaultMode: 288
     {{- with $.only }}
-    items: [{key: {{ . }}, path: {{ . }}}]
+    items: [{key: {{ . | quote }}, path: {{ . | quote }}}]
     {{- end }}
 {{- end }}
 {{- end }}
