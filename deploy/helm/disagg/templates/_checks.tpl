@@ -53,6 +53,14 @@
 {{- if and (hasPrefix "file:" .Values.storage.url) (not .Values.storage.pvc.claimName) -}}
 {{- fail "storage.url: a directory in a pod is lost with it, and no other pod sees it: name a volume in storage.pvc.claimName" -}}
 {{- end -}}
+{{- range $path, $size := dict "offload.hostMemory" .Values.offload.hostMemory "storage.budget" .Values.storage.budget -}}
+{{- if and (kindIs "string" $size) $size -}}
+{{- $number := include "disagg.sizeBytes" $size | float64 -}}
+{{- if or (ne (floor $number) $number) (lt $number 1.0) -}}
+{{- fail (printf "%s is %s: it must come to whole bytes, and more than none" $path $size) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- include "disagg.checkSecrets" . -}}
 {{- if and .Values.auth.operators (not (or .Values.auth.apiKeys.secretName .Values.auth.jwks.secretName)) -}}
 {{- fail "auth.operators: tenants are told by keys or tokens, and none are asked for: see auth.apiKeys and auth.jwks" -}}

@@ -29,6 +29,9 @@
 {{- if or (has $each.name $taken) (has (upper $each.name) $known.environment) -}}
 {{- fail (printf "%s: %s is the chart's: it sets it, or has a value for it, or checks it in config" $at $each.name) -}}
 {{- end -}}
+{{- if hasPrefix "DISAGG__" $each.name -}}
+{{- include "disagg.checkSetting" (dict "known" $known "role" $.role "at" $at "each" $each) -}}
+{{- end -}}
 {{- if has $each.name $names -}}
 {{- fail (printf "%s: %s is there twice" $at $each.name) -}}
 {{- end -}}
@@ -36,6 +39,21 @@
 {{- if and (hasKey $each "value") (hasKey $each "valueFrom") -}}
 {{- fail (printf "%s: %s has both value and valueFrom; give one of the two" $at $each.name) -}}
 {{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* A variable that is a setting. Settings have their place in config, where the schema sees them; a variable may be one that only
+the pod knows. (known, role, at, each) */}}
+{{- define "disagg.checkSetting" -}}
+{{- $path := get .known.variables (upper .each.name) -}}
+{{- if not $path -}}
+{{- fail (printf "%s: %s: there is no such setting, and the process would not start; settings belong in config or %s.config" .at .each.name .role) -}}
+{{- end -}}
+{{- if and (has $path .known.mixedOnly) (ne .role "mixed") -}}
+{{- fail (printf "%s: %s: only mixed servers have the setting %s; say mixed.config.%s" .at .each.name $path $path) -}}
+{{- end -}}
+{{- if not (or .each.valueFrom (contains "$(" (get .each "value" | default ""))) -}}
+{{- fail (printf "%s: %s: say %s.config.%s (or config.%s for all), which is checked before anything starts; a variable may only have valueFrom, or $(VARIABLE) in its value" .at .each.name .role $path $path) -}}
 {{- end -}}
 {{- end }}
 
