@@ -15,6 +15,7 @@
 {{- end -}}
 {{- include "disagg.checkEnv" . -}}
 {{- include "disagg.checkTolerations" . -}}
+{{- include "disagg.checkSelectors" (dict "at" (printf "%s.affinity" .role) "value" .own.affinity) -}}
 {{- end }}
 
 {{- define "disagg.checkEnv" -}}
@@ -38,6 +39,9 @@
 {{- $names = append $names $each.name -}}
 {{- if and (hasKey $each "value") (hasKey $each "valueFrom") -}}
 {{- fail (printf "%s: %s has both value and valueFrom; give one of the two" $at $each.name) -}}
+{{- end -}}
+{{- if and (hasKey $each "valueFrom") (ne (len $each.valueFrom) 1) -}}
+{{- fail (printf "%s.valueFrom: %s has %d sources; it needs one of secretKeyRef, configMapKeyRef, fieldRef and resourceFieldRef" $at $each.name (len $each.valueFrom)) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
@@ -64,6 +68,9 @@ the pod knows. (known, role, at, each) */}}
 {{- end -}}
 {{- if and (eq (toString $each.operator) "Exists") $each.value -}}
 {{- fail (printf "%s.tolerations[%d]: operator Exists with the value %s: it takes every value; leave it out, or say Equal" $.role $i $each.value) -}}
+{{- end -}}
+{{- if and (hasKey $each "tolerationSeconds") (ne (toString $each.effect) "NoExecute") -}}
+{{- fail (printf "%s.tolerations[%d]: tolerationSeconds without effect NoExecute: only that ends pods after a time" $.role $i) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
