@@ -48,8 +48,12 @@ def takes(values: dict[str, Any], at: Place, word: str) -> bool:
 
 
 def full_of(word: str, values: dict[str, Any]) -> list[Place]:
-    """The places that take this word, and the plain one. Settings have a test of their own, and names of variables differ."""
-    free = [at for at in texts(values) if "config" not in at[:2] and not ("extraEnv" in at and at[-1] == "name")]
+    """The places that take this word, and the plain one: no settings, which have a test of their own, and no names and values
+    that must not be just any."""
+    own = {"extraEnv", "extraVolumes", "extraVolumeMounts"}
+    free = [
+        at for at in texts(values) if "config" not in at[:2] and not (own & set(at[:2]) and at[-1] in ("name", "value"))
+    ]
     return [at for at in free if takes(values, at, word) and takes(values, at, PLAIN)]
 
 

@@ -142,7 +142,12 @@
 {{- end -}}
 {{- include "disagg.checkAdded" . -}}
 {{- if or (ne .role "mixed") $own.enabled -}}{{- include "disagg.checkFit" . -}}{{- include "disagg.checkAmounts" . -}}{{- end -}}
-{{- if ne .role "router" -}}{{- include "disagg.checkGpus" . -}}{{- end -}}
+{{- if ne .role "router" -}}
+{{- include "disagg.checkGpus" . -}}
+{{- if and (eq $own.updateStrategy.type "OnDelete") (gt (int $own.updateStrategy.partition) 0) -}}
+{{- fail (printf "%s.updateStrategy.partition is %d: it is used with type RollingUpdate only" .role (int $own.updateStrategy.partition)) -}}
+{{- end -}}
+{{- end -}}
 {{- end }}
 
 {{/* Autoscalers count in thousandths: what is less is none. */}}

@@ -4,16 +4,25 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
 {{- end }}
 
-{{/* At most 40 characters: what Kubernetes makes of a StatefulSet's name must fit into a label. */}}
+{{/* At most 40 characters: what Kubernetes makes of a StatefulSet's name must fit into a label. A longer name ends with a hash of the
+whole, or two releases whose names begin alike would have one. */}}
+{{- define "disagg.cut" -}}
+{{- if gt (len .) 40 -}}
+{{- printf "%s-%s" (trunc 31 . | trimSuffix "-") (sha256sum . | trunc 8) -}}
+{{- else -}}
+{{- . -}}
+{{- end -}}
+{{- end }}
+
 {{- define "disagg.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride -}}
 {{- else -}}
 {{- $name := include "disagg.name" . -}}
 {{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- include "disagg.cut" .Release.Name -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- include "disagg.cut" (printf "%s-%s" .Release.Name $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}

@@ -15,7 +15,57 @@
 {{- end -}}
 {{- include "disagg.checkEnv" . -}}
 {{- include "disagg.checkTolerations" . -}}
+{{- include "disagg.checkVolumes" . -}}
 {{- include "disagg.checkSelectors" (dict "at" (printf "%s.affinity" .role) "value" .own.affinity) -}}
+{{- end }}
+
+{{/* Volumes of a person's, and where they are mounted: beside what the chart has there. */}}
+{{- define "disagg.checkVolumes" -}}
+{{- $names := list "config" "tmp" "cache" "model" "api-keys" "jwks" "quotas" "tls" "shm" "kv" -}}
+{{- $readOnly := list "/etc/disagg" "/etc/disagg-auth" "/etc/disagg-tls" "/model" -}}
+{{- $paths := concat $readOnly (list "/tmp" "/var/cache/disagg" "/dev/shm" "/var/lib/disagg/kv") -}}
+{{- $added := list -}}
+{{- range $i, $each := .own.extraVolumes -}}
+{{- $at := printf "%s.extraVolumes[%d]" $.role $i -}}
+{{- if or (has $each.name $names) (has $each.name $added) -}}
+{{- fail (printf "%s: there is a volume %s already, the chart's or yours; take another name" $at $each.name) -}}
+{{- end -}}
+{{- $added = append $added $each.name -}}
+{{- if ne (len $each) 2 -}}
+{{- fail (printf "%s: %s is %d kinds of volume; it must be one: configMap, secret, persistentVolumeClaim, emptyDir, hostPath, nfs, csi or image" $at $each.name (sub (len $each) 1)) -}}
+{{- end -}}
+{{- if regexMatch "(^|/)\\.\\.(/|$)" (dig "hostPath" "path" "" $each) -}}
+{{- fail (printf "%s.hostPath.path: it may have no '..'; say the directory itself" $at) -}}
+{{- end -}}
+{{- range (dig "configMap" "items" list $each | default (dig "secret" "items" list $each)) -}}
+{{- if regexMatch "^/|(^|/)\\.\\.(/|$)" .path -}}
+{{- fail (printf "%s: the path %s of an item must be relative and have no '..'" $at .path) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $taken := list -}}
+{{- range $i, $each := .own.extraVolumeMounts -}}
+{{- $at := printf "%s.extraVolumeMounts[%d]" $.role $i -}}
+{{- if not (has $each.name $added) -}}
+{{- fail (printf "%s: there is no volume %s in %s.extraVolumes" $at $each.name $.role) -}}
+{{- end -}}
+{{- if regexMatch "^/|(^|/)\\.\\.(/|$)" (get $each "subPath" | default "") -}}
+{{- fail (printf "%s.subPath is %s: it must be relative and have no '..'" $at $each.subPath) -}}
+{{- end -}}
+{{- $path := trimSuffix "/" $each.mountPath -}}
+{{- if or (eq $path "") (regexMatch "//|/\\.\\.?(/|$)" $path) -}}
+{{- fail (printf "%s.mountPath is %s: it must be a plain absolute path below /" $at $each.mountPath) -}}
+{{- end -}}
+{{- if or (has $path $paths) (has $path $taken) -}}
+{{- fail (printf "%s.mountPath is %s: something is mounted there already, the chart's or yours; take another path" $at $each.mountPath) -}}
+{{- end -}}
+{{- range $readOnly -}}
+{{- if hasPrefix (printf "%s/" .) $path -}}
+{{- fail (printf "%s.mountPath is %s: %s is the chart's, and read-only; take another path" $at $each.mountPath .) -}}
+{{- end -}}
+{{- end -}}
+{{- $taken = append $taken $path -}}
+{{- end -}}
 {{- end }}
 
 {{- define "disagg.checkEnv" -}}
