@@ -44,7 +44,7 @@ FLAGS = (
         "--kv-memory",
         "engine.kv_memory_bytes",
         metavar="SIZE",
-        help="KV pool of each rank.  [default: 512MiB on CPU]",
+        help="KV pool of each rank, such as 2GiB, or 2Gi as Kubernetes writes it.  [default: 512MiB on CPU]",
     ),
     setting(
         "--max-model-len",

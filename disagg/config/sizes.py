@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 import re
 
-SIZE_ALLOWED = 'a number of bytes, or a number with B, KiB, MiB, GiB, TiB, kB, MB, GB or TB, such as "512MiB"'
+SIZE_ALLOWED = (
+    "a number of bytes, or a number with B, KiB, MiB, GiB, TiB, kB, MB, GB or TB (or as Kubernetes writes them: "
+    'Ki, Mi, Gi, Ti, k, M, G, T), such as "512MiB"'
+)
 DURATION_ALLOWED = 'a number of seconds, or a number with us, ms, s, m or h, such as "500ms"'
 SWITCH_ALLOWED = "on, off, true or false"
 
@@ -24,6 +27,7 @@ _SIZE_UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
+_SIZE_UNITS |= {unit.removesuffix("b"): scale for unit, scale in _SIZE_UNITS.items()}  # as Kubernetes writes them
 _BINARY_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _QUANTITY = re.compile(r"([+-]?\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)", re.IGNORECASE)
@@ -37,7 +41,7 @@ def parse_size(value: object) -> int:
     if isinstance(value, int):
         return value
     number, unit = _quantity(str(value), SIZE_ALLOWED)
-    if unit not in _SIZE_UNITS:
+    if unit not in _SIZE_UNITS or (unit == "m" and "m" in str(value)):  # a small m is a thousandth there
         raise ValueError(SIZE_ALLOWED)
     scale = _SIZE_UNITS[unit]
     if re.fullmatch(r"[+-]?[\d_]+", number):

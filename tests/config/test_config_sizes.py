@@ -22,13 +22,23 @@ from disagg.config.sizes import format_size, parse_duration, parse_size, parse_s
         ("4_096 B", 4096),
         (4096, 4096),
         (4096.0, 4096),
+        ("2Gi", 2 << 30),
+        ("1.5Ti", 3 << 39),
+        ("512 mi", 512 << 20),
+        ("64Ki", 64 << 10),
+        ("2G", 2 * 10**9),
+        ("3M", 3_000_000),
+        ("8k", 8000),
+        ("1T", 10**12),
     ],
 )
 def test_a_size_may_be_written_with_or_without_a_unit(text: object, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "512 MiBs", "5 12", True, None, "0.3B", "1e400", [1]])
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "512 MiBs", "5 12", True, None, "0.3B", "1e400", [1], "400m", "5 m", "2i", "1Pi"]
+)
 def test_what_is_not_a_size_is_refused_with_what_is_allowed(text: object) -> None:
     with pytest.raises(ValueError, match="a number of bytes"):
         parse_size(text)

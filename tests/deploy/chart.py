@@ -77,7 +77,7 @@ class Process:
         for each in self.container["env"]:
             if "value" in each:
                 found[each["name"]] = re.sub(r"\$\((\w+)\)", lambda name: found[name[1]], each["value"])
-            elif (path := each["valueFrom"]["fieldRef"]["fieldPath"]) in fields:
+            elif (path := each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")) in fields:
                 found[each["name"]] = fields[path]
         return found
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from disagg.config.check import LEAST_S, MIXED_ONLY, WHOLE_PROMPTS
+from disagg.config.check import LEAST_KV_BYTES, LEAST_S, MIXED_ONLY, WHOLE_PROMPTS
 from disagg.config.load import ENV_PREFIX
 from disagg.config.tree import AuthConfig, Config, TlsConfig
 from disagg.offload.options import STORE_OPTIONS, is_secret
@@ -21,7 +21,7 @@ from disagg.offload.options import STORE_OPTIONS, is_secret
 SCHEMA = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "disagg" / "values.schema.json"
 KNOWN = SCHEMA.with_name("settings.json")
 VALUES = SCHEMA.with_name("values.yaml")
-SIZE = r"^[0-9]+(\.[0-9]+)? *([KMGTkmgt]i?)?[Bb]?$"
+SIZE = r"^[0-9]+(\.[0-9]+)? *([KMGTkmgt]i?[Bb]|[KMGTkmgt]i|[KMGTkgt]|[Bb])?$"  # without 400m, a thousandth
 DURATION = r"^[0-9]+(\.[0-9]+)? *(us|ms|s|m|h)?$"
 # As telemetry.traces reads it: without a scheme it needs a port.
 _HOST, _PORT = r"(\[[0-9a-fA-F:.]+\]|[^\s/?#@:\[\]]+)", r":[0-9]{1,5}"
@@ -52,16 +52,18 @@ OF_THE_CHART = {
 JUDGED = {
     "model": ("dtype",),
     "engine": ("page_tokens", "checkpoint_tokens", "prefix_cache", "policy", "target_step_ms"),
-    "router": ("lease_s", "heartbeat_s"),
+    "router": ("lease_s", "heartbeat_s", "memory_bytes", "answer_bytes"),
     "server": ("dp", "pp"),
 }
 
 
 def known() -> dict[str, Any]:
-    """What templates know: `defaults` of what they judge, `wholePrompts`, `leastSeconds`, `environment`: names of variables
-    that would set what the chart decides or judges, and `secretOptions`: options of storage that no ConfigMap may have."""
+    """What templates know: `defaults` of what they judge, `wholePrompts`, `leastSeconds`, `leastKvBytes`, `bounds` of sizes and
+    durations, which a schema sees in numbers only, `environment`: names of variables that would set what the chart decides or
+    judges, `variables`: those of all other settings, `mixedOnly`, and `secretOptions`: options of storage that no ConfigMap
+    may have."""
     tree = Config()
-    names = [(section, name) for table in (OF_THE_CHART, JUDGED) for section in table for name in table[section]]
+    own = {_variable(section, name) for table in (OF_THE_CHART, JUDGED) for section in table for name in table[section]}
     return {
         "defaults": {
             section: {name: getattr(getattr(tree, section), name) for name in names}
@@ -69,9 +71,37 @@ def known() -> dict[str, Any]:
         },
         "wholePrompts": list(WHOLE_PROMPTS),
         "leastSeconds": {each.path: each.least_s for each in LEAST_S},
-        "environment": sorted(f"{ENV_PREFIX}{section}__{name}".upper() for section, name in names),
+        "leastKvBytes": LEAST_KV_BYTES,
+        "bounds": _bounds(),
+        "variables": {_variable(*path.split(".")): path for path in _paths() if _variable(*path.split(".")) not in own},
+        "mixedOnly": [f"engine.{name}" for name in MIXED_ONLY],
+        "environment": sorted(own),
         "secretOptions": sorted({name for table in STORE_OPTIONS.values() for name in table if is_secret(name)}),
     }
+
+
+def _variable(section: str, name: str) -> str:
+    return f"{ENV_PREFIX}{section}__{name}".upper()
+
+
+def _paths() -> dict[str, dict[str, Any]]:
+    """What `config` may hold: path -> its schema."""
+    sections = _sections(set())["properties"]
+    return {
+        f"{section}.{name}": setting
+        for section in sections
+        for name, setting in sections[section]["properties"].items()
+    }
+
+
+def _bounds() -> dict[str, dict[str, float]]:
+    words = ("minimum", "exclusiveMinimum", "maximum")
+    found = {
+        path: {word: setting[word] for word in words if word in setting}
+        for path, setting in _paths().items()
+        if setting.get("pattern") in (SIZE, DURATION)
+    }
+    return {path: bounds for path, bounds in found.items() if bounds}
 
 
 def definitions() -> dict[str, Any]:
@@ -100,7 +130,7 @@ def _setting(name: str, kind: dict[str, Any]) -> dict[str, Any]:
     said = {key: value for key, value in kind.items() if key not in ("default", "description", "title")}
     if name.endswith("_bytes"):
         return {**said, "type": ["integer", "string"], "pattern": SIZE}
-    if name.endswith("_s"):
+    if name.endswith("_s") and said["type"] == "number":
         return {**said, "type": ["number", "string"], "pattern": DURATION}
     return {**said, "pattern": PATTERNS[name]} if name in PATTERNS else said
 

@@ -310,7 +310,7 @@ def test_pods_are_confined_probed_and_given_the_time_to_drain(values: Path) -> N
         assert confined["readOnlyRootFilesystem"] is True
         assert confined["allowPrivilegeEscalation"] is False
         amounts = container.get("resources", {}).get("limits", {})
-        wants_rdma = any(name.startswith("rdma/") for name in amounts)
+        wants_rdma = any(name.startswith("rdma/") and amount != "0" for name, amount in amounts.items())
         added = {"add": ["IPC_LOCK"]} if wants_rdma else {}
         assert confined["capabilities"] == {"drop": ["ALL"], **added}
         assert all(isinstance(amount, str) for amount in amounts.values())
@@ -389,6 +389,43 @@ def test_only_routers_peers_and_scrapers_reach_servers(values: Path) -> None:
                     assert set(peer) == {"podSelector"}
                     assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == RELEASE
     assert set(policies) == {each.role for each in processes(rendered("helm-4", values))}
+
+
+@matrix
+def test_volumes_and_strategies_of_a_persons_own_are_where_they_say(values: Path) -> None:
+    for workload in of_kind(rendered("helm-4", values), "Deployment", "StatefulSet"):
+        own = given(values)[workload["metadata"]["labels"]["disagg/role"]]
+        pod = workload["spec"]["template"]["spec"]
+        [container] = pod["containers"]
+        assert [each for each in own["extraVolumes"] if each not in pod["volumes"]] == []
+        assert [each for each in own["extraVolumeMounts"] if each not in container["volumeMounts"]] == []
+        names = [each["name"] for each in pod["volumes"]]
+        assert len(names) == len(set(names))
+        assert {each["name"] for each in container["volumeMounts"]} <= set(names)
+        if workload["kind"] == "StatefulSet":
+            kind, partition = own["updateStrategy"]["type"], own["updateStrategy"]["partition"]
+            rolls = {"rollingUpdate": {"partition": partition}} if kind == "RollingUpdate" else {}
+            assert workload["spec"]["updateStrategy"] == {"type": kind, **rolls}
+
+
+def test_releases_whose_long_names_begin_alike_have_nothing_in_common() -> None:
+    names: dict[str, set[tuple[str, str]]] = {}
+    for release in (
+        "a" * 39,
+        "a" * 40,
+        "a" * 41,
+        "a" * 52,
+        "a" * 51 + "-b",
+        "a" * 30 + "-" + "b" * 20,
+        "disagg-" + "a" * 46,
+    ):
+        done = helm("helm-4", "template", release, str(CHART), "--namespace", NAMESPACE)
+        assert done.returncode == 0, done.stderr
+        names[release] = {name_of(each) for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each}
+        for _, name in names[release]:
+            assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) and "--" not in name
+            assert len(name) <= 40 + len("-prefill")
+    assert len(set().union(*names.values())) == sum(len(each) for each in names.values())
 
 
 def test_pods_begin_again_when_their_settings_change_and_only_then() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import random
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,48 @@ def test_a_release_whose_services_kubernetes_would_refuse_is_refused_and_has_a_w
         assert {each["metadata"]["name"] for each in of_kind(manifests, "Service")} >= {"llm-router"}
 
 
+def test_a_network_that_is_none_is_refused_in_words(tmp_path: Path) -> None:
+    """Not with all the ways to write an address."""
+    for network in ("10.0.0.0/33", "1.2.3/8", "1:2:3:4:5:6:7/64", "::1::/64", "12345::/16", "256.0.0.1/8", ":/0"):
+        (file := tmp_path / "values.yaml").write_text(
+            yaml.safe_dump({"networkPolicy": {"clientsFrom": [{"ipBlock": {"cidr": network}}]}})
+        )
+        for version in HELMS:
+            done = template(version, file)
+            assert done.returncode != 0, network
+            assert "such as 10.0.0.0/8" in done.stderr and len(done.stderr) < 500
+
+
+def test_parts_of_networks_are_told_from_others(tmp_path: Path) -> None:
+    """As Python's ipaddress does."""
+    chance = random.Random(7)
+    blocks: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    for bits, kind in ((32, ipaddress.IPv4Network), (128, ipaddress.IPv6Network)):
+        while len(blocks) < 60 * bits // 32:
+            length = chance.randrange(bits)
+            longer = chance.randint(length + 1, bits)
+            address = chance.getrandbits(bits)
+            network = kind((address, length), strict=False)
+            inside = kind((address, longer), strict=False)
+            wrong = int(inside.network_address) ^ (1 << (bits - 1 - chance.randrange(length or 1)))
+            outside = kind((wrong, longer), strict=False)
+            blocks.append({"cidr": str(network), "except": [str(inside)]})
+            if not outside.subnet_of(network):  # type: ignore[arg-type]
+                others.append({"cidr": network.exploded, "except": [str(outside)]})
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump({"networkPolicy": {"clientsFrom": [{"ipBlock": each} for each in blocks]}}))
+    done = template("helm-4", file)
+    assert done.returncode == 0, done.stderr
+    for each in chance.sample(others, 12):
+        file.write_text(yaml.safe_dump({"networkPolicy": {"clientsFrom": [{"ipBlock": each}]}}))
+        done = template("helm-4", file)
+        assert done.returncode != 0, each
+        assert "clientsFrom.0.ipBlock.except.0" in done.stderr
+
+
+DURING = "DuringSchedulingIgnoredDuringExecution"
+MORE_THAN_4 = {"matchExpressions": [{"key": "gpus", "operator": "Gt", "values": ["4"]}]}
 NETWORKS = ["10.0.0.0/8", "::/0", "fd00::/8", "2001:db8:1:2:3:4:5:6/128", "2001:db8::1:2/64", "::ffff:10.0.0.0/104"]
 
 
@@ -62,7 +106,8 @@ def test_what_kubernetes_takes_is_taken(tmp_path: Path) -> None:
             "config": {"tracing": {"otlp_endpoint": "http://collector.svc:4318/v1/traces"}},
         },
         "offload": {"enabled": True},
-        "storage": {"url": "s3://bucket/folder"},
+        "storage": {"url": "file:///var/lib/disagg/kv/..a/b", "pvc": {"claimName": "kv"}},
+        "prefill": {"affinity": {"nodeAffinity": {f"required{DURING}": {"nodeSelectorTerms": [MORE_THAN_4]}}}},
     }
     file.write_text(yaml.safe_dump(values))
     for version in HELMS:

@@ -13,6 +13,9 @@
 {{- if gt (int $named) 1 -}}
 {{- fail "model: at most one of model.name, model.pvc.claimName, model.image.reference and model.hostPath.path says where the model is" -}}
 {{- end -}}
+{{- if regexMatch "(^|/)\\.\\.(/|$)" .Values.model.hostPath.path -}}
+{{- fail "model.hostPath.path: it may have no '..'; say the directory itself" -}}
+{{- end -}}
 {{- if and (include "disagg.modelMounted" .) (not .Values.model.servedName) -}}
 {{- fail "model.servedName: clients need a name for a model that comes from a volume" -}}
 {{- end -}}
@@ -32,6 +35,9 @@
 {{- include "disagg.checkRole" (dict "role" $role "own" (index $values $role) "root" $) -}}
 {{- end -}}
 {{- include "disagg.checkPairs" . -}}
+{{- range $who := list "clientsFrom" "metricsFrom" -}}
+{{- include "disagg.checkPeers" (dict "at" (printf "networkPolicy.%s" $who) "peers" (get $values.networkPolicy $who)) -}}
+{{- end -}}
 {{- include "disagg.checkTls" . -}}
 {{- $common := include "disagg.labels" (dict "root" . "role" "router") | fromYaml -}}
 {{- range $part := list "serviceMonitor" "prometheusRule" "dashboard" -}}
@@ -47,11 +53,22 @@
 {{- if and (or .Values.storage.url .Values.storage.pvc.claimName) (not .Values.offload.enabled) -}}
 {{- fail "storage.url: it is used with offload.enabled only" -}}
 {{- end -}}
-{{- if and .Values.storage.pvc.claimName .Values.storage.url (not (hasPrefix "file:///var/lib/disagg/kv" .Values.storage.url)) -}}
+{{- if and .Values.storage.pvc.claimName .Values.storage.url (not (regexMatch "^file:///var/lib/disagg/kv(/|$)" .Values.storage.url)) -}}
 {{- fail "storage.url: the volume of storage.pvc is at file:///var/lib/disagg/kv" -}}
+{{- end -}}
+{{- if and (hasPrefix "file:" .Values.storage.url) (regexMatch "%|/\\.\\.?(/|$)" .Values.storage.url) -}}
+{{- fail "storage.url: it must be a plain path in the volume at file:///var/lib/disagg/kv, without '.', '..' and '%'" -}}
 {{- end -}}
 {{- if and (hasPrefix "file:" .Values.storage.url) (not .Values.storage.pvc.claimName) -}}
 {{- fail "storage.url: a directory in a pod is lost with it, and no other pod sees it: name a volume in storage.pvc.claimName" -}}
+{{- end -}}
+{{- range $path, $size := dict "offload.hostMemory" .Values.offload.hostMemory "storage.budget" .Values.storage.budget -}}
+{{- if and (kindIs "string" $size) $size -}}
+{{- $number := include "disagg.sizeBytes" $size | float64 -}}
+{{- if or (ne (floor $number) $number) (lt $number 1.0) -}}
+{{- fail (printf "%s is %s: it must come to whole bytes, and more than none" $path $size) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- include "disagg.checkSecrets" . -}}
 {{- if and .Values.auth.operators (not (or .Values.auth.apiKeys.secretName .Values.auth.jwks.secretName)) -}}
@@ -120,11 +137,33 @@
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
 {{- fail (printf "%s.autoscaling.minReplicas is %d: it must be at most maxReplicas = %d" $.role (int .minReplicas) (int .maxReplicas)) -}}
 {{- end -}}
+{{- if ne $.role "router" -}}{{- include "disagg.checkTargets" $ -}}{{- end -}}
 {{- if .enabled -}}{{- include "disagg.checkScaling" $ -}}{{- end -}}
 {{- end -}}
 {{- include "disagg.checkAdded" . -}}
 {{- if or (ne .role "mixed") $own.enabled -}}{{- include "disagg.checkFit" . -}}{{- include "disagg.checkAmounts" . -}}{{- end -}}
-{{- if ne .role "router" -}}{{- include "disagg.checkGpus" . -}}{{- end -}}
+{{- if ne .role "router" -}}
+{{- include "disagg.checkGpus" . -}}
+{{- if and (eq $own.updateStrategy.type "OnDelete") (gt (int $own.updateStrategy.partition) 0) -}}
+{{- fail (printf "%s.updateStrategy.partition is %d: it is used with type RollingUpdate only" .role (int $own.updateStrategy.partition)) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Autoscalers count in thousandths: what is less is none. */}}
+{{- define "disagg.checkTargets" -}}
+{{- $scaling := .own.autoscaling -}}
+{{- $target := float64 $scaling.target -}}
+{{- if or (lt $target 0.001) (gt $target 1e6) -}}
+{{- fail (printf "%s.autoscaling.target is %v: it must be at least 0.001 and at most 1000000" .role $scaling.target) -}}
+{{- end -}}
+{{- $itl := float64 ($scaling.itlSeconds | default 0) -}}
+{{- if and (gt $itl 0.0) (lt $itl 0.001) -}}
+{{- fail (printf "%s.autoscaling.itlSeconds is %v: it must be 0, or at least 0.001" .role $scaling.itlSeconds) -}}
+{{- end -}}
+{{- if and $scaling.enabled (gt $itl 0.0) (ne .root.Values.autoscaling.engine "keda") -}}
+{{- fail (printf "%s.autoscaling.itlSeconds is %v: only KEDA minds it, and autoscaling.engine is %s; set it to 0, or the engine to keda" .role $scaling.itlSeconds .root.Values.autoscaling.engine) -}}
+{{- end -}}
 {{- end }}
 
 {{- define "disagg.checkScaling" -}}

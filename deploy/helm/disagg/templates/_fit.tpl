@@ -19,6 +19,43 @@ config.{{ .section }}.{{ .name }}
 {{- end -}}
 {{- end }}
 
+{{/* A size of the settings in bytes, as disagg/config/sizes.py reads it: "512MiB", "512Mi", "1.5 gb". */}}
+{{- define "disagg.sizeBytes" -}}
+{{- $scale := dict "" 1.0 "k" 1e3 "m" 1e6 "g" 1e9 "t" 1e12 "ki" 1024.0 "mi" 1048576.0 "gi" 1073741824.0 "ti" 1099511627776.0 -}}
+{{- $text := toString . -}}
+{{- mulf (float64 (regexFind "^[0-9.]+" $text)) (get $scale (regexFind "[a-z]*$" (lower $text) | trimSuffix "b")) | printf "%.17g" -}}
+{{- end }}
+
+{{/* Sizes and durations that are texts, of which the schema sees the signs alone: (known, set, at). */}}
+{{- define "disagg.checkBounds" -}}
+{{- range $path, $bounds := .known.bounds -}}
+{{- $parts := splitList "." $path -}}
+{{- $value := dig (first $parts) (last $parts) "" $.set -}}
+{{- if and (kindIs "string" $value) $value -}}
+{{- $size := hasSuffix "_bytes" $path -}}
+{{- $unit := ternary "bytes" "s" $size -}}
+{{- $number := include (ternary "disagg.sizeBytes" "disagg.seconds" $size) $value | float64 -}}
+{{- if and $size (ne (floor $number) $number) -}}
+{{- fail (printf "%s is %s: it must come to whole bytes" (get $.at $path) $value) -}}
+{{- end -}}
+{{- if and (hasKey $bounds "minimum") (lt $number (float64 $bounds.minimum)) -}}
+{{- fail (printf "%s is %s: it must be at least %d %s" (get $.at $path) $value (int64 $bounds.minimum) $unit) -}}
+{{- end -}}
+{{- if and (hasKey $bounds "exclusiveMinimum") (le $number (float64 $bounds.exclusiveMinimum)) -}}
+{{- fail (printf "%s is %s: it must be more than %d %s" (get $.at $path) $value (int64 $bounds.exclusiveMinimum) $unit) -}}
+{{- end -}}
+{{- if and (hasKey $bounds "maximum") (gt $number (float64 $bounds.maximum)) -}}
+{{- fail (printf "%s is %s: it must be at most %d %s" (get $.at $path) $value (int64 $bounds.maximum) $unit) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $kv := dig "engine" "kv_memory_bytes" 0 .set -}}
+{{- $pool := include "disagg.sizeBytes" (include "disagg.quantity" $kv) | float64 -}}
+{{- if and (gt $pool 0.0) (lt $pool (float64 .known.leastKvBytes)) -}}
+{{- fail (printf "%s is %v: it must be 0 (the server chooses) or at least %d bytes" (get .at "engine.kv_memory_bytes") $kv (int64 .known.leastKvBytes)) -}}
+{{- end -}}
+{{- end }}
+
 {{/* (root, role, own) */}}
 {{- define "disagg.checkFit" -}}
 {{- $set := include "disagg.effective" . | fromJson -}}
@@ -56,12 +93,18 @@ config.{{ .section }}.{{ .name }}
 {{- if and (gt (float64 $engine.target_step_ms) 0.0) (has $engine.policy $known.wholePrompts) -}}
 {{- fail (printf "%s is %v: %s = %s computes prompts in one step, however long that takes" (get $at "engine.target_step_ms") $engine.target_step_ms (get $at "engine.policy") $engine.policy) -}}
 {{- end -}}
+{{- include "disagg.checkBounds" (dict "known" $known "set" $set "at" $at) -}}
 {{- range $path, $least := $known.leastSeconds -}}
 {{- $parts := splitList "." $path -}}
 {{- $value := dig (first $parts) (last $parts) "" $set -}}
 {{- if and (ne (toString $value) "") (lt (include "disagg.seconds" $value | float64) (float64 $least)) -}}
 {{- fail (printf "%s is %v: it must be at least %v s" (get $at $path) $value $least) -}}
 {{- end -}}
+{{- end -}}
+{{- $all := include "disagg.sizeBytes" (include "disagg.quantity" $set.router.memory_bytes) | float64 -}}
+{{- $answer := include "disagg.sizeBytes" (include "disagg.quantity" $set.router.answer_bytes) | float64 -}}
+{{- if gt $answer $all -}}
+{{- fail (printf "%s is %s: it must be at most %s, %s: one answer may take what all may, not more" (get $at "router.answer_bytes") (include "disagg.quantity" $set.router.answer_bytes) (get $at "router.memory_bytes") (include "disagg.quantity" $set.router.memory_bytes)) -}}
 {{- end -}}
 {{- $lease := include "disagg.seconds" $set.router.lease_s | float64 -}}
 {{- $beat := include "disagg.seconds" $set.router.heartbeat_s | float64 -}}
@@ -80,33 +123,6 @@ config.{{ .section }}.{{ .name }}
 {{- $other := toString (dig (first $parts) (last $parts) "" $decode) -}}
 {{- if ne $one $other -}}
 {{- fail (printf "prefill.config.%s, decode.config.%s: they are %s and %s, and only servers that have them alike make a pair; say config.%s, for both" $path $path $one $other $path) -}}
-{{- end -}}
-{{- end -}}
-{{- end }}
-
-{{/* A quantity of Kubernetes, or a size of ours, as a number: "1.5Gi", "500m", "64GiB". */}}
-{{- define "disagg.amount" -}}
-{{- $text := toString . -}}
-{{- $unit := regexFind "([KMGTPEkm]i?)?B?$" $text -}}
-{{- $power := dict "" 1.0 "m" 0.001 "k" 1e3 "K" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 -}}
-{{- $binary := dict "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 -}}
-{{- mulf (float64 (trimSuffix $unit $text)) (get (merge $power $binary) (trimSuffix "B" $unit)) -}}
-{{- end }}
-
-{{/* Amounts that no pod could have: (root, role, own). */}}
-{{- define "disagg.checkAmounts" -}}
-{{- $limits := .own.resources.limits | default dict -}}
-{{- range $name, $amount := .own.resources.requests -}}
-{{- $limit := get $limits $name | toString -}}
-{{- if and $limit (gt (include "disagg.amount" $amount | float64) (include "disagg.amount" $limit | float64)) -}}
-{{- fail (printf "%s.resources.requests.%s is %v: it must be at most %s.resources.limits.%s, %s" $.role $name $amount $.role $name $limit) -}}
-{{- end -}}
-{{- end -}}
-{{- $offload := .root.Values.offload -}}
-{{- if and (ne .role "router") $offload.enabled $offload.hostMemory $limits.memory -}}
-{{- $all := mulf (include "disagg.amount" $offload.hostMemory | float64) (include "disagg.ranks" . | float64) -}}
-{{- if gt $all (include "disagg.amount" $limits.memory | float64) -}}
-{{- fail (printf "offload.hostMemory is %v for each of %s ranks: that is more than %s.resources.limits.memory, %v" $offload.hostMemory (include "disagg.ranks" .) .role $limits.memory) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}

@@ -4,16 +4,25 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
 {{- end }}
 
-{{/* At most 40 characters: what Kubernetes makes of a StatefulSet's name must fit into a label. */}}
+{{/* At most 40 characters: what Kubernetes makes of a StatefulSet's name must fit into a label. A longer name ends with a hash of the
+whole, or two releases whose names begin alike would have one. */}}
+{{- define "disagg.cut" -}}
+{{- if gt (len .) 40 -}}
+{{- printf "%s-%s" (trunc 31 . | trimSuffix "-") (sha256sum . | trunc 8) -}}
+{{- else -}}
+{{- . -}}
+{{- end -}}
+{{- end }}
+
 {{- define "disagg.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride -}}
 {{- else -}}
 {{- $name := include "disagg.name" . -}}
 {{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- include "disagg.cut" .Release.Name -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- include "disagg.cut" (printf "%s-%s" .Release.Name $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
@@ -37,19 +46,19 @@
 
 {{/* (root, role): what finds the pods of a role, and never changes. */}}
 {{- define "disagg.selector" -}}
-app.kubernetes.io/name: {{ include "disagg.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "disagg.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 disagg/role: {{ .role }}
 {{- end }}
 
 {{/* Of everything. */}}
 {{- define "disagg.commonLabels" -}}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
-app.kubernetes.io/name: {{ include "disagg.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | quote }}
+app.kubernetes.io/name: {{ include "disagg.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: disagg
-app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 {{- end }}
 
 {{/* (root, role) */}}

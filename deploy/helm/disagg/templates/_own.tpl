@@ -15,6 +15,57 @@
 {{- end -}}
 {{- include "disagg.checkEnv" . -}}
 {{- include "disagg.checkTolerations" . -}}
+{{- include "disagg.checkVolumes" . -}}
+{{- include "disagg.checkSelectors" (dict "at" (printf "%s.affinity" .role) "value" .own.affinity) -}}
+{{- end }}
+
+{{/* Volumes of a person's, and where they are mounted: beside what the chart has there. */}}
+{{- define "disagg.checkVolumes" -}}
+{{- $names := list "config" "tmp" "cache" "model" "api-keys" "jwks" "quotas" "tls" "shm" "kv" -}}
+{{- $readOnly := list "/etc/disagg" "/etc/disagg-auth" "/etc/disagg-tls" "/model" -}}
+{{- $paths := concat $readOnly (list "/tmp" "/var/cache/disagg" "/dev/shm" "/var/lib/disagg/kv") -}}
+{{- $added := list -}}
+{{- range $i, $each := .own.extraVolumes -}}
+{{- $at := printf "%s.extraVolumes[%d]" $.role $i -}}
+{{- if or (has $each.name $names) (has $each.name $added) -}}
+{{- fail (printf "%s: there is a volume %s already, the chart's or yours; take another name" $at $each.name) -}}
+{{- end -}}
+{{- $added = append $added $each.name -}}
+{{- if ne (len $each) 2 -}}
+{{- fail (printf "%s: %s is %d kinds of volume; it must be one: configMap, secret, persistentVolumeClaim, emptyDir, hostPath, nfs, csi or image" $at $each.name (sub (len $each) 1)) -}}
+{{- end -}}
+{{- if regexMatch "(^|/)\\.\\.(/|$)" (dig "hostPath" "path" "" $each) -}}
+{{- fail (printf "%s.hostPath.path: it may have no '..'; say the directory itself" $at) -}}
+{{- end -}}
+{{- range (dig "configMap" "items" list $each | default (dig "secret" "items" list $each)) -}}
+{{- if regexMatch "^/|(^|/)\\.\\.(/|$)" .path -}}
+{{- fail (printf "%s: the path %s of an item must be relative and have no '..'" $at .path) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $taken := list -}}
+{{- range $i, $each := .own.extraVolumeMounts -}}
+{{- $at := printf "%s.extraVolumeMounts[%d]" $.role $i -}}
+{{- if not (has $each.name $added) -}}
+{{- fail (printf "%s: there is no volume %s in %s.extraVolumes" $at $each.name $.role) -}}
+{{- end -}}
+{{- if regexMatch "^/|(^|/)\\.\\.(/|$)" (get $each "subPath" | default "") -}}
+{{- fail (printf "%s.subPath is %s: it must be relative and have no '..'" $at $each.subPath) -}}
+{{- end -}}
+{{- $path := trimSuffix "/" $each.mountPath -}}
+{{- if or (eq $path "") (regexMatch "//|/\\.\\.?(/|$)" $path) -}}
+{{- fail (printf "%s.mountPath is %s: it must be a plain absolute path below /" $at $each.mountPath) -}}
+{{- end -}}
+{{- if or (has $path $paths) (has $path $taken) -}}
+{{- fail (printf "%s.mountPath is %s: something is mounted there already, the chart's or yours; take another path" $at $each.mountPath) -}}
+{{- end -}}
+{{- range $readOnly -}}
+{{- if hasPrefix (printf "%s/" .) $path -}}
+{{- fail (printf "%s.mountPath is %s: %s is the chart's, and read-only; take another path" $at $each.mountPath .) -}}
+{{- end -}}
+{{- end -}}
+{{- $taken = append $taken $path -}}
+{{- end -}}
 {{- end }}
 
 {{- define "disagg.checkEnv" -}}
@@ -29,6 +80,9 @@
 {{- if or (has $each.name $taken) (has (upper $each.name) $known.environment) -}}
 {{- fail (printf "%s: %s is the chart's: it sets it, or has a value for it, or checks it in config" $at $each.name) -}}
 {{- end -}}
+{{- if hasPrefix "DISAGG__" $each.name -}}
+{{- include "disagg.checkSetting" (dict "known" $known "role" $.role "at" $at "each" $each) -}}
+{{- end -}}
 {{- if has $each.name $names -}}
 {{- fail (printf "%s: %s is there twice" $at $each.name) -}}
 {{- end -}}
@@ -36,6 +90,24 @@
 {{- if and (hasKey $each "value") (hasKey $each "valueFrom") -}}
 {{- fail (printf "%s: %s has both value and valueFrom; give one of the two" $at $each.name) -}}
 {{- end -}}
+{{- if and (hasKey $each "valueFrom") (ne (len $each.valueFrom) 1) -}}
+{{- fail (printf "%s.valueFrom: %s has %d sources; it needs one of secretKeyRef, configMapKeyRef, fieldRef and resourceFieldRef" $at $each.name (len $each.valueFrom)) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* A variable that is a setting. Settings have their place in config, where the schema sees them; a variable may be one that only
+the pod knows. (known, role, at, each) */}}
+{{- define "disagg.checkSetting" -}}
+{{- $path := get .known.variables (upper .each.name) -}}
+{{- if not $path -}}
+{{- fail (printf "%s: %s: there is no such setting, and the process would not start; settings belong in config or %s.config" .at .each.name .role) -}}
+{{- end -}}
+{{- if and (has $path .known.mixedOnly) (ne .role "mixed") -}}
+{{- fail (printf "%s: %s: only mixed servers have the setting %s; say mixed.config.%s" .at .each.name $path $path) -}}
+{{- end -}}
+{{- if not (or .each.valueFrom (contains "$(" (get .each "value" | default ""))) -}}
+{{- fail (printf "%s: %s: say %s.config.%s (or config.%s for all), which is checked before anything starts; a variable may only have valueFrom, or $(VARIABLE) in its value" .at .each.name .role $path $path) -}}
 {{- end -}}
 {{- end }}
 
@@ -46,6 +118,9 @@
 {{- end -}}
 {{- if and (eq (toString $each.operator) "Exists") $each.value -}}
 {{- fail (printf "%s.tolerations[%d]: operator Exists with the value %s: it takes every value; leave it out, or say Equal" $.role $i $each.value) -}}
+{{- end -}}
+{{- if and (hasKey $each "tolerationSeconds") (ne (toString $each.effect) "NoExecute") -}}
+{{- fail (printf "%s.tolerations[%d]: tolerationSeconds without effect NoExecute: only that ends pods after a time" $.role $i) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}

@@ -95,30 +95,30 @@ was in the release and is left out would become 1. Outside of a cluster (helm te
 {{- define "disagg.authVolumes" -}}
 {{- with .Values.auth.apiKeys.secretName }}
 - name: api-keys
-  secret: {secretName: {{ . }}, defaultMode: 288}
+  secret: {secretName: {{ . | quote }}, defaultMode: 288}
 {{- end }}
 {{- with .Values.auth.jwks.secretName }}
 - name: jwks
-  secret: {secretName: {{ . }}, defaultMode: 288}
+  secret: {secretName: {{ . | quote }}, defaultMode: 288}
 {{- end }}
 {{- with .Values.auth.quotas.secretName }}
 - name: quotas
-  secret: {secretName: {{ . }}, defaultMode: 288}
+  secret: {secretName: {{ . | quote }}, defaultMode: 288}
 {{- end }}
 {{- end }}
 
 {{/* (root, role) */}}
 {{- define "disagg.volumes" -}}
 - name: config
-  configMap: {name: {{ include "disagg.fullname" .root }}-{{ .role }}}
+  configMap: {name: "{{ include "disagg.fullname" .root }}-{{ .role }}"}
 - name: tmp
   emptyDir: {sizeLimit: 1Gi}
 - name: cache
-  emptyDir: {sizeLimit: {{ (index .root.Values .role).cacheSize | default "2Gi" }}}
+  emptyDir: {sizeLimit: {{ (index .root.Values .role).cacheSize | default "2Gi" | quote }}}
 {{- with .root.Values.model }}
 {{- if .pvc.claimName }}
 - name: model
-  persistentVolumeClaim: {claimName: {{ .pvc.claimName }}, readOnly: true}
+  persistentVolumeClaim: {claimName: {{ .pvc.claimName | quote }}, readOnly: true}
 {{- else if .image.reference }}
 - name: model
   image: {reference: {{ .image.reference | quote }}, pullPolicy: {{ .image.pullPolicy }}}
@@ -168,21 +168,21 @@ was in the release and is left out would become 1. Outside of a cluster (helm te
 {{/* The top of every pod's spec: (root, role, own). */}}
 {{- define "disagg.podTop" -}}
 {{- if eq .role "router" }}
-serviceAccountName: {{ include "disagg.routerAccount" .root }}
+serviceAccountName: {{ include "disagg.routerAccount" .root | quote }}
 automountServiceAccountToken: {{ eq .root.Values.discovery "kubernetes" }}
 {{- else }}
-serviceAccountName: {{ include "disagg.serviceAccount" .root }}
+serviceAccountName: {{ include "disagg.serviceAccount" .root | quote }}
 automountServiceAccountToken: false
 {{- end }}
 enableServiceLinks: false
 securityContext: {{- include "disagg.podSecurity" . | nindent 2 }}
 terminationGracePeriodSeconds: {{ .own.terminationGracePeriodSeconds }}
 {{- with .own.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets: {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
 {{- end }}
 {{- end }}
 {{- with .own.nodeSelector }}

@@ -18,10 +18,10 @@
 {{- include "disagg.resources" $resources -}}
 {{- end }}
 
-{{/* Whether it asks for RDMA devices: empty if not. */}}
+{{/* Whether it asks for RDMA devices, one at least: empty if not. */}}
 {{- define "disagg.rdma" -}}
 {{- range $name, $amount := merge (dict) (.resources.limits | default dict) (.resources.requests | default dict) -}}
-{{- if hasPrefix "rdma/" $name -}}true{{- end -}}
+{{- if and (hasPrefix "rdma/" $name) (gt (include "disagg.amount" $amount | float64) 0.0) -}}true{{- end -}}
 {{- end -}}
 {{- end }}
 
@@ -45,11 +45,11 @@ podAffinity:
 
 {{/* Both roles: the first pod of all may be anywhere. */}}
 {{- define "disagg.pairTerm" -}}
-topologyKey: {{ .root.Values.pairs.topologyKey }}
+topologyKey: {{ .root.Values.pairs.topologyKey | quote }}
 labelSelector:
   matchLabels:
-    app.kubernetes.io/name: {{ include "disagg.name" .root }}
-    app.kubernetes.io/instance: {{ .root.Release.Name }}
+    app.kubernetes.io/name: {{ include "disagg.name" .root | quote }}
+    app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
   matchExpressions:
     - {key: disagg/role, operator: In, values: [prefill, decode]}
 {{- end }}

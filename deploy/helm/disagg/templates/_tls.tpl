@@ -38,10 +38,10 @@
 {{- with include "disagg.tlsSecret" . }}
 - name: tls
   secret:
-    secretName: {{ . }}
+    secretName: {{ . | quote }}
     defaultMode: 288
     {{- with $.only }}
-    items: [{key: {{ . }}, path: {{ . }}}]
+    items: [{key: {{ . | quote }}, path: {{ . | quote }}}]
     {{- end }}
 {{- end }}
 {{- end }}
@@ -68,6 +68,9 @@
 {{- end -}}
 {{- if and (not $manager.enabled) (or $manager.issuer.name $manager.dnsNames) -}}
 {{- fail "tls.certManager.enabled is false: tls.certManager.issuer and tls.certManager.dnsNames are used with it only" -}}
+{{- end -}}
+{{- if and (eq $manager.issuer.group "cert-manager.io") (not (has $manager.issuer.kind (list "Issuer" "ClusterIssuer"))) -}}
+{{- fail (printf "tls.certManager.issuer.kind is %s: of the group cert-manager.io it may be Issuer or ClusterIssuer" $manager.issuer.kind) -}}
 {{- end -}}
 {{- if le (int64 (trimSuffix "h" $manager.duration)) (int64 (trimSuffix "h" $manager.renewBefore)) -}}
 {{- fail (printf "tls.certManager.renewBefore is %s: it must be less than tls.certManager.duration = %s" $manager.renewBefore $manager.duration) -}}
