@@ -57,7 +57,13 @@ def test_a_decode_server_becomes_a_prefill_server_and_back_under_load(tmp_path: 
         assert cluster.server("decode-1")["incarnation"] != before
 
         answers = all_at_work("decode-0")
-        cluster.wait(lambda: cluster.metrics("decode-1")["disagg_prefill_tokens_total"] > 0, 60, "prompts on it")
+        others = iter(asked(random.Random(5), 100))  # which no server has cached, so that they go to both in turns
+
+        def computes() -> bool:
+            cluster.complete(max_tokens=1, ignore_eos=True, **next(others))
+            return cluster.metrics("decode-1")["disagg_prefill_tokens_total"] > 0
+
+        cluster.wait(computes, 60, "prompts on it")
         last = role(cluster, "decode-0", "prefill")
         assert last.returncode == 1 and "the last decode server that is ready" in last.stderr
         assert "already" in role(cluster, "decode-1", "prefill").stdout
