@@ -63,19 +63,15 @@ class Lookahead:
     def most_choices(self, most: int, num_tokens: int, total_tokens: int) -> int:
         """Of so many choices behind a prompt of num_tokens that is to land, those that can go on together, each up to
         total_tokens, and leave pages to requests that have none; at least one."""
-        layout = self._memory.layout
-        prompt_pages = pages_for(num_tokens, layout.page_tokens)
-        room_tokens = prompt_pages * layout.page_tokens - num_tokens
-        each = Growing(
-            total_tokens - num_tokens, min(room_tokens, total_tokens - num_tokens), total_tokens - num_tokens
-        )
-        left_large = self.large_for_first + ceil(prompt_pages * self._large_per_page)
+        page_tokens = self._memory.layout.page_tokens
+        each = after_grant(num_tokens, total_tokens, 0, num_tokens, page_tokens)
+        left_large = self.large_for_first + ceil(pages_for(num_tokens, page_tokens) * self._large_per_page)
 
         def too_many(count: int) -> bool:
             begun = Begun([each] * count, total_tokens + 1)
             return not self.enough(begun, alone=False, left_large=left_large)
 
-        return max(1, bisect_left(range(1, most + 1), True, key=too_many))
+        return 1 + bisect_left(range(2, most + 1), True, key=too_many)
 
     @property
     def spare_large(self) -> int:

@@ -46,9 +46,9 @@ class Room:
             pair = machine.pair
             if pair is None or not machine.stopping:
                 continue
-            bound = pair.decode.name if pair.moves and not machine.answers else ""
-            for name in [bound] if bound else self._servers:
-                self._coming[name] += tokens_of(machine)
+            tokens, bound = tokens_of(machine), pair.moves and not machine.answers
+            for name in [pair.decode.name] if bound else self._servers:
+                self._coming[name] += tokens
 
     def is_there(self, tokens: int, server: ServerView) -> bool:
         """For one that comes to so many. An empty server takes whatever fits it at all; one that is too old to say has room."""

@@ -20,7 +20,7 @@ from disagg.router.placement import pick_pair, pick_target
 from disagg.router.places import Places
 from disagg.router.policies import Policy, RequestFacts
 from disagg.router.sessions import Sessions
-from disagg.router.view import NoPair, NoPairReason, Pair, ServerView, Work
+from disagg.router.view import NoPair, NoPairReason, Pair, Work
 from disagg.types.ids import Role
 
 CHUNK = "chunk"  # of a prompt, in what servers say of a leg's time
@@ -52,10 +52,12 @@ class Pairing:
         if asked.session:
             facts = replace(facts, session=self._sessions.of(asked.tenant, asked.session, now_s))
         if wish is not None and wish.source is not None:
-            for may in (partial(self._room.is_there, tokens_of(live.machine)), _any):
-                target = pick_target(view, facts, self._policy, wish.source, may)
-                if target is not None:
-                    return target
+            room = partial(self._room.is_there, tokens_of(live.machine))
+            target = pick_target(view, facts, self._policy, wish.source, room) or pick_target(
+                view, facts, self._policy, wish.source
+            )
+            if target is not None:
+                return target
         return pick_pair(
             view,
             facts,
@@ -148,7 +150,3 @@ class Pairing:
     def _num_prefills(self) -> int:
         """Servers that prompts can be sent to now."""
         return sum(server.usable and server.role is not Role.DECODE for server in self._fleet.view().servers)
-
-
-def _any(server: ServerView) -> bool:
-    return True
