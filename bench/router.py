@@ -53,7 +53,7 @@ from tests.router.fake_server import MODEL, TOKENIZER, FakeServer, first_index, 
 PERIOD_S = 0.05
 START_S = 120.0
 RUN_S = 300.0
-PROMPT = list(range(97, 105))
+PROMPT = "abcdefgh"
 LETTERS = 26
 TOKENS = [TOKENIZER.encode(chr(ord("a") + n))[0] for n in range(LETTERS)]
 PAGES = 1 << 20

@@ -127,7 +127,11 @@ class Choices(Onward):
         for answer in self._answers.values():
             for choice, turn in answer.turns.items():
                 (sequence,) = (s for s in answer.sequences if s.choice == choice)
-                assert turn in self._turns.queue and sequence.state is State.WAITING and sequence.pages is None
+                assert (
+                    turn in self._turns.queue_of(answer.leg.start)
+                    and sequence.state is State.WAITING
+                    and sequence.pages is None
+                )
 
     # ---- the prompt is here
 
@@ -254,7 +258,7 @@ class Choices(Onward):
         turn = Turn(answer.leg.tenant, lambda now: self._begin_one(answer, sequence, now), sequence)
         answer.turns[sequence.choice] = turn
         start = answer.leg.start
-        self._turns.queue.append(answer.leg.tenant, turn, self.cost(start), start.priority)
+        self._turns.queue_of(start).append(answer.leg.tenant, turn, self.cost(start), start.priority)
 
     def _begin_one(self, answer: Answer, sequence: Sequence, now: Now) -> Begins:
         """It computes from the prefix cache on, like one that gave way."""
@@ -275,7 +279,7 @@ class Choices(Onward):
             return Begins.TOO_LITTLE
         if not self._batch.resume(sequence, now.s):
             return Begins.TOO_LITTLE
-        self._turns.queue.take(answer.turns.pop(sequence.choice))
+        self._turns.queue_of(answer.leg.start).take(answer.turns.pop(sequence.choice))
         leg = answer.leg
         self._legs.tell_first(leg, answer.first_tokens[sequence.choice])
         return Begins.NOW
@@ -283,7 +287,7 @@ class Choices(Onward):
     def _stop(self, answer: Answer, sequence: Sequence) -> None:
         turn = answer.turns.pop(sequence.choice, None)
         if turn is not None:
-            self._turns.queue.remove(turn)
+            self._turns.queue_of(answer.leg.start).remove(turn)
         self._batch.stop(sequence)
 
     # ---- steps

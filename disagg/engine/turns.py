@@ -1,13 +1,15 @@
 """Who begins next: prompts, legs that wait for a grant, and choices that wait for their slots.
 
 First those that have begun and gave way for want of pages (engine/batch), oldest first; while there are any, nothing new
-begins. Then whoever waits here, tenant by tenant in turns (scheduler/fairness). Nobody overtakes one who waits for pages or
+begins. Then those that have begun on another server and stand still until they go on here. Then whoever waits, in both cases
+tenant by tenant in turns (scheduler/fairness). Nobody overtakes one who waits for pages or
 a slot, and nobody gives way to what has not begun.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +19,7 @@ from disagg.engine.legs import Legs
 from disagg.engine.lookahead import FIRST_CHOICES_SHARE
 from disagg.engine.now import Now
 from disagg.engine.sequences import Sequence
-from disagg.messages.legs import TimelineEvent
+from disagg.messages.legs import StartLeg, TimelineEvent
 from disagg.scheduler.fairness import FairQueue
 
 TURN_TOKENS = 16  # a sequence that joined the batch makes at least so many before it gives way to an older one
@@ -53,7 +55,12 @@ class Turns:
         self._facts = facts
         self._batch = batch
         self._legs = legs
+        self.moving: FairQueue[Turn] = FairQueue()
         self.queue: FairQueue[Turn] = FairQueue()
+
+    def queue_of(self, start: StartLeg) -> FairQueue[Turn]:
+        """Where what is asked for by it waits."""
+        return self.moving if start.moved else self.queue
 
     def begin(self, now: Now) -> None:
         """Let go on, and then begin, who can."""
@@ -71,7 +78,8 @@ class Turns:
             self._note_parked(oldest, now)
         held_up: set[str] = set()
         passed: Turn | None = None
-        for turn in self.queue.of_those(lambda tenant: tenant not in held_up):
+        queues = (queue.of_those(lambda tenant: tenant not in held_up) for queue in (self.moving, self.queue))
+        for turn in itertools.chain.from_iterable(queues):
             may = turn.partly or (batch.slots.free and not batch.full)
             went = turn.begin(now) if may else Begins.TOO_LITTLE
             if went is Begins.TOO_LITTLE:

@@ -1069,7 +1069,8 @@ class World:
                 assert not transfer.bound and not transfer.expected, f"{where}: {transfer.expected}"
                 assert not transfer.to_send and not transfer.writing and not transfer.dropping, where
             batch = engine.core.batch
-            assert not batch.pages() and not batch.running and not batch.parked and not engine.core.turns.queue, where
+            assert not batch.pages() and not batch.running and not batch.parked, where
+            assert not engine.core.turns.queue and not engine.core.turns.moving, where
             for stage in engine.stages:
                 if isinstance(stage, Sender):
                     check_sender_quiet(stage, where)

@@ -145,7 +145,7 @@ def check_order(world: World) -> None:
                 assert ring.state is RingState.OPEN, "a grant waits for no segment"
         for sequence in server.engine.core.batch.parked:
             assert sequence.pages is None, "who gave way holds nothing"
-        for turn in server.engine.core.turns.queue:
+        for turn in (*server.engine.core.turns.moving, *server.engine.core.turns.queue):
             each = turn.what
             if isinstance(each, Prompt):  # that this server computes itself
                 assert each.sequence is None and each.leg.key not in live, "who has not begun holds nothing"

@@ -25,7 +25,6 @@ from disagg.messages import link as m
 from disagg.messages.legs import Outcome, TimelineEvent
 from disagg.messages.transfer import Bind
 from disagg.transfer.states import ReceiveState
-from disagg.types.sampling import MAX_PRIORITY
 
 
 class Grants:
@@ -51,8 +50,7 @@ class Grants:
         assert link is not None
         transfer.turn = Turn(leg.tenant, lambda now: self._try(transfer, now), transfer)
         cost = leg.num_tokens + self._choices.cost(leg.start)
-        priority = leg.start.priority if not leg.start.moved else -MAX_PRIORITY - 1  # its client waits in mid-answer
-        self._turns.queue.append(leg.tenant, transfer.turn, cost, priority)
+        self._turns.queue_of(transfer.leg.start).append(leg.tenant, transfer.turn, cost, leg.start.priority)
         self._waiting[link] = self._waiting.get(link, 0) + 1
 
     @property
@@ -68,9 +66,9 @@ class Grants:
         if self._tiers is not None:
             self._tiers.loads.forget(transfer.key)
         if cost is None:
-            self._turns.queue.remove(turn)
+            self._turns.queue_of(transfer.leg.start).remove(turn)
         else:
-            self._turns.queue.take(turn, cost)
+            self._turns.queue_of(transfer.leg.start).take(turn, cost)
         transfer.turn = None
         assert link is not None
         self._waiting[link] -= 1
@@ -96,7 +94,8 @@ class Grants:
         if not self._brought_back(transfer, now):
             return Begins.NOT_NOW
         # Tenants that wait leave each other their parts of the free slots; what is left over goes choice by choice.
-        choices = max(1, min(len(leg.start.choices), self._turns.slots_for_more // self._turns.queue.num_tenants))
+        tenants = self._turns.queue_of(transfer.leg.start).num_tenants
+        choices = max(1, min(len(leg.start.choices), self._turns.slots_for_more // tenants))
         choices = self._lookahead.most_choices(choices, leg.num_tokens, self._choices.total_tokens(leg.start))
         pages = self._receive(transfer, choices)
         if pages is None and choices > 1:
@@ -176,7 +175,7 @@ class Grants:
         by_key = {transfer.key: transfer for transfer in transfers}
         queued = [transfer for transfer in by_key.values() if transfer.turn is not None]
         for transfer in queued:
-            assert transfer.turn is not None and transfer.turn in self._turns.queue
+            assert transfer.turn is not None and transfer.turn in self._turns.queue_of(transfer.leg.start)
             assert transfer.session.state is ReceiveState.QUEUED and not transfer.slots
         links = [transfer.link for transfer in queued]
         assert self._waiting == {link: links.count(link) for link in links}
