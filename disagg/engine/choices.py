@@ -302,6 +302,8 @@ class Choices(Onward):
             return
         index = len(sequence.tokens) - sequence.num_prompt
         if token.token_id == NO_TOKEN:
+            for each in answer.sequences:
+                self._batch.distrust(each)
             self._legs.no_token(leg, index)
             return
         self._counters.decode_tokens += 1
