@@ -216,6 +216,8 @@ class Choices(Onward):
                 self._stop(answer, sequence)
             else:
                 self._legs.tell_first(leg, answer.first_tokens[sequence.choice])
+        if all(sequence.done for sequence in answer.sequences):  # dropped one by one, after the KV was here
+            self._legs.abort(leg, "aborted by the router")
 
     def sequences(self, key: LegKey) -> tuple[Sequence, ...]:
         """Of the choices that go on, once the prompt's KV is here."""
