@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from disagg.engine.handoff.ring_table import TURN_S, LiveEntry, RingState, RingTable
+from disagg.messages import link as m
+from disagg.messages.legs import PeerRef
 from disagg.messages.pieces import Piece
 from disagg.types.ids import LegKey
-from tests.engine.lone_engine import LINK, P_REF, Decode, facts, start
+from tests.engine.lone_engine import LINK, P_REF, Decode, facts, hello, start
 
 SEGMENT = 64
 KEY = LegKey("r", 0, 0)
@@ -142,3 +146,28 @@ def test_a_tick_looks_at_each_entry_of_a_ring_once_however_many_transfers_there_
     ring.live = Live(ring.live)
     decode.engine.tick(decode.now)
     assert 0 < looks <= 4 * transfers * pieces
+
+
+def test_a_link_without_a_ring_is_asked_for_one_once_for_all_legs_that_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever waits for a ring lets others go on, so all of them are asked in each of an engine's steps."""
+    decode = Decode(facts(num_large=100, arena_bytes=4096, max_slots=16))
+    decode.start(start("holds", peer=P_REF))
+    decode.link(m.Announce(start("holds").key, 6))
+    other = PeerRef("other", "o:1", "o1")
+    decode.link_up(hello(other), LINK + 1)
+    for number in range(6):
+        leg = start(f"waits {number}", peer=other)
+        decode.start(leg)
+        decode.link(m.Announce(leg.key, 6), LINK + 1)
+    asked: list[int] = []
+    open_ring = RingTable.open
+
+    def noted(self: RingTable, link: int, peer: str, now_s: float) -> bool:
+        asked.append(link)
+        return open_ring(self, link, peer, now_s)
+
+    monkeypatch.setattr(RingTable, "open", noted)
+    decode.do([])
+    assert asked == [LINK + 1] and len(decode.engine.core.turns.queue) == 6

@@ -259,7 +259,7 @@ class Receiver(Handoff):
     # ---- time
 
     def schedule(self, now: Now) -> None:
-        self.rings.table.keep_wishes(self._grants.waiting_links)
+        self._grants.begin()
 
     def tick(self, now: Now) -> None:
         """Rings that idle go back; transfers that stand still are asked for, then given up."""
