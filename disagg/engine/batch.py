@@ -156,6 +156,13 @@ class Batch:
         if self._tiers is not None:
             self._tiers.loads.forget(sequence)
 
+    def distrust(self, sequence: Sequence) -> None:
+        """Its logits are no numbers, so its KV may have been none before, in what it began with, too. Kept in the cache it would
+        spoil whatever begins with it, and be used too often to be evicted.
+        """
+        self._memory.forget(sequence.hashes)
+        sequence.hashes, sequence.distrusted = [], True  # what has no name is not kept
+
     def keep(self, sequence: Sequence) -> None:
         """A prompt has been computed, and is not gone on with here: its pages stay until no transfer uses them."""
         self._end_prompt(sequence, goes_on=False)
@@ -416,7 +423,7 @@ class Batch:
         for run in plan.runs:
             sequence = self._named[run.seq_id]
             sequence.computed += run.num_tokens
-            if sequence.computed // self._page_tokens > len(sequence.hashes):
+            if sequence.computed // self._page_tokens > len(sequence.hashes) and not sequence.distrusted:
                 self._memory.extend_hashes(sequence.hashes, sequence.root, sequence.tokens)
             assert sequence.pages is not None
             sequence.pages.advance(sequence.computed, sequence.hashes, self.pipeline.clock)

@@ -10,6 +10,7 @@ and is not heard of before.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -52,7 +53,8 @@ class Answer:
     dropped: set[int] = field(default_factory=set)  # choices that the router wants nothing more of
     first_tokens: dict[int, FirstToken] = field(default_factory=dict)  # by choice, once all of them are here
     here_unix_s: float = 0.0  # when the prompt's KV was
-    turns: dict[int, Turn] = field(default_factory=dict)  # of choices that wait for their slots
+    waiting: deque[Sequence] = field(default_factory=deque)  # choices that wait for their slots
+    turn: Turn | None = None  # theirs, while there are any: who cannot begin is asked once, and not choice by choice
     held_back_at: int = -1  # KvMemory.releases when one of them would have left others too few pages
 
     def going_on(self) -> list[FirstToken]:
@@ -113,7 +115,7 @@ class Choices(Onward):
 
     @property
     def waiting(self) -> int:
-        return sum(len(answer.turns) for answer in self._answers.values())
+        return sum(len(answer.waiting) for answer in self._answers.values())
 
     def describe(self, leg: Leg) -> dict[str, object]:
         return {
@@ -125,13 +127,10 @@ class Choices(Onward):
 
     def check_integrity(self) -> None:
         for answer in self._answers.values():
-            for choice, turn in answer.turns.items():
-                (sequence,) = (s for s in answer.sequences if s.choice == choice)
-                assert (
-                    turn in self._turns.queue_of(answer.leg.start)
-                    and sequence.state is State.WAITING
-                    and sequence.pages is None
-                )
+            assert list(answer.waiting) == [s for s in answer.sequences if s.state is State.WAITING]
+            assert all(sequence.pages is None for sequence in answer.waiting)
+            assert (answer.turn is not None) == bool(answer.waiting)
+            assert answer.turn is None or answer.turn in self._turns.queue_of(answer.leg.start)
 
     # ---- the prompt is here
 
@@ -212,14 +211,14 @@ class Choices(Onward):
             sequence.in_transfer = kv.in_transfer
         self._batch.copy_pages(beginning, copies)
         self._batch.slots.give(kv.slots[len(beginning) :])
-        for sequence in answer.sequences[len(beginning) :]:
-            sequence.state = State.WAITING
-            self._wait(answer, sequence)
+        self._wait(answer, answer.sequences[len(beginning) :])
         for sequence in beginning:
             if sequence.choice in answer.dropped:
                 self._stop(answer, sequence)
             else:
                 self._legs.tell_first(leg, answer.first_tokens[sequence.choice])
+        if all(sequence.done for sequence in answer.sequences):  # dropped one by one, after the KV was here
+            self._legs.abort(leg, "aborted by the router")
 
     def sequences(self, key: LegKey) -> tuple[Sequence, ...]:
         """Of the choices that go on, once the prompt's KV is here."""
@@ -252,17 +251,23 @@ class Choices(Onward):
             shared_tokens=leg.num_tokens // page_tokens * page_tokens,
         )
 
-    # ---- a choice that waits for its slot
+    # ---- choices that wait for their slots
 
-    def _wait(self, answer: Answer, sequence: Sequence) -> None:
-        turn = Turn(answer.leg.tenant, lambda now: self._begin_one(answer, sequence, now), sequence)
-        answer.turns[sequence.choice] = turn
-        start = answer.leg.start
-        self._turns.queue_of(start).append(answer.leg.tenant, turn, self.cost(start), start.priority)
+    def _wait(self, answer: Answer, sequences: list[Sequence]) -> None:
+        if not sequences:
+            return
+        for sequence in sequences:
+            sequence.state = State.WAITING
+        answer.waiting.extend(sequences)
+        leg = answer.leg
+        answer.turn = turn = Turn(leg.tenant, lambda now: self._begin_one(answer, turn, now), answer)
+        cost, priority = self.cost(leg.start), leg.start.priority
+        self._turns.queue_of(leg.start).append(leg.tenant, turn, cost, priority, times=len(sequences))
 
-    def _begin_one(self, answer: Answer, sequence: Sequence, now: Now) -> Begins:
-        """It computes from the prefix cache on, like one that gave way."""
-        releases, due = self._core.pool.kv.releases, self._turns.is_due(answer.turns[sequence.choice])
+    def _begin_one(self, answer: Answer, turn: Turn, now: Now) -> Begins:
+        """The next one computes from the prefix cache on, like one that gave way."""
+        sequence = answer.waiting[0]
+        releases, due = self._core.pool.kv.releases, self._turns.is_due(turn)
         if not due and (self._turns.slots_for_more <= 0 or answer.held_back_at == releases):
             return Begins.NOT_NOW  # the last ones are for requests that have none
         shared = sequence.shared_tokens if any(s.pages is not None for s in answer.sequences) else 0
@@ -279,15 +284,20 @@ class Choices(Onward):
             return Begins.TOO_LITTLE
         if not self._batch.resume(sequence, now.s):
             return Begins.TOO_LITTLE
-        self._turns.queue_of(answer.leg.start).take(answer.turns.pop(sequence.choice))
+        self._turns.queue_of(answer.leg.start).take(turn)
+        answer.waiting.popleft()
+        turn.overtaken = 0
+        answer.turn = turn if answer.waiting else None
         leg = answer.leg
         self._legs.tell_first(leg, answer.first_tokens[sequence.choice])
         return Begins.NOW
 
     def _stop(self, answer: Answer, sequence: Sequence) -> None:
-        turn = answer.turns.pop(sequence.choice, None)
-        if turn is not None:
-            self._turns.queue_of(answer.leg.start).remove(turn)
+        if sequence.state is State.WAITING:
+            assert answer.turn is not None
+            self._turns.queue_of(answer.leg.start).fewer(answer.turn)
+            answer.waiting.remove(sequence)
+            answer.turn = answer.turn if answer.waiting else None
         self._batch.stop(sequence)
 
     # ---- steps
@@ -306,6 +316,8 @@ class Choices(Onward):
             return
         index = len(sequence.tokens) - sequence.num_prompt
         if token.token_id == NO_TOKEN:
+            for each in answer.sequences:
+                self._batch.distrust(each)
             self._legs.no_token(leg, index)
             return
         self._counters.decode_tokens += 1

@@ -58,6 +58,7 @@ class Load:
     hashes: tuple[bytes, ...]
     since_s: float
     state: LoadState = LoadState.WAITING
+    waits_for: Load | None = None  # while it waits: who brings some of the same; None: it is for a place
     ask: int = 0
     stored: tuple[frozenset[int], ...] = ()
     rounds: int = 1  # which load of this sequence it is
@@ -108,7 +109,7 @@ class Loads:
         self._fetches: dict[int, Load] = {}
         self._copies: dict[int, Load] = {}
         self._copy_acks = Acks(ranks)
-        self._arriving: set[tuple[int, bytes]] = set()  # by group and hash, what loads bring
+        self._arriving: dict[tuple[int, bytes], Load] = {}  # by group and hash, what loads bring
         self._asks = asks
         self._fetch_ops = 0
         self.rates = Rates(load_always=facts.load_always)
@@ -208,7 +209,7 @@ class Loads:
             self._fetched(load)
 
     def _fetched(self, load: Load) -> None:
-        self._arriving.difference_update((g, load.hashes[page_no]) for g, page_no, _ in load.fetched)
+        self._arrived(load, load.fetched)
         if load.failed:
             self.failures += 1
             load.stored = ()
@@ -226,7 +227,7 @@ class Loads:
             self._over(load)
         else:
             self._go_on(load)
-        self._let_others_go_on()
+        self._let_others_go_on(load)
 
     def copied_in(self, rank: int, report: CopiedIn) -> None:
         """Raises ProtocolError for a copy that was not asked for."""
@@ -243,10 +244,21 @@ class Loads:
 
     # ---- how a load goes on
 
-    def _let_others_go_on(self) -> None:
+    def _let_others_go_on(self, ended: Load) -> None:
+        """Who waited for this one, and, in their order, who waits for a place, as long as there are any. To find out what a
+        load has to bring takes time for each of its pages, so nobody else is looked at."""
         for load in [load for load in self._all if load.state is LoadState.WAITING]:
-            if load.state is LoadState.WAITING:
+            waits_for = load.waits_for
+            if load.state is LoadState.WAITING and (waits_for is ended or (waits_for is None and not self._full)):
                 self._go_on(load)
+
+    @property
+    def _full(self) -> bool:
+        return len(self._fetches) + len(self._copies) >= MOST_AT_ONCE
+
+    def _arrived(self, load: Load, pages: Sequence[Placed]) -> None:
+        for g, page_no, _ in pages:
+            del self._arriving[g, load.hashes[page_no]]
 
     def _go_on(self, load: Load) -> None:
         """What has to be brought is decided anew: meanwhile others have come and gone."""
@@ -259,8 +271,9 @@ class Loads:
             return
         needed = [(g, page_no) for g, _ in enumerate(self._layout.groups) for page_no in self._needed(g, load.point)]
         lacking = [(g, p) for g, p in needed if self._memory.cache.find(g, load.hashes[p]) is None]
-        busy = sum(each.under_way for each in self._all) >= MOST_AT_ONCE
-        if busy or any((g, load.hashes[p]) in self._arriving for g, p in lacking):
+        keys = ((g, load.hashes[p]) for g, p in lacking)
+        load.waits_for = next((self._arriving[key] for key in keys if key in self._arriving), None)
+        if load.waits_for is not None or self._full:
             load.tries -= 1
             load.state = LoadState.WAITING
             return
@@ -330,7 +343,7 @@ class Loads:
         load.host += load.fetched
         load.state, load.failed = LoadState.FETCHING, False
         load.reported.clear()
-        self._arriving.update((g, load.hashes[page_no]) for g, page_no, _ in load.fetched)
+        self._arriving.update({(g, load.hashes[page_no]): load for g, page_no, _ in load.fetched})
         self._fetch_ops += 1
         self._fetches[self._fetch_ops] = load
         self._out.append(ToStore(Fetch(self._fetch_ops, load.ask, places)))
@@ -367,7 +380,7 @@ class Loads:
             load.host.append((g, page_no, host_page))
             moves.append(PageMove(g, page, host_page))
         load.state = LoadState.LOADING
-        self._arriving.update((g, load.hashes[page_no]) for g, page_no, _ in load.gpu)
+        self._arriving.update({(g, load.hashes[page_no]): load for g, page_no, _ in load.gpu})
         op = self._copy_acks.issue()
         self._copies[op] = load
         self._out.append(ToTransfer(None, CopyIn(op, tuple(moves))))
@@ -375,7 +388,7 @@ class Loads:
     def _over(self, load: Load) -> None:
         """It lets go of all that it holds; what it filled is cached until its memory is needed."""
         if load.state is LoadState.LOADING:
-            self._arriving.difference_update((g, load.hashes[page_no]) for g, page_no, _ in load.gpu)
+            self._arrived(load, load.gpu)
         was_under_way = load.under_way
         load.state = LoadState.OVER
         self._all.remove(load)
@@ -388,7 +401,7 @@ class Loads:
         if load.ask:
             self._asks.forget(load.ask)
         if was_under_way:
-            self._let_others_go_on()
+            self._let_others_go_on(load)
 
     # ---- what others need to know of it
 
@@ -415,7 +428,11 @@ class Loads:
         """What must hold between any two calls."""
         assert all(load.state is not LoadState.OVER for load in self._all)
         arriving = [(g, load.hashes[p]) for load in self._all for g, p, _ in (*load.fetched, *load.gpu)]
-        assert len(arriving) == len(set(arriving)) and set(arriving) == self._arriving, (
+        assert len(arriving) == len(set(arriving)) and set(arriving) == self._arriving.keys(), (
             "what is on its way, and what loads bring"
         )
+        assert len(self._fetches) + len(self._copies) == sum(load.under_way for load in self._all)
+        waiting = [load for load in self._all if load.state is LoadState.WAITING]
+        assert all(load.waits_for is None or load.waits_for.under_way for load in waiting), "who waits for nobody"
+        assert self._full or all(load.waits_for is not None for load in waiting), "who waits for a place that is free"
         assert all(load.given_up or load.state is LoadState.OVER or load in self._all for load in self._loads.values())

@@ -112,6 +112,8 @@ class Offload:
             self._progress(sequence)
 
     def _progress(self, sequence: Sequence) -> None:
+        if sequence.distrusted:
+            return
         if sequence.pages is not None and sequence.pages.has_checkpoint:
             return  # ranks may still write to it; once it is cached or let go, nothing of what came before is passed over
         written = sequence.computed - self._lag_tokens
@@ -126,7 +128,8 @@ class Offload:
         if sequence.is_prompt:
             self._begin(sequence)
         self._asking.discard(_name(sequence))
-        self._do(self.manager.finish(_name(sequence), sequence.computed, partial(self._view, sequence)))
+        view, tail = partial(self._view, sequence), not sequence.distrusted
+        self._do(self.manager.finish(_name(sequence), sequence.computed, view, tail=tail))
 
     def _begin(self, sequence: Sequence) -> None:
         self.manager.begin(

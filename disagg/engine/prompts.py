@@ -385,6 +385,7 @@ class Prompts(Stage):
         assert sequence is not None
         assert len(sampled) == len(leg.start.choices)
         if any(token.token_id == NO_TOKEN for token in sampled):
+            self._batch.distrust(sequence)
             self._legs.no_token(leg, leg.first_index)
             return
         tokens_left = self._model.max_model_len - leg.num_tokens - 1

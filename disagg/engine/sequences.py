@@ -55,6 +55,7 @@ class Sequence:
     handed_over: bool = False  # a decode server has its KV, or is to have it
     in_transfer: bool = False  # a rank may still write to its pages, or send what they hold
     stops: bool = False  # no further plan names it: it goes on elsewhere
+    distrusted: bool = False  # its KV may be wrong: nothing of it is kept
     recomputes: bool = False  # its pages were reserved for chunks
     partly: bool = False  # a prompt that has pages for its first tokens only, and does not end before it has all
     joined_tokens: int = 0  # how many it had when it last joined the batch

@@ -36,9 +36,9 @@ class Begins(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A place in the queue. begin: tries; it takes the place out of the queue when it begins. what: whose it is. overtaken:
-    how many began that came after it, while it was the first one that they overtook. partly: it holds a slot already, and part of
-    its pages.
+    """A place in the queue. begin: tries; it takes the place out of the queue when it begins, or when the last one of those
+    that share it does. what: whose it is. overtaken: how many began that came after it, while it was the first one that they
+    overtook. partly: it holds a slot already, and part of its pages.
     """
 
     tenant: str

@@ -189,6 +189,14 @@ class KvMemory:
         if self.caching and self.cache.insert(g, key, page):
             self.allocator.keep(g, page)
 
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """What is cached under these names may be wrong: nobody begins with it any more. Who holds it goes on."""
+        for g, _ in enumerate(self.layout.groups):
+            for key in hashes:
+                if (page := self.cache.find(g, key)) is not None:
+                    self.cache.remove(g, page)
+                    self.allocator.forget(g, page)
+
     def pin(self, g: int, hashes: Sequence[bytes], first: int, stop: int) -> list[int]:
         """Hold the cached pages of numbers [first, stop), all of which are known to be there."""
         if first >= stop:

@@ -13,6 +13,8 @@ This is start-time fair queueing: the tag of a tenant's first item is where the 
 time if that is later; the least tag is served. The virtual time goes on with each item served by its cost, divided by the
 tenants that wait, so a tag is reached after a bounded amount of work, however many tenants come after it.
 
+An item may be served several times in a row (`times`): it keeps its place until the last one.
+
 Among its own items a tenant may say which are more urgent (*priority*: lower goes first). An item lets so many that are go
 ahead of it, and then no more (MAX_OVERTAKEN), so that none starves.
 
@@ -35,13 +37,15 @@ Item = TypeVar("Item")
 
 
 class _Waiting(Generic[Item]):
-    __slots__ = ("arrival", "cost", "item", "overtaken", "priority")
+    __slots__ = ("arrival", "cost", "item", "overtaken", "priority", "tenant", "times")
 
-    def __init__(self, arrival: int, cost: float, item: Item, priority: int) -> None:
+    def __init__(self, arrival: int, cost: float, item: Item, priority: int, times: int, tenant: str) -> None:
         self.arrival = arrival
-        self.cost = cost
+        self.cost = cost  # of each time
         self.item = item
         self.priority = priority
+        self.times = times
+        self.tenant = tenant
         self.overtaken = 0
 
 
@@ -66,7 +70,7 @@ class FairQueue(Generic[Item]):
         self._served: OrderedDict[str, float] = OrderedDict()  # where tenants that wait for nothing ended
         self._now = 0.0  # virtual time
         self._arrivals = 0
-        self._of: dict[int, str] = {}  # id of an item -> its tenant
+        self._of: dict[int, _Waiting[Item]] = {}  # by the id of an item
 
     def __len__(self) -> int:
         return len(self._of)
@@ -89,9 +93,9 @@ class FairQueue(Generic[Item]):
         """That wait for something."""
         return len(self._tenants)
 
-    def append(self, tenant: str, item: Item, cost: float, priority: int = 0) -> None:
-        """It is the last of its tenant, but for those that are less urgent."""
-        assert cost > 0
+    def append(self, tenant: str, item: Item, cost: float, priority: int = 0, *, times: int = 1) -> None:
+        """It is the last of its tenant, but for those that are less urgent. times: that it is to be served, for so much each."""
+        assert cost > 0 and times > 0
         assert id(item) not in self._of, "an item waits once"
         waiting = self._tenants.get(tenant)
         if waiting is None:
@@ -102,26 +106,32 @@ class FairQueue(Generic[Item]):
         while at and items[at - 1].priority > priority and items[at - 1].overtaken < MAX_OVERTAKEN:
             at -= 1
             items[at].overtaken += 1
-        items.insert(at, _Waiting(self._arrivals, cost, item, priority))
+        self._of[id(item)] = entry = _Waiting(self._arrivals, cost, item, priority, times, tenant)
+        items.insert(at, entry)
         self._arrivals += 1
-        self._of[id(item)] = tenant
 
     def take(self, item: Item, cost: float | None = None) -> None:
         """It is served: its tenant is charged what it was said to cost, or this."""
-        tenant = self._of[id(item)]
-        waiting = self._tenants[tenant]
-        said = self._remove(waiting, item)
-        cost = said if cost is None else cost
+        entry = self._of[id(item)]
+        waiting = self._tenants[entry.tenant]
+        cost = entry.cost if cost is None else cost
         self._now = max(self._now + cost / len(self._tenants), waiting.tag)
         waiting.tag += cost
-        self._leave_if_empty(tenant, waiting)
+        self.fewer(item)
+
+    def fewer(self, item: Item) -> None:
+        """It wants to be served one time fewer, which costs nothing."""
+        entry = self._of[id(item)]
+        entry.times -= 1
+        if not entry.times:
+            self.remove(item)
 
     def remove(self, item: Item) -> None:
         """It does not want to be served any more, and costs nothing."""
-        tenant = self._of[id(item)]
-        waiting = self._tenants[tenant]
+        entry = self._of[id(item)]
+        waiting = self._tenants[entry.tenant]
         self._remove(waiting, item)
-        self._leave_if_empty(tenant, waiting)
+        self._leave_if_empty(entry.tenant, waiting)
 
     def discard(self, item: Item) -> None:
         """Remove it if it waits."""
@@ -130,7 +140,7 @@ class FairQueue(Generic[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         """In the order in which they would be served if nothing came. Of what waits, only items that have been given may be
-        taken or removed meanwhile.
+        taken or removed meanwhile; one that was taken, and still waits, is given again in its turn.
         """
         return self.of_those(lambda tenant: True)
 
@@ -147,12 +157,14 @@ class FairQueue(Generic[Item]):
             rest = rests.get(tenant)
             if rest is None:
                 rest = rests[tenant] = deque(self._tenants[tenant].items)
-            first = rest.popleft()
+            first, times = rest[0], rest[0].times
+            yield first.item
+            if not 0 < first.times < times:
+                rest.popleft()
             if rest:
                 heapq.heapreplace(heap, (tag + first.cost, rest[0].arrival, tenant))
             else:
                 heapq.heappop(heap)
-            yield first.item
 
     def displaced_by(self, tenant: str, may_go: Callable[[Item], bool] | None = None) -> Item | None:
         """Who goes when the queue is full and one more of this tenant comes: the last of whoever has the most there, or
@@ -168,17 +180,15 @@ class FairQueue(Generic[Item]):
             return None
         return next(e.item for e in reversed(self._tenants[name].items) if may_go is None or may_go(e.item))
 
-    def _remove(self, waiting: _Tenant[Item], item: Item) -> float:
+    def _remove(self, waiting: _Tenant[Item], item: Item) -> None:
         del self._of[id(item)]
         items = waiting.items
         if items[0].item is item:
-            return items.popleft().cost
-        if items[-1].item is item:
-            return items.pop().cost
-        index = next(index for index, each in enumerate(items) if each.item is item)
-        cost = items[index].cost
-        del items[index]
-        return cost
+            items.popleft()
+        elif items[-1].item is item:
+            items.pop()
+        else:
+            del items[next(index for index, each in enumerate(items) if each.item is item)]
 
     def _leave_if_empty(self, tenant: str, waiting: _Tenant[Item]) -> None:
         if waiting.items:

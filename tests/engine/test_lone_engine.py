@@ -624,6 +624,21 @@ def test_an_aborted_choice_leaves_the_others_running() -> None:
     assert outcomes(decode.abort(leg, 1)) == [Outcome.ABORTED]
 
 
+def test_choices_that_are_dropped_one_by_one_before_their_pages_are_unbound_end_the_leg() -> None:
+    """They begin late after a piece that was asked for twice, and nothing that they say would end the leg."""
+    decode = Decode(FACTS)
+    leg = start(choices=2, peer=P_REF)
+    decode.receiving(leg)
+    decode.first_tokens(leg)
+    decode.link(m.SentAll(leg.key, 1))
+    decode.tick(WANT_AFTER_S + 0.1)
+    (again,) = decode.offer(leg, Piece(0, 0, 2, 0, 6))
+    assert outcomes(decode.land(again) + decode.abort(leg, 0) + decode.abort(leg, 1)) == []
+    assert outcomes(decode.event(Unbound(leg.key)) + decode.compute_all()) == [Outcome.ABORTED]
+    decode.link(m.Drained(leg.key))
+    assert decode.engine.idle and decode.used == 0
+
+
 def test_a_piece_with_a_wrong_checksum_ends_the_attempt() -> None:
     decode = Decode(FACTS)
     leg = start(peer=P_REF)

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from disagg.engine.facts import OffloadFacts
 from disagg.engine.instructions import Instruction, ToStore
+from disagg.engine.loads import MOST_AT_ONCE, Load, Loads
 from disagg.messages import link as m
 from disagg.messages.legs import StartLeg
 from disagg.messages.pieces import Piece
@@ -116,3 +117,41 @@ def test_a_checkpoint_that_lands_when_decode_has_begun_is_stored_too() -> None:
     copied = [move.group for message in to_transfer(out) if isinstance(message, CopyOut) for move in message.moves]
     assert copied.count(1) == 2, "the states after eight tokens and after sixteen"
     assert copied.count(0) == 4
+
+
+def on_the_host(decode: Decode, legs: list[StartLeg]) -> None:
+    """As if these prompts had been here before."""
+    assert decode.engine.core.tiers is not None
+    host = decode.engine.core.tiers.offload.host
+    for leg in legs:
+        before, hashes = decode.engine.core.pool.prefix(leg)
+        taken = host.take([len(hashes)])
+        assert taken is not None
+        pages = taken[0]
+        for page, page_hash in zip(pages, hashes, strict=True):
+            host.name(0, page, page_hash, before)
+            before = page_hash
+        host.release([(0, page_no, page) for page_no, page in enumerate(pages)])
+
+
+def test_who_waits_for_a_place_among_loads_is_looked_at_when_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If each load that ends had all others look for each of their pages, 200 prompts of 512 would take an engine 0.2 s."""
+    waiting = 20
+    legs = [leg_for_decode(f"r{i}", 4 * PAGES + 1, first_token=1 + 100 * i) for i in range(MOST_AT_ONCE + waiting)]
+    decode = Decode(
+        facts(num_large=400, max_slots=64, max_waiting=100, spare_tokens=0, offload=OffloadFacts(400, 0, False))
+    )
+    on_the_host(decode, legs)
+    copies = [each for leg in legs for each in to_transfer(decode.announced(leg)) if isinstance(each, CopyIn)]
+    assert len(copies) == MOST_AT_ONCE
+    looked: list[object] = []
+    longest = Loads._longest
+
+    def noted(self: Loads, load: Load, cached: int) -> int:
+        looked.append(load)
+        return longest(self, load, cached)
+
+    monkeypatch.setattr(Loads, "_longest", noted)
+    for ended, copy in enumerate(copies, 1):
+        decode.do(decode.engine.tier_event(0, CopiedIn(copy.op, 0, 0.0), decode.now))
+        assert len(looked) == ended, "of those that wait the first one has its place, and nobody else is looked at"

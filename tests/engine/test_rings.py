@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from disagg.engine.handoff.ring_table import TURN_S, RingState, RingTable
+from typing import Any
+
+import pytest
+
+from disagg.engine.handoff.ring_table import TURN_S, LiveEntry, RingState, RingTable
+from disagg.messages import link as m
+from disagg.messages.legs import PeerRef
+from disagg.messages.pieces import Piece
 from disagg.types.ids import LegKey
+from tests.engine.lone_engine import LINK, P_REF, Decode, facts, hello, start
 
 SEGMENT = 64
 KEY = LegKey("r", 0, 0)
@@ -111,3 +119,55 @@ def test_an_entry_is_freed_once_and_an_id_means_one_entry_ever() -> None:
     assert rings.links[0].free(first) is not None
     assert rings.links[0].free(first) is None
     assert rings.links[1].state is RingState.OPEN
+
+
+def test_a_tick_looks_at_each_entry_of_a_ring_once_however_many_transfers_there_are() -> None:
+    """If each transfer looked at all entries, 256 of them with 16 pieces each would hold the loop for 0.3 s a tick."""
+    looks = 0
+
+    class Live(dict[int, LiveEntry]):
+        def items(self) -> Any:
+            nonlocal looks
+            looks += len(self)
+            return super().items()
+
+        def values(self) -> Any:
+            nonlocal looks
+            looks += len(self)
+            return super().values()
+
+    transfers, pieces = 16, 4
+    decode = Decode(facts(num_large=200, max_slots=transfers, max_waiting=transfers, spare_tokens=4))
+    for number in range(transfers):
+        leg = start(f"r{number}", 4 * pieces, first_token=1 + 100 * number, peer=P_REF)
+        decode.granted(leg)
+        decode.offer(leg, *(Piece(0, 0, 2, 4 * at, 4 * at + 4) for at in range(pieces)))
+    ring = decode.receiver.rings.table.links[LINK]
+    ring.live = Live(ring.live)
+    decode.engine.tick(decode.now)
+    assert 0 < looks <= 4 * transfers * pieces
+
+
+def test_a_link_without_a_ring_is_asked_for_one_once_for_all_legs_that_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever waits for a ring lets others go on, so all of them are asked in each of an engine's steps."""
+    decode = Decode(facts(num_large=100, arena_bytes=4096, max_slots=16))
+    decode.start(start("holds", peer=P_REF))
+    decode.link(m.Announce(start("holds").key, 6))
+    other = PeerRef("other", "o:1", "o1")
+    decode.link_up(hello(other), LINK + 1)
+    for number in range(6):
+        leg = start(f"waits {number}", peer=other)
+        decode.start(leg)
+        decode.link(m.Announce(leg.key, 6), LINK + 1)
+    asked: list[int] = []
+    open_ring = RingTable.open
+
+    def noted(self: RingTable, link: int, peer: str, now_s: float) -> bool:
+        asked.append(link)
+        return open_ring(self, link, peer, now_s)
+
+    monkeypatch.setattr(RingTable, "open", noted)
+    decode.do([])
+    assert asked == [LINK + 1] and len(decode.engine.core.turns.queue) == 6

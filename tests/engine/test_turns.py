@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from disagg.engine.instructions import Instruction
 from disagg.engine.sequences import State
-from disagg.engine.turns import TURN_TOKENS
+from disagg.engine.turns import TURN_TOKENS, Turn, Turns
 from disagg.messages import link as m
 from disagg.messages.legs import LegEnd, LegTokens, Outcome, ServerState, StartLeg
 from disagg.messages.transfer import Bind, Unbound
@@ -108,6 +108,24 @@ def test_a_request_of_many_choices_silences_nobody() -> None:
     out += decode.compute_all()
     assert decode.engine.counters.preemptions == {}
     assert all(indices(out, "many", choice) == list(range(4)) for choice in range(64))
+
+
+def test_choices_that_cannot_begin_are_asked_about_once_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If each were asked about, 30 requests of 64 choices would hold everybody up for 20 ms in each step."""
+    decode = Decode(facts(num_large=400, max_slots=16))
+    for number in range(2):
+        decode.joined(leg(f"many {number}", choices=64, max_tokens=50, first_token=100 + 500 * number))
+    assert decode.engine.load(ServerState.READY).waiting == 2 * 64 - 15 and decode.batch.slots.free
+    asked: list[Turn] = []
+    is_due = Turns.is_due
+
+    def noted(self: Turns, turn: Turn) -> bool:
+        asked.append(turn)
+        return is_due(self, turn)
+
+    monkeypatch.setattr(Turns, "is_due", noted)
+    decode.do([])
+    assert len(asked) == 2
 
 
 def test_choices_that_wait_for_slots_take_turns_with_other_tenants() -> None:

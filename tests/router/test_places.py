@@ -36,7 +36,7 @@ def filled(places: Places[Item], tenants: dict[str, int]) -> dict[str, int]:
             places.waiting.append(tenant, Item(), 1.0)
     taken = Counter(dict.fromkeys(tenants, 0))
     for item in places.next_ones(lambda tenant: True):
-        tenant = places.waiting._of[id(item)]
+        tenant = places.waiting._of[id(item)].tenant
         places.take(tenant, item)
         taken[tenant] += 1
     return dict(taken)
@@ -98,7 +98,7 @@ class TakingAndLeaving(RuleBasedStateMachine):
         for _ in range(count):
             self.places.waiting.append(tenant, Item(), 1.0)
         for item in self.places.next_ones(lambda tenant: True):
-            of = self.places.waiting._of[id(item)]
+            of = self.places.waiting._of[id(item)].tenant
             assert self.places.free > 1 or of not in self.inflight, "the last place is for who has none"
             self.places.take(of, item)
             self.inflight.append(of)

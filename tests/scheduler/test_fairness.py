@@ -111,6 +111,40 @@ def test_tenants_that_always_wait_are_served_alike(costs: dict[str, float]) -> N
         assert max(served.values()) - min(served.values()) <= 2 * max(costs.values())
 
 
+@given(st.lists(st.tuples(TENANTS, COSTS, st.integers(1, 4)), min_size=1, max_size=12), st.integers(0, 6))
+def test_an_item_that_is_served_several_times_is_as_many_in_a_row(
+    items: list[tuple[str, float, int]], at_once: int
+) -> None:
+    """at_once: how many are served in one iteration, before the next one begins."""
+    whole, apart = FairQueue[Item](), FairQueue[Item]()
+    for tenant, cost, times in items:
+        whole.append(tenant, Item(tenant, cost), cost, times=times)
+        for _ in range(times):
+            apart.append(tenant, Item(tenant, cost), cost)
+
+    def served(queue: FairQueue[Item]) -> list[str]:
+        said = []
+        while len(queue):
+            for count, item in enumerate(queue):
+                if count > at_once:
+                    break
+                queue.take(item)
+                said.append(str(item))
+        return said
+
+    assert served(whole) == served(apart)
+
+
+def test_an_item_that_could_not_be_served_is_given_once_and_may_want_less() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    often, once = Item("a", 1.0), Item("a", 1.0)
+    queue.append("a", often, 1.0, times=3)
+    queue.append("a", once, 1.0)
+    assert list(queue) == [often, once]
+    queue.fewer(often)
+    assert [taken(queue) for _ in range(3)] == [often, often, once] and not len(queue)
+
+
 def test_a_thousand_of_one_do_not_stand_before_one_of_another() -> None:
     queue: FairQueue[Item] = FairQueue()
     for _ in range(1000):

@@ -43,6 +43,12 @@ class Grants:
         self._choices = choices
         self._rings = rings
         self._waiting: dict[int, int] = {}  # by link: legs of it that wait for a grant
+        self._no_ring: set[int] = set()  # links that were found to have none to give since `begin`
+
+    def begin(self) -> None:
+        """Something may have happened: links may have got rings, and others may have no legs that wait for them any more."""
+        self._no_ring.clear()
+        self._rings.table.keep_wishes(set(self._waiting))
 
     def wait(self, transfer: Receiving) -> None:
         """It has been announced."""
@@ -52,11 +58,6 @@ class Grants:
         cost = leg.num_tokens + self._choices.cost(leg.start)
         self._turns.queue_of(transfer.leg.start).append(leg.tenant, transfer.turn, cost, leg.start.priority)
         self._waiting[link] = self._waiting.get(link, 0) + 1
-
-    @property
-    def waiting_links(self) -> set[int]:
-        """Links of which some leg waits."""
-        return set(self._waiting)
 
     def leave(self, transfer: Receiving, cost: float | None = None) -> None:
         """Takes a leg out of the queue if it waits there. cost: of what it was granted; None if it got no grant."""
@@ -79,12 +80,15 @@ class Grants:
         """Pages, slots and a ring, all or nothing; the grant leaves when every rank has bound the pages."""
         leg, link = transfer.leg, transfer.link
         assert link is not None
+        if link in self._no_ring:
+            return Begins.NOT_NOW
         if self._rings.blocked_by_quarantine(link):
             name = self._rings.peer_name(link)
             reason = f"no ring for {name}: too much of the arena is quarantined for lost links"
             self._legs.close(leg, Outcome.GIVEN_BACK, reason)
             return Begins.NOT_NOW
         if not self._rings.open(link, now.s):
+            self._no_ring.add(link)
             return Begins.NOT_NOW  # another link's legs need not wait for this one's segments
         kv = self._pool.kv
         if transfer.too_little_at == kv.releases:

@@ -259,7 +259,7 @@ class Receiver(Handoff):
     # ---- time
 
     def schedule(self, now: Now) -> None:
-        self.rings.table.keep_wishes(self._grants.waiting_links)
+        self._grants.begin()
 
     def tick(self, now: Now) -> None:
         """Rings that idle go back; transfers that stand still are asked for, then given up."""
@@ -400,6 +400,7 @@ class Receiver(Handoff):
         if withdraw.aborted:
             self._legs.abort(leg, reason)
         else:
+            self.transfers[leg.key].distrusted = True
             self._legs.close(leg, Outcome.PEER_LOST, reason)
 
     # ---- the end of a transfer
@@ -477,7 +478,8 @@ class Receiver(Handoff):
             return
         groups, page_tokens = self._facts.model.groups, self._facts.memory.page_tokens
         step = self._batch.pipeline.clock
-        checkpoint = all(
+        trusted = not (transfer.distrusted or any(each.distrusted for each in self._choices.sequences(leg.key)))
+        checkpoint = trusted and all(
             session.landed_whole(g, page_tokens, CHECKPOINT, NUM_STATES)
             for g, group in enumerate(groups)
             if group.is_state
@@ -493,5 +495,6 @@ class Receiver(Handoff):
             () if group.is_state else session.landed_whole(g, page_tokens, session.wants[g], leg.num_tokens)
             for g, group in enumerate(groups)
         ]
-        pages.landed_partly(leg.num_tokens, transfer.hashes, ranges)
+        if trusted:
+            pages.landed_partly(leg.num_tokens, transfer.hashes, ranges)
         pages.close(step)

@@ -27,6 +27,7 @@ class Receiving:
     pages: SequencePages | None = None  # from the grant on, until no rank writes to them any more
     slots: tuple[int, ...] = ()  # of the choices that begin at once, until they do
     age: int = -1
+    distrusted: bool = False  # prefill gave it up, maybe for what it had computed: what landed is not kept
     begins_unbound: bool = False  # its choices begin when no rank has its pages bound any more
     announced: Now = NEVER
     granted: Now = NEVER

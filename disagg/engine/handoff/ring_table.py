@@ -57,6 +57,8 @@ class LinkRing:
     moved_s: float = 0.0  # when `watch` last saw it move
     _asked_s: float = 0.0
     _seen: tuple[tuple[int, bool], ...] = ()
+    _legs: frozenset[LegKey] = frozenset()  # that had entries when `watch` looked last
+    _holders: frozenset[LegKey] = frozenset()  # of these, whose entries were the oldest
 
     @property
     def watermarks(self) -> tuple[int, ...]:
@@ -71,21 +73,25 @@ class LinkRing:
         return {entry_id: self.live[entry_id] for entry_id in by_rank.values()}
 
     def watch(self, open_legs: Container[LegKey], now_s: float) -> None:
-        """Notes whether the ring moves: another entry is the oldest, or its leg has been given up and will be drained."""
-        seen = tuple((entry_id, live.key in open_legs) for entry_id, live in self.oldest.items())
+        """Notes whether the ring moves: another entry is the oldest, or its leg has been given up and will be drained. And whose
+        the entries are, once for all legs that are asked about."""
+        oldest = self.oldest
+        seen = tuple((entry_id, live.key in open_legs) for entry_id, live in oldest.items())
         if self._seen and seen != self._seen:  # into an empty ring nothing moves up: its first leg has just progressed
             self.moved_s = now_s
         self._seen = seen
+        self._legs = frozenset(live.key for live in self.live.values())
+        self._holders = frozenset(live.key for live in oldest.values())
 
     def idle_s(self, key: LegKey, progress_s: float, open_legs: Container[LegKey], now_s: float) -> float:
-        """For how long a leg that last progressed at progress_s has stood still by its own fault, not by its place.
+        """For how long a leg that last progressed at progress_s has stood still by its own fault, not by its place, as `watch`
+        found it.
 
         While the ring moves, or waits for a piece of another open leg, the leg's turn has not come.
         """
-        if not any(live.key == key for live in self.live.values()):
+        if key not in self._legs:
             return now_s - progress_s
-        holders = {live.key for live in self.oldest.values()}
-        if key not in holders and any(holder in open_legs for holder in holders):
+        if key not in self._holders and any(holder in open_legs for holder in self._holders):
             return 0.0
         return now_s - max(progress_s, self.moved_s)
 
