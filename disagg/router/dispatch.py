@@ -367,7 +367,8 @@ class Dispatch:
 
     def _finish(self, live: Live) -> None:
         live.note_attempt("done", time.time())
-        self._end(live, live.finished())
+        # All tokens may be here before the request can be ended for want of room: some of its text is gone all the same.
+        self._end(live, live.mailbox.overfull or live.finished())
 
     def _end(self, live: Live, end: Finished | DisaggError) -> None:
         machine = live.machine
