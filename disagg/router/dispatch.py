@@ -161,13 +161,16 @@ class Dispatch:
         self._pump_handle = None
         for live in self.pairing.to_move(self.live.values()):
             self.drive(live, TargetSeen())
+        absent: set[str] = set()  # weights that no pair has now; "": there is none at all
         for live in tuple(self.replays):
+            if live.machine.weights in absent or "" in absent:
+                continue
             found = self.pairing.pick(live, self._clock())
             if isinstance(found, Pair):
                 self.replays.remove(live)
                 self.drive(live, PairPicked(found, self._clock()))
             elif self._no_pair_yet(live, found):
-                break
+                absent.add(live.machine.weights)
         for live in self.pairing.next_ones():
             found = self.pairing.pick(live, self._clock())
             if isinstance(found, Pair):
