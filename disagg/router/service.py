@@ -246,15 +246,19 @@ class Router:
         """An account of `router.memory_bytes`, for a face that keeps something of a request."""
         return self._budget.hold()
 
-    async def beside(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def beside(self, tenant: str, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Does what takes long with `size` bytes of text in a thread (see `beside.py`)."""
-        return await self._intake.beside.run(size, work, *args, **kwargs)
+        return await self._intake.beside.run(tenant, size, work, *args, **kwargs)
 
-    async def tokenize(self, model: str, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        return await self._intake.tokenize(model, text, add_special_tokens)
+    async def tokenize(
+        self, model: str, text: str, add_special_tokens: bool = True, *, tenant: str = ""
+    ) -> tuple[int, ...]:
+        return await self._intake.tokenize(model, text, add_special_tokens, tenant)
 
-    async def detokenize(self, model: str, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return await self._intake.detokenize(model, token_ids, skip_special_tokens)
+    async def detokenize(
+        self, model: str, token_ids: Sequence[int], skip_special_tokens: bool = True, *, tenant: str = ""
+    ) -> str:
+        return await self._intake.detokenize(model, token_ids, skip_special_tokens, tenant)
 
     def healthy(self) -> bool:
         """A request that comes now can be served."""

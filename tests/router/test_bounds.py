@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from disagg.router.streams import MAX_FRAME_TOKENS, num_tokens
 from disagg.streams.state import frame_length
 from disagg.text import stops
 from disagg.text.tokenizer import Tokenizer
-from disagg.types.errors import InvalidRequest, Overloaded
+from disagg.types.errors import InvalidRequest, Overloaded, Unavailable
 from disagg.types.ids import LegKey
 from disagg.types.sampling import MAX_STOP_CHARS, SamplingParams
 from disagg.wire import pb
@@ -303,6 +304,47 @@ def test_what_a_server_says_of_its_cache_is_kept_within_a_bound() -> None:
     cached.apply(KvEvents(stored=((0, b"new"),)))
     assert cached.holds(0, b"new") and sum(cached.counts()) == 10
     assert cached.holds(1, b"39") and not cached.holds(1, b"1"), "what was heard of last"
+
+
+async def test_tenants_take_turns_where_long_texts_are_read() -> None:
+    """Hundreds of prompts of one client keep another one's waiting for one of them, and whoever leaves takes no turn."""
+    beside, order = Beside(), list[str]()
+
+    def read(tenant: str) -> None:
+        time.sleep(0.002)
+        order.append(tenant)
+
+    try:
+        many = [asyncio.create_task(beside.run("many", 10_000, read, "many")) for _ in range(200)]
+        leaves = asyncio.create_task(beside.run("leaves", 10_000, read, "leaves"))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        await beside.run("one", 10_000, read, "one")
+        assert order.index("one") <= 2 * THREADS
+        await asyncio.gather(*many)
+        assert len(order) == 201 and "leaves" not in order
+    finally:
+        beside.close()
+
+
+async def test_what_waits_to_be_read_ends_with_the_router_and_fails_alone() -> None:
+    beside, began, go_on = Beside(), list[int](), threading.Event()
+
+    def read() -> None:
+        began.append(1)
+        go_on.wait(10.0)
+
+    with pytest.raises(ZeroDivisionError):
+        await beside.run("a", 1, divmod, 1, 0)
+    reading = [asyncio.create_task(beside.run("a", 1, read)) for _ in range(THREADS + 2)]
+    while len(began) < THREADS:
+        await asyncio.sleep(0.001)
+    beside.close()
+    go_on.set()
+    ends = await asyncio.gather(*reading, return_exceptions=True)
+    assert [type(end) for end in ends] == [type(None)] * THREADS + [Unavailable] * 2
+    with pytest.raises(Unavailable):
+        await beside.run("a", 1, read)
 
 
 def test_all_threads_for_text_are_there_from_the_start() -> None:
