@@ -128,6 +128,10 @@ class Dispatch:
         """Raises Overloaded where no more may wait."""
         self.places.check_room(tenant, self.fleet.view().has_pair, self._clock())
 
+    def check_reading(self, tenant: str) -> None:
+        """The same before a text is read, of which others must find room for theirs."""
+        self.places.check_reading(tenant, self.fleet.view().has_pair, self._clock())
+
     def make_room(self, tenant: str) -> None:
         """For one more; raises as `check_room`."""
         displaced = self.places.make_room(tenant, self.fleet.view().has_pair, self._clock())

@@ -390,7 +390,8 @@ class Router:
         stop_bytes = STOP_CHAR_BYTES * sum(map(len, params.stop))
         held.add(PROMPT_TOKEN_BYTES * len(prompt) + PAGE_BYTES * num_pages(ways, len(prompt)) + stop_bytes, new=True)
         try:
-            pages = await self._hashed(ways, salt, prompt)
+            with self._dispatch.places.reading(request.tenant):
+                pages = await self._hashed(ways, salt, prompt)
             self._dispatch.check_room(request.tenant)
             slo_s = math.inf if request.slo_ttft_s is None else request.slo_ttft_s
             self._check_wait(request, len(prompt), pages, arrived_s + min(slo_s, limit_s) - self._clock())
@@ -444,28 +445,21 @@ class Router:
         if self._closing:
             raise Unavailable(CLOSING)
         self._intake.check_model(request.model)
-        self._dispatch.check_room(request.tenant)
+        self._dispatch.check_reading(request.tenant)
         self._intake.check_before_text(request)
-        self._dispatch.places.arriving += 1
-        try:
+        with self._dispatch.places.reading(request.tenant):
             prompt = await self._intake.prompt_ids(request)
-        finally:
-            self._dispatch.places.arriving -= 1
         if self._closing:
             raise Unavailable(CLOSING)
         return prompt
 
     async def _hashed(self, ways: tuple[PrefixRules, ...], salt: str, prompt: tuple[int, ...]) -> PromptPages:
-        """Names of its pages, in turns with the rest of the loop. Meanwhile it has a place in the queue, as when it is read."""
-        self._dispatch.places.arriving += 1
-        try:
-            hashing = PromptHashing(ways, salt, prompt)
-            while not hashing.done:
-                hashing.step()
-                if not hashing.done:
-                    await asyncio.sleep(0)
-        finally:
-            self._dispatch.places.arriving -= 1
+        """Names of its pages, in turns with the rest of the loop."""
+        hashing = PromptHashing(ways, salt, prompt)
+        while not hashing.done:
+            hashing.step()
+            if not hashing.done:
+                await asyncio.sleep(0)
         if self._closing:
             raise Unavailable(CLOSING)
         return hashing.pages

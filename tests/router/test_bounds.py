@@ -112,7 +112,8 @@ async def test_nothing_is_read_for_a_request_that_cannot_be_served(
 
 
 async def test_requests_whose_text_is_being_read_have_their_place_in_the_queue(cluster: Cluster) -> None:
-    router = await cluster.up({"p0": prefill, "d0": silent}, max_inflight=1, max_queued=1)
+    """A client whose texts are being read leaves room for another one's, and that is the last."""
+    router = await cluster.up({"p0": prefill, "d0": silent}, max_inflight=1, max_queued=2)
     gate = asyncio.Event()
 
     async def encoded(*_: Any) -> tuple[int, ...]:
@@ -122,8 +123,12 @@ async def test_requests_whose_text_is_being_read_have_their_place_in_the_queue(c
     router._intake.encoded = encoded  # type: ignore[method-assign]
     tasks = [asyncio.create_task(anext(router.generate(request("hi")))) for _ in range(2)]
     await cluster.until(lambda: router._dispatch.places.arriving == 2)
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded, match="this client's 2 that are being read are its share"):
         await anext(router.generate(request("hi")))
+    tasks.append(asyncio.create_task(anext(router.generate(request("hi", tenant="other")))))
+    await cluster.until(lambda: router._dispatch.places.arriving == 3)
+    with pytest.raises(Overloaded, match=r"3 are waiting; at most 1 and 2 may$"):
+        await anext(router.generate(request("hi", tenant="third")))
     gate.set()
     await asyncio.gather(*tasks)
     assert router._dispatch.places.arriving == 0
