@@ -37,7 +37,7 @@ class FleetOwner(Protocol):
     def fleet_changed(self) -> None: ...
 
     def server_left(self, name: str) -> None:
-        """It is not found any more, and lost if it was not."""
+        """It is not found any more, or its address is that of another one; and lost if it was not."""
 
     def server_said(self, name: str, message: ServerMessage) -> None: ...
 
@@ -122,14 +122,20 @@ class Fleet:
         stream = self._streams[key]
         stream.remove(reason)
         self._streams.pop(key, None)
-        if self._named.get(stream.name) is stream:
-            del self._named[stream.name]
         logger.info("server %s at %s is left: %s", stream.name, stream.address, reason)
-        self.speeds.forget(stream.name)
-        self.circuits.forget(stream.name)
-        self._roles.pop(stream.name, None)
-        self._owner.server_left(stream.name)
+        self._forget(stream)
         self._spawn(stream.close(), f"leave {stream.name}")
+
+    def _forget(self, stream: ServerStream) -> None:
+        """What is known under its name, unless another has that by now: a server that has come to another address."""
+        name = stream.name
+        if self._named.get(name) is not stream:
+            return
+        del self._named[name]
+        self.speeds.forget(name)
+        self.circuits.forget(name)
+        self._roles.pop(name, None)
+        self._owner.server_left(name)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -220,8 +226,7 @@ class Fleet:
         other = self._named.get(name)
         if other is not None and other is not stream and other.hello is not None and not other.lost:
             raise ProtocolError(f"{stream.address} says that it is {name}, which is at {other.address}")
-        if self._named.get(stream.name) is stream:
-            del self._named[stream.name]
+        self._forget(stream)
         self._named[name] = stream
 
     def pods_lost(self, name: str, pods: tuple[str, ...]) -> None:
