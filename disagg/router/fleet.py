@@ -12,7 +12,15 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol
 
 from disagg.discovery.found import Discovery, Found
-from disagg.messages.legs import PeerRef, PodGone, PrefixRules, RouterMessage, ServerMessage, ServerState
+from disagg.messages.legs import (
+    PeerRef,
+    PodGone,
+    PrefixRules,
+    RouterMessage,
+    ServerHello,
+    ServerMessage,
+    ServerState,
+)
 from disagg.router.circuits import Circuits
 from disagg.router.outstanding import Outstanding
 from disagg.router.prefixes import ways_of
@@ -161,6 +169,7 @@ class Fleet:
             tuple(
                 stream.view(self._outstanding, speeds.of(stream.name, now_s), usual, circuits.of(stream.name, now_s))
                 for stream in self._streams.values()
+                if not stream.second
             )
         )
 
@@ -222,10 +231,12 @@ class Fleet:
         self._weights = weights
         self._owner.fleet_changed()
 
-    def server_named(self, stream: ServerStream, name: str) -> None:
+    def server_named(self, stream: ServerStream, hello: ServerHello) -> None:
+        name = hello.name
         other = self._named.get(name)
-        if other is not None and other is not stream and other.hello is not None and not other.lost:
-            raise ProtocolError(f"{stream.address} says that it is {name}, which is at {other.address}")
+        if other is not None and other is not stream and other.process is not None:
+            also = " too" if stream.is_also(other, hello) else ""
+            raise ProtocolError(f"{stream.address} says that it is {name}, which is at {other.address}{also}")
         self._forget(stream)
         self._named[name] = stream
 

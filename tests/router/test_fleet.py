@@ -205,6 +205,25 @@ async def test_a_server_that_moved_keeps_what_is_known_of_it_when_its_old_addres
     assert fleet(cluster)._roles["d0"] is Role.DECODE
 
 
+async def test_a_server_with_two_addresses_is_one_server(cluster: Cluster) -> None:
+    """As where names give an address of each family. A server ends the stream of a router that begins another one there."""
+    await cluster.up({}, ready=False)
+    await more(cluster, "p0", Role.PREFILL)
+    server = FakeServer("d0", Role.DECODE, decode)
+    server.host, server.one_stream = "0.0.0.0", True
+    await server.start()
+    cluster.servers["d0"] = server
+    listed = found(cluster, "p0", "d0", anonymous=True)
+    fleet(cluster).update(by_key([*listed, replace(listed[1], address=f"127.0.0.2:{server.port}")]))
+    await cluster.until(lambda: len(server.greetings) >= 3 and cluster.router.healthy())
+    got = await cluster.ask("hi", max_tokens=400)  # which takes two seconds
+    assert (got.text[0], got.finished.attempts) == (answer(0, 400), 1)
+    assert names(cluster) == {"p0", "d0"}
+    server.new_incarnation()
+    await cluster.until(lambda: len(server.greetings) >= 5)
+    assert (await cluster.ask("hi")).text[0] == answer(0, 8)
+
+
 class Pods:
     """A discovery that knows which pods have ended."""
 
