@@ -57,6 +57,7 @@ from disagg.router.status import server_status
 from disagg.router.streams import NO_FILES, Caller
 from disagg.router.tenants import salt_of
 from disagg.router.timelines import in_order
+from disagg.router.turnstile import Turnstile
 from disagg.router.view import ClusterView, Work
 from disagg.router.vllm_names import expose_vllm_names
 from disagg.telemetry.traces import Traces
@@ -130,7 +131,7 @@ class Router:
         self._budget = Budget(self._config.memory_bytes)
         self._serial = 0
         self.turns = secrets.randbits(32)  # by which its turns among servers differ from other routers'
-        self._accepting = asyncio.Lock()  # in turns of the loop, which many that come at once would hold together
+        self._accepting = Turnstile()
         self._closing = False
         self._readers = 0  # answers that a face is still reading; the engines may be done with them
         self._idle = asyncio.Event()  # nothing runs and nothing is left to be read
@@ -379,8 +380,7 @@ class Router:
 
     async def _accept(self, request: GenerateRequest) -> Live:
         arrived_s, arrived_unix_s = self._clock(), time.time()
-        async with self._accepting:
-            await asyncio.sleep(0)
+        await self._accepting.turn(request.tenant)
         prompt = await self._read(request)
         params = self._intake.params(request, prompt)
         salt, ways = salt_of(request.owner, request.cache_salt), self._dispatch.pairing.ways

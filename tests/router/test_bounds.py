@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from disagg.messages.legs import AbortLeg, KvEvents, PeerRef, StartLeg
 from disagg.router import grpc_service, view
 from disagg.router.beside import THREADS, Beside
 from disagg.router.main import run_router
+from disagg.router.requests import Update
 from disagg.router.service import Router
 from disagg.router.streams import MAX_FRAME_TOKENS, num_tokens
 from disagg.streams.state import frame_length
@@ -309,6 +311,27 @@ def test_what_a_server_says_of_its_cache_is_kept_within_a_bound() -> None:
     cached.apply(KvEvents(stored=((0, b"new"),)))
     assert cached.holds(0, b"new") and sum(cached.counts()) == 10
     assert cached.holds(1, b"39") and not cached.holds(1, b"1"), "what was heard of last"
+
+
+async def test_tenants_take_turns_where_requests_are_taken(cluster: Cluster) -> None:
+    """One is taken at each turn of the loop: not all of a client's hundreds before another one's."""
+    router, order = await cluster.up({"p0": prefill, "d0": silent}), list[str]()
+
+    async def begin(tenant: str) -> AsyncGenerator[Update, None]:
+        updates = router.generate(request("hi", tenant=tenant))
+        await anext(updates)
+        order.append(tenant)
+        return updates
+
+    many = [asyncio.create_task(begin("many")) for _ in range(200)]
+    leaves = asyncio.create_task(begin("leaves"))
+    await asyncio.sleep(0)
+    leaves.cancel()
+    one = await begin("one")
+    assert order.index("one") < 20
+    for updates in (one, *await asyncio.gather(*many)):
+        await updates.aclose()
+    assert len(order) == 201
 
 
 async def test_tenants_take_turns_where_long_texts_are_read() -> None:
