@@ -108,7 +108,7 @@ def _add_generation(
                 call = parse_completion(body, router.limits, limits.max_prompts, client_id, tenant)
             else:
                 call = await router.beside(
-                    len(body), parse_completion, body, router.limits, limits.max_prompts, client_id, tenant
+                    tenant, len(body), parse_completion, body, router.limits, limits.max_prompts, client_id, tenant
                 )
             call = call.asked_by("text_completion", who)
             if len(call.requests) > 1:
@@ -124,7 +124,9 @@ def _add_generation(
             router.ask_quota(use)  # before anything is read of it
             has_template = chat_template is not None
             # Beside the loop whatever its length: many small messages take longer to read than one long text.
-            chat = await router.beside(len(body), parse_chat, body, router.limits, has_template, client_id, tenant)
+            chat = await router.beside(
+                tenant, len(body), parse_chat, body, router.limits, has_template, client_id, tenant
+            )
             del body  # a chat may wait for its turn to be rendered
             assert chat_template is not None, "a chat without a template has been refused"
             rendering = chat_template.render(chat.messages, router.limits.max_chars, tenant)

@@ -304,6 +304,7 @@ def _fields(body: bytes, kind: str) -> dict[str, Any]:
         if served is None:
             continue
         value = fields.pop(name)
+        value = without_nulls(value) if isinstance(value, dict) else value
         if not any(type(value) is type(one) and value == one for one in served):
             only = " or ".join(msgspec.json.encode(one).decode() for one in (*served, None))
             raise BadField(f"{name} is served as {only} only", name, "unsupported_value")

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from disagg.api.errors import BadField
-from disagg.api.json_parts import cut_fields, decoded, elements, read, small
+from disagg.api.json_parts import cut_fields, decoded, elements, read, small, without_nulls
 from disagg.text.limits import MAX_MESSAGES
 from disagg.types.errors import InvalidRequest
 from disagg.types.plain import NAME_CHARS, one_line, quoted
@@ -73,7 +73,8 @@ def _part(raw: bytes, path: str) -> Any:
     try:
         return msgspec.to_builtins(decoded(raw, _Part))
     except msgspec.ValidationError:
-        return small(raw, path)
+        part = small(raw, path)
+        return without_nulls(part) if isinstance(part, dict) else part
 
 
 def for_template(index: int, message: Message) -> dict[str, str]:

@@ -52,8 +52,8 @@ class RouterPort(Protocol):
         """How much text a request may bring."""
         ...
 
-    async def beside(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Does work on `size` bytes in a thread of the router's."""
+    async def beside(self, tenant: str, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Does work on `size` bytes in a thread of the router's. tenant: who asks; they take turns."""
         ...
 
     def hold(self) -> Held:

@@ -77,8 +77,8 @@ class RouterFace:
     def limits(self) -> TextLimits:
         return self._router.limits
 
-    async def beside(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._router.beside(size, work, *args, **kwargs)
+    async def beside(self, tenant: str, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._router.beside(tenant, size, work, *args, **kwargs)
 
     def hold(self) -> Held:
         return self._router.hold()

@@ -133,6 +133,11 @@ class AcceptanceTable:
     def attempt(self) -> int:
         return self._attempt
 
+    @property
+    def begun(self) -> bool:
+        """A token of some choice was accepted."""
+        return any(choice.token_ids for choice in self._choices)
+
     def token_ids(self, choice: int) -> tuple[int, ...]:
         """Outputs accepted so far."""
         return tuple(self._choices[choice].token_ids)

@@ -128,6 +128,10 @@ class Dispatch:
         """Raises Overloaded where no more may wait."""
         self.places.check_room(tenant, self.fleet.view().has_pair, self._clock())
 
+    def check_reading(self, tenant: str) -> None:
+        """The same before a text is read, of which others must find room for theirs."""
+        self.places.check_reading(tenant, self.fleet.view().has_pair, self._clock())
+
     def make_room(self, tenant: str) -> None:
         """For one more; raises as `check_room`."""
         displaced = self.places.make_room(tenant, self.fleet.view().has_pair, self._clock())
@@ -161,13 +165,16 @@ class Dispatch:
         self._pump_handle = None
         for live in self.pairing.to_move(self.live.values()):
             self.drive(live, TargetSeen())
+        absent: set[str] = set()  # weights that no pair has now; "": there is none at all
         for live in tuple(self.replays):
+            if live.machine.weights in absent or "" in absent:
+                continue
             found = self.pairing.pick(live, self._clock())
             if isinstance(found, Pair):
                 self.replays.remove(live)
                 self.drive(live, PairPicked(found, self._clock()))
             elif self._no_pair_yet(live, found):
-                break
+                absent.add(live.machine.weights)
         for live in self.pairing.next_ones():
             found = self.pairing.pick(live, self._clock())
             if isinstance(found, Pair):
@@ -367,7 +374,8 @@ class Dispatch:
 
     def _finish(self, live: Live) -> None:
         live.note_attempt("done", time.time())
-        self._end(live, live.finished())
+        # All tokens may be here before the request can be ended for want of room: some of its text is gone all the same.
+        self._end(live, live.mailbox.overfull or live.finished())
 
     def _end(self, live: Live, end: Finished | DisaggError) -> None:
         machine = live.machine

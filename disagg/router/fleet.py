@@ -12,7 +12,15 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol
 
 from disagg.discovery.found import Discovery, Found
-from disagg.messages.legs import PeerRef, PodGone, PrefixRules, RouterMessage, ServerMessage, ServerState
+from disagg.messages.legs import (
+    PeerRef,
+    PodGone,
+    PrefixRules,
+    RouterMessage,
+    ServerHello,
+    ServerMessage,
+    ServerState,
+)
 from disagg.router.circuits import Circuits
 from disagg.router.outstanding import Outstanding
 from disagg.router.prefixes import ways_of
@@ -37,7 +45,7 @@ class FleetOwner(Protocol):
     def fleet_changed(self) -> None: ...
 
     def server_left(self, name: str) -> None:
-        """It is not found any more, and lost if it was not."""
+        """It is not found any more, or its address is that of another one; and lost if it was not."""
 
     def server_said(self, name: str, message: ServerMessage) -> None: ...
 
@@ -122,14 +130,20 @@ class Fleet:
         stream = self._streams[key]
         stream.remove(reason)
         self._streams.pop(key, None)
-        if self._named.get(stream.name) is stream:
-            del self._named[stream.name]
         logger.info("server %s at %s is left: %s", stream.name, stream.address, reason)
-        self.speeds.forget(stream.name)
-        self.circuits.forget(stream.name)
-        self._roles.pop(stream.name, None)
-        self._owner.server_left(stream.name)
+        self._forget(stream)
         self._spawn(stream.close(), f"leave {stream.name}")
+
+    def _forget(self, stream: ServerStream) -> None:
+        """What is known under its name, unless another has that by now: a server that has come to another address."""
+        name = stream.name
+        if self._named.get(name) is not stream:
+            return
+        del self._named[name]
+        self.speeds.forget(name)
+        self.circuits.forget(name)
+        self._roles.pop(name, None)
+        self._owner.server_left(name)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -155,6 +169,7 @@ class Fleet:
             tuple(
                 stream.view(self._outstanding, speeds.of(stream.name, now_s), usual, circuits.of(stream.name, now_s))
                 for stream in self._streams.values()
+                if not stream.second
             )
         )
 
@@ -216,12 +231,13 @@ class Fleet:
         self._weights = weights
         self._owner.fleet_changed()
 
-    def server_named(self, stream: ServerStream, name: str) -> None:
+    def server_named(self, stream: ServerStream, hello: ServerHello) -> None:
+        name = hello.name
         other = self._named.get(name)
-        if other is not None and other is not stream and other.hello is not None and not other.lost:
-            raise ProtocolError(f"{stream.address} says that it is {name}, which is at {other.address}")
-        if self._named.get(stream.name) is stream:
-            del self._named[stream.name]
+        if other is not None and other is not stream and other.process is not None:
+            also = " too" if stream.is_also(other, hello) else ""
+            raise ProtocolError(f"{stream.address} says that it is {name}, which is at {other.address}{also}")
+        self._forget(stream)
         self._named[name] = stream
 
     def pods_lost(self, name: str, pods: tuple[str, ...]) -> None:

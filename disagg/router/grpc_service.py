@@ -77,7 +77,9 @@ class InferenceService(InferenceServicer):
 
     async def tokenize(self, request: pb.inference.TokenizeRequest, context: Context) -> pb.inference.TokenizeResponse:
         try:
-            return tokenize_response_to_proto(await self._router.tokenize(**tokenize_request_from_proto(request)))
+            return tokenize_response_to_proto(
+                await self._router.tokenize(**tokenize_request_from_proto(request), tenant=_tenant(context))
+            )
         except DisaggError as error:
             failure = error
         del request  # see abort_with
@@ -89,7 +91,7 @@ class InferenceService(InferenceServicer):
         most = self._router.limits.max_tokens
         try:
             return detokenize_response_to_proto(
-                await self._router.detokenize(**detokenize_request_from_proto(request, most))
+                await self._router.detokenize(**detokenize_request_from_proto(request, most), tenant=_tenant(context))
             )
         except DisaggError as error:
             failure = error

@@ -78,7 +78,8 @@ class Intake:
             raise InvalidRequest(f"{subject} is empty", name)
         if isinstance(prompt, str):
             fits = partial(self._check_prompt_length, request)
-            prompt = await self.encoded(prompt, request.add_special_tokens, f"{subject} has", name, fits)
+            special, what = request.add_special_tokens, f"{subject} has"
+            prompt = await self.encoded(prompt, special, what, name, fits, request.tenant)
             if not prompt:
                 raise InvalidRequest(f"{subject} has no tokens", name)
         self._check_prompt_length(request, len(prompt))
@@ -125,24 +126,29 @@ class Intake:
 
     # ---- text and ids
 
-    async def tokenize(self, model: str, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+    async def tokenize(
+        self, model: str, text: str, add_special_tokens: bool = True, tenant: str = ""
+    ) -> tuple[int, ...]:
         self.check_model(model)
         fits = partial(self.limits.check_count, what="the text has", param="text")
-        return await self.encoded(text, add_special_tokens, "the text has", "text", fits)
+        return await self.encoded(text, add_special_tokens, "the text has", "text", fits, tenant)
 
-    async def detokenize(self, model: str, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    async def detokenize(
+        self, model: str, token_ids: Sequence[int], skip_special_tokens: bool = True, tenant: str = ""
+    ) -> str:
         self.check_model(model)
         self.limits.check_count(len(token_ids), "token_ids has", "token_ids")
         check_ids("token_ids", token_ids, self.tokenizer.vocab_size)
-        decode = self.tokenizer.decode
+        decode = partial(self.tokenizer.decode, skip_special_tokens=skip_special_tokens)
         if len(token_ids) <= INLINE_CHARS:
-            return decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return await self.beside.run(len(token_ids), decode, token_ids, skip_special_tokens=skip_special_tokens)
+            return decode(token_ids)
+        return await self.beside.run(tenant, len(token_ids), decode, token_ids)
 
     async def encoded(
-        self, text: str, add_special_tokens: bool, what: str, param: str, fits: Callable[[int], None]
+        self, text: str, add_special_tokens: bool, what: str, param: str, fits: Callable[[int], None], tenant: str
     ) -> tuple[int, ...]:
-        """Its ids, of which `fits` takes the number before they become Python's. Long texts are read beside the loop."""
+        """Its ids, of which `fits` takes the number before they become Python's. Long texts are read beside the loop, tenants in
+        turns."""
         self.limits.check_chars(len(text), what, param)
         size = _well_formed_bytes(text, what, param)
         if size > self._most_bytes:
@@ -158,7 +164,7 @@ class Intake:
                 found = encoding(text, add_special_tokens=add_special_tokens)
             else:
                 work = max(len(text), seen // _USUAL_GROWTH)
-                found = await self.beside.run(work, encoding, text, add_special_tokens=add_special_tokens)
+                found = await self.beside.run(tenant, work, encoding, text, add_special_tokens=add_special_tokens)
         except InvalidRequest as error:
             raise InvalidRequest(f"{what} {error}", param) from error
         fits(len(found))

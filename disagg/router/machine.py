@@ -126,16 +126,19 @@ class RequestMachine:
         return self.pair.decode.name if self._asked_to_stop and self.answers else ""
 
     @property
+    def weights(self) -> str:
+        """Of which tokens were accepted: only they may give the rest. Empty while there are none."""
+        return self.pair.weights if self.pair is not None and self.table.begun else ""
+
+    @property
     def facts(self) -> RequestFacts:
-        unfinished = self.table.unfinished()
-        prompt = len(self.prompt_token_ids)
-        begun = self.pair is not None and any(self.table.token_ids(choice) for choice in range(self.params.n))
+        unfinished, prompt = self.table.unfinished(), len(self.prompt_token_ids)
         return RequestFacts(
             prefill_tokens=prompt + max((len(self.table.token_ids(choice)) for choice in unfinished), default=0),
             total_tokens=prompt + max(1, self.params.max_tokens),
             choices=max(1, len(unfinished)),
             serial=self.asked.serial,
-            weights=self.pair.weights if begun and self.pair is not None else "",
+            weights=self.weights,
             draw=zlib.crc32(self.request_id.encode()),
             pages=self.asked.pages,
             turns=self.asked.turns,

@@ -9,10 +9,13 @@ for another one:
 
     tenant_share = 0.9    one tenant    at most 9 for 1 that is free: 0.9 of all
                           two           9 : 9 : 1
+
+The same holds for the queue as far as it is of requests whose text is being read, which cannot give way to others.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
@@ -50,16 +53,32 @@ class Places(Generic[Item]):
     def __init__(self, max_inflight: int, max_queued: int, tenant_share: float) -> None:
         self.waiting: FairQueue[Item] = FairQueue()
         self.inflight = 0
-        self.arriving = 0  # requests whose text is being read
         self._max_inflight = max_inflight
         self._max_queued = max_queued
         self._tenant_share = tenant_share
         self._of_tenant: Counter[str] = Counter()  # in flight
+        self._arriving: Counter[str] = Counter()  # of each tenant, requests whose text is being read
         self._ended_s: deque[float] = deque(maxlen=256)
 
     @property
     def free(self) -> int:
         return self._max_inflight - self.inflight
+
+    @property
+    def arriving(self) -> int:
+        """Requests whose text is being read."""
+        return self._arriving.total()
+
+    @contextlib.contextmanager
+    def reading(self, tenant: str) -> Iterator[None]:
+        """The text of one of its requests, which has a place in the queue meanwhile."""
+        self._arriving[tenant] += 1
+        try:
+            yield
+        finally:
+            self._arriving[tenant] -= 1
+            if not self._arriving[tenant]:
+                del self._arriving[tenant]
 
     def may_take(self, tenant: str) -> bool:
         return may_take(self._of_tenant[tenant], self.free, self._tenant_share)
@@ -94,6 +113,13 @@ class Places(Generic[Item]):
         if full is not None and self.waiting.displaced_by(tenant) is None:
             raise full
 
+    def check_reading(self, tenant: str, served: bool, now_s: float) -> None:
+        """Raises Overloaded as `check_room`, and where so much is being read for this tenant that others would find no room."""
+        self.check_room(tenant, served, now_s)
+        free, own = self._most_taken(tenant, served) - self._taken, self._arriving[tenant]
+        if free > 0 and not may_take(own, free, self._tenant_share):
+            raise self._overloaded(f", and this client's {own} that are being read are its share", now_s)
+
     def make_room(self, tenant: str, served: bool, now_s: float) -> tuple[Item, Overloaded] | None:
         """For one more in a queue that may be full: the youngest of whoever has most there goes, for this reason. Raises as
         `check_room`."""
@@ -106,13 +132,21 @@ class Places(Generic[Item]):
         return displaced, full
 
     def _full(self, tenant: str, served: bool, now_s: float) -> Overloaded | None:
-        taken = len(self.waiting) + self.arriving
-        if taken < self._max_queued + (max(0, self.free) if served and self.may_take(tenant) else 0):
+        if self._taken < self._most_taken(tenant, served):
             return None
         own = self._of_tenant[tenant]
-        at_share = f", and this client's {own} are its share" if self.free > 0 and own else ""
+        return self._overloaded(f", and this client's {own} are its share" if self.free > 0 and own else "", now_s)
+
+    @property
+    def _taken(self) -> int:
+        return len(self.waiting) + self.arriving
+
+    def _most_taken(self, tenant: str, served: bool) -> int:
+        return self._max_queued + (max(0, self.free) if served and self.may_take(tenant) else 0)
+
+    def _overloaded(self, at_share: str, now_s: float) -> Overloaded:
         return Overloaded(
-            f"{self.inflight} requests are running and {taken} are waiting; "
+            f"{self.inflight} requests are running and {self._taken} are waiting; "
             f"at most {self._max_inflight} and {self._max_queued} may{at_share}",
             self._retry_after_s(now_s),
         )

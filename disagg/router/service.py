@@ -57,6 +57,7 @@ from disagg.router.status import server_status
 from disagg.router.streams import NO_FILES, Caller
 from disagg.router.tenants import salt_of
 from disagg.router.timelines import in_order
+from disagg.router.turnstile import Turnstile
 from disagg.router.view import ClusterView, Work
 from disagg.router.vllm_names import expose_vllm_names
 from disagg.telemetry.traces import Traces
@@ -130,7 +131,7 @@ class Router:
         self._budget = Budget(self._config.memory_bytes)
         self._serial = 0
         self.turns = secrets.randbits(32)  # by which its turns among servers differ from other routers'
-        self._accepting = asyncio.Lock()  # in turns of the loop, which many that come at once would hold together
+        self._accepting = Turnstile()
         self._closing = False
         self._readers = 0  # answers that a face is still reading; the engines may be done with them
         self._idle = asyncio.Event()  # nothing runs and nothing is left to be read
@@ -246,15 +247,19 @@ class Router:
         """An account of `router.memory_bytes`, for a face that keeps something of a request."""
         return self._budget.hold()
 
-    async def beside(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def beside(self, tenant: str, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Does what takes long with `size` bytes of text in a thread (see `beside.py`)."""
-        return await self._intake.beside.run(size, work, *args, **kwargs)
+        return await self._intake.beside.run(tenant, size, work, *args, **kwargs)
 
-    async def tokenize(self, model: str, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        return await self._intake.tokenize(model, text, add_special_tokens)
+    async def tokenize(
+        self, model: str, text: str, add_special_tokens: bool = True, *, tenant: str = ""
+    ) -> tuple[int, ...]:
+        return await self._intake.tokenize(model, text, add_special_tokens, tenant)
 
-    async def detokenize(self, model: str, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return await self._intake.detokenize(model, token_ids, skip_special_tokens)
+    async def detokenize(
+        self, model: str, token_ids: Sequence[int], skip_special_tokens: bool = True, *, tenant: str = ""
+    ) -> str:
+        return await self._intake.detokenize(model, token_ids, skip_special_tokens, tenant)
 
     def healthy(self) -> bool:
         """A request that comes now can be served."""
@@ -375,8 +380,7 @@ class Router:
 
     async def _accept(self, request: GenerateRequest) -> Live:
         arrived_s, arrived_unix_s = self._clock(), time.time()
-        async with self._accepting:
-            await asyncio.sleep(0)
+        await self._accepting.turn(request.tenant)
         prompt = await self._read(request)
         params = self._intake.params(request, prompt)
         salt, ways = salt_of(request.owner, request.cache_salt), self._dispatch.pairing.ways
@@ -386,7 +390,8 @@ class Router:
         stop_bytes = STOP_CHAR_BYTES * sum(map(len, params.stop))
         held.add(PROMPT_TOKEN_BYTES * len(prompt) + PAGE_BYTES * num_pages(ways, len(prompt)) + stop_bytes, new=True)
         try:
-            pages = await self._hashed(ways, salt, prompt)
+            with self._dispatch.places.reading(request.tenant):
+                pages = await self._hashed(ways, salt, prompt)
             self._dispatch.check_room(request.tenant)
             slo_s = math.inf if request.slo_ttft_s is None else request.slo_ttft_s
             self._check_wait(request, len(prompt), pages, arrived_s + min(slo_s, limit_s) - self._clock())
@@ -440,28 +445,21 @@ class Router:
         if self._closing:
             raise Unavailable(CLOSING)
         self._intake.check_model(request.model)
-        self._dispatch.check_room(request.tenant)
+        self._dispatch.check_reading(request.tenant)
         self._intake.check_before_text(request)
-        self._dispatch.places.arriving += 1
-        try:
+        with self._dispatch.places.reading(request.tenant):
             prompt = await self._intake.prompt_ids(request)
-        finally:
-            self._dispatch.places.arriving -= 1
         if self._closing:
             raise Unavailable(CLOSING)
         return prompt
 
     async def _hashed(self, ways: tuple[PrefixRules, ...], salt: str, prompt: tuple[int, ...]) -> PromptPages:
-        """Names of its pages, in turns with the rest of the loop. Meanwhile it has a place in the queue, as when it is read."""
-        self._dispatch.places.arriving += 1
-        try:
-            hashing = PromptHashing(ways, salt, prompt)
-            while not hashing.done:
-                hashing.step()
-                if not hashing.done:
-                    await asyncio.sleep(0)
-        finally:
-            self._dispatch.places.arriving -= 1
+        """Names of its pages, in turns with the rest of the loop."""
+        hashing = PromptHashing(ways, salt, prompt)
+        while not hashing.done:
+            hashing.step()
+            if not hashing.done:
+                await asyncio.sleep(0)
         if self._closing:
             raise Unavailable(CLOSING)
         return hashing.pages

@@ -86,7 +86,7 @@ class StreamOwner(Protocol):
 
     def server_changed(self, name: str) -> None: ...
 
-    def server_named(self, stream: ServerStream, name: str) -> None:
+    def server_named(self, stream: ServerStream, hello: ServerHello) -> None:
         """It says its name, which nobody knew. Raises ProtocolError where that is another's."""
 
     def server_said(self, name: str, message: ServerMessage) -> None: ...
@@ -148,6 +148,8 @@ class ServerStream:
         self._clock = caller.clock
         self._attached_s = caller.clock()
         self._refused_s: float | None = None
+        # The stream to the same server by another address, and which process that was.
+        self._same: tuple[ServerStream, tuple[str, int]] | None = None
         self._stream_id, self._stream = secrets.token_hex(8), self._new_stream()
         self._attach: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -168,6 +170,25 @@ class ServerStream:
             if isinstance(result, Exception):
                 raise result
         self.connected = False
+
+    def is_also(self, other: ServerStream, hello: ServerHello) -> bool:
+        """Whether what says this hello here is what `other` has a stream to, by another address of it."""
+        process = (hello.incarnation, hello.pid)
+        if other.process != process:
+            return False
+        self._same = other, process
+        return True
+
+    @property
+    def process(self) -> tuple[str, int] | None:
+        """Workers and process that are heard; None: there are none."""
+        return None if self.hello is None or self.lost else (self.hello.incarnation, self.hello.pid)
+
+    @property
+    def second(self) -> bool:
+        """It is another address of a server that is heard, and is not dialled then: a server ends what it has of a router that
+        begins another stream."""
+        return self._same is not None and self._same[0].process == self._same[1]
 
     def remove(self, reason: str) -> None:
         """It is known to be gone. `close` follows."""
@@ -227,6 +248,8 @@ class ServerStream:
     async def _run(self) -> None:
         backoff_s = 0.0
         while True:
+            while self.second:
+                await asyncio.sleep(MAX_BACKOFF_S)
             self._attach = asyncio.create_task(self._attached(), name=f"attach {self.name}")
             try:
                 await asyncio.wait({self._attach})
@@ -323,7 +346,7 @@ class ServerStream:
             raise VersionRefused(refused)
         if not self.found.name and hello.name != self.name:
             self._lose(f"another server has its address, {hello.name}", crashed=False)
-            self._owner.server_named(self, hello.name)
+            self._owner.server_named(self, hello)
             self.name = hello.name
         started = hello.role_change.started if hello.role_change is not None else hello.role
         if (hello.name, started.value) != (self.name, self.found.role):

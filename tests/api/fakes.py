@@ -73,7 +73,7 @@ class FakeRouter:
     def hold(self) -> Held:
         return self.budget.hold()
 
-    async def beside(self, size: int, work: Callable[..., Any], *args: Any) -> Any:
+    async def beside(self, tenant: str, size: int, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.to_thread(work, *args)
 
     async def generate(self, request: GenerateRequest, use: Use) -> AsyncGenerator[Update, None]:

@@ -393,6 +393,13 @@ def test_chat_logprobs_count_from_the_chosen_token_only() -> None:
     assert refusal(chat, logprobs=3).param == "logprobs"
 
 
+def test_null_means_absent_within_parts_and_formats_too() -> None:
+    part = {"type": "text", "text": "a", "image_url": None, "cache_control": None}
+    call = chat(messages=[{"role": "user", "content": [part]}], response_format={"type": "text", "json_schema": None})
+    assert call.requests[0].prompt == "<user>a<assistant>"
+    assert refusal(chat, response_format={"type": "json_schema", "json_schema": None}).param == "response_format"
+
+
 def test_text_parts_are_joined_and_a_developer_is_the_system() -> None:
     messages = [
         {"role": "developer", "content": "be brief"},

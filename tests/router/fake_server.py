@@ -121,7 +121,8 @@ class FakeServer(ServerServicer):
                 **hello,
             }
         )
-        self.port = 0
+        self.host, self.port = "127.0.0.1", 0
+        self.one_stream = False  # as servers have it: another stream of a router ends the one before, and its legs
         self._server: grpc.aio.Server | None = None
         self._channels: dict[str, ReliableChannel[Any]] = {}
         self._out: dict[str, asyncio.Queue[ServerSays | None]] = {}
@@ -131,7 +132,7 @@ class FakeServer(ServerServicer):
 
     async def start(self) -> None:
         self._server = make_server(server_handler(self))
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.port = self._server.add_insecure_port(f"{self.host}:{self.port}")
         await self._server.start()
 
     async def kill(self) -> None:
@@ -223,6 +224,9 @@ class FakeServer(ServerServicer):
         assert isinstance(greeting, RouterHello)
         self.greetings.append(greeting)
         resumed = greeting.stream_id in self._channels
+        if self.one_stream and not resumed:
+            self.break_streams()
+            self.forget_channels()
         channel = self._channels.setdefault(greeting.stream_id, ReliableChannel(retransmit_s=0.2))
         queue: asyncio.Queue[ServerSays | None] = asyncio.Queue()
         now_s = asyncio.get_running_loop().time()

@@ -6,7 +6,9 @@ import asyncio
 import gc
 import logging
 import threading
+import time
 import weakref
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,13 @@ from disagg.messages.legs import AbortLeg, KvEvents, PeerRef, StartLeg
 from disagg.router import grpc_service, view
 from disagg.router.beside import THREADS, Beside
 from disagg.router.main import run_router
+from disagg.router.requests import Update
 from disagg.router.service import Router
 from disagg.router.streams import MAX_FRAME_TOKENS, num_tokens
 from disagg.streams.state import frame_length
 from disagg.text import stops
 from disagg.text.tokenizer import Tokenizer
-from disagg.types.errors import InvalidRequest, Overloaded
+from disagg.types.errors import InvalidRequest, Overloaded, Unavailable
 from disagg.types.ids import LegKey
 from disagg.types.sampling import MAX_STOP_CHARS, SamplingParams
 from disagg.wire import pb
@@ -111,7 +114,8 @@ async def test_nothing_is_read_for_a_request_that_cannot_be_served(
 
 
 async def test_requests_whose_text_is_being_read_have_their_place_in_the_queue(cluster: Cluster) -> None:
-    router = await cluster.up({"p0": prefill, "d0": silent}, max_inflight=1, max_queued=1)
+    """A client whose texts are being read leaves room for another one's, and that is the last."""
+    router = await cluster.up({"p0": prefill, "d0": silent}, max_inflight=1, max_queued=2)
     gate = asyncio.Event()
 
     async def encoded(*_: Any) -> tuple[int, ...]:
@@ -121,8 +125,12 @@ async def test_requests_whose_text_is_being_read_have_their_place_in_the_queue(c
     router._intake.encoded = encoded  # type: ignore[method-assign]
     tasks = [asyncio.create_task(anext(router.generate(request("hi")))) for _ in range(2)]
     await cluster.until(lambda: router._dispatch.places.arriving == 2)
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded, match="this client's 2 that are being read are its share"):
         await anext(router.generate(request("hi")))
+    tasks.append(asyncio.create_task(anext(router.generate(request("hi", tenant="other")))))
+    await cluster.until(lambda: router._dispatch.places.arriving == 3)
+    with pytest.raises(Overloaded, match=r"3 are waiting; at most 1 and 2 may$"):
+        await anext(router.generate(request("hi", tenant="third")))
     gate.set()
     await asyncio.gather(*tasks)
     assert router._dispatch.places.arriving == 0
@@ -303,6 +311,68 @@ def test_what_a_server_says_of_its_cache_is_kept_within_a_bound() -> None:
     cached.apply(KvEvents(stored=((0, b"new"),)))
     assert cached.holds(0, b"new") and sum(cached.counts()) == 10
     assert cached.holds(1, b"39") and not cached.holds(1, b"1"), "what was heard of last"
+
+
+async def test_tenants_take_turns_where_requests_are_taken(cluster: Cluster) -> None:
+    """One is taken at each turn of the loop: not all of a client's hundreds before another one's."""
+    router, order = await cluster.up({"p0": prefill, "d0": silent}), list[str]()
+
+    async def begin(tenant: str) -> AsyncGenerator[Update, None]:
+        updates = router.generate(request("hi", tenant=tenant))
+        await anext(updates)
+        order.append(tenant)
+        return updates
+
+    many = [asyncio.create_task(begin("many")) for _ in range(200)]
+    leaves = asyncio.create_task(begin("leaves"))
+    await asyncio.sleep(0)
+    leaves.cancel()
+    one = await begin("one")
+    assert order.index("one") < 20
+    for updates in (one, *await asyncio.gather(*many)):
+        await updates.aclose()
+    assert len(order) == 201
+
+
+async def test_tenants_take_turns_where_long_texts_are_read() -> None:
+    """Hundreds of prompts of one client keep another one's waiting for one of them, and whoever leaves takes no turn."""
+    beside, order = Beside(), list[str]()
+
+    def read(tenant: str) -> None:
+        time.sleep(0.002)
+        order.append(tenant)
+
+    try:
+        many = [asyncio.create_task(beside.run("many", 10_000, read, "many")) for _ in range(200)]
+        leaves = asyncio.create_task(beside.run("leaves", 10_000, read, "leaves"))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        await beside.run("one", 10_000, read, "one")
+        assert order.index("one") <= 2 * THREADS
+        await asyncio.gather(*many)
+        assert len(order) == 201 and "leaves" not in order
+    finally:
+        beside.close()
+
+
+async def test_what_waits_to_be_read_ends_with_the_router_and_fails_alone() -> None:
+    beside, began, go_on = Beside(), list[int](), threading.Event()
+
+    def read() -> None:
+        began.append(1)
+        go_on.wait(10.0)
+
+    with pytest.raises(ZeroDivisionError):
+        await beside.run("a", 1, divmod, 1, 0)
+    reading = [asyncio.create_task(beside.run("a", 1, read)) for _ in range(THREADS + 2)]
+    while len(began) < THREADS:
+        await asyncio.sleep(0.001)
+    beside.close()
+    go_on.set()
+    ends = await asyncio.gather(*reading, return_exceptions=True)
+    assert [type(end) for end in ends] == [type(None)] * THREADS + [Unavailable] * 2
+    with pytest.raises(Unavailable):
+        await beside.run("a", 1, read)
 
 
 def test_all_threads_for_text_are_there_from_the_start() -> None:

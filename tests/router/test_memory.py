@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg.messages.legs import StartLeg
 from disagg.router.budget import SMALL_BYTES, Budget
 from disagg.router.mailbox import CHUNK_BYTES, Mailbox
 from disagg.router.requests import ChoiceDelta, Finished, LogprobEntry, Started, TokenLogprobInfo, Update, Usage
 from disagg.types.errors import Overloaded
 from disagg.types.ids import FinishReason
 from tests.router.conftest import NORMAL, Cluster, request
-from tests.router.fake_server import answer
+from tests.router.fake_server import FakeServer, answer, prefill
 
 MIB = 1 << 20
 LARGE = 4 * MIB
@@ -97,6 +98,23 @@ async def test_a_client_that_does_not_read_loses_its_request_and_nobody_else_doe
         async for _ in slow:
             pass
     assert router._budget.used_bytes == 0
+
+
+async def all_at_once(server: FakeServer, leg: StartLeg) -> None:
+    """The whole answer and the last word in one frame, as after a stream that was broken for a while."""
+    finish, stop = FinishReason.LENGTH, leg.params.max_tokens
+    server.say(*(server.tokens(leg, choice, 0, stop, finish) for choice in leg.choices), server.end(leg))
+
+
+async def test_an_answer_whose_end_finds_no_room_is_no_whole_answer(cluster: Cluster) -> None:
+    router = await cluster.up({"p0": prefill, "d0": all_at_once}, answer_bytes=MIB)
+    slow = router.generate(request("hi", n=8, max_tokens=400, logprobs=2))
+    await anext(slow)
+    await cluster.until(lambda: not router._dispatch.live)
+    with pytest.raises(Overloaded, match="wait for the client to read them"):
+        async for _ in slow:
+            pass
+    assert cluster.metric("disagg_router_requests_total", outcome="overloaded") == 1
 
 
 async def test_all_that_requests_held_is_given_back_however_they_end(cluster: Cluster) -> None:

@@ -48,6 +48,7 @@ from tests.router.fake_server import (
     EOS,
     TOKENIZER,
     FakeServer,
+    Script,
     answer,
     decode,
     decode_until,
@@ -608,6 +609,21 @@ async def test_an_answer_goes_on_with_the_weights_it_began_with_or_says_that_it_
             pass
     await cluster.until(lambda: {server["weights"] for server in router.status()["servers"]} == {"new"})
     assert (await cluster.ask()).text[0] == answer(0, 8)  # what begins now is the new model's
+
+
+async def test_an_answer_that_waits_for_its_weights_keeps_no_other_from_being_run_again(cluster: Cluster) -> None:
+    old, new = ({"weights_hash": name, "fingerprint": name} for name in ("old", "new"))
+    scripts: dict[str, Script] = {"p0": prefill, "d0": silent, "p1": prefill, "d1": verdict(Outcome.PEER_LOST)}
+    router = await cluster.up(scripts, hello={"p0": old, "d0": old, "p1": new, "d1": new})
+    waits = router.generate(request())
+    await anext(waits)
+    assert isinstance(await anext(waits), ChoiceDelta)
+    assert cluster.servers["d0"].started
+    await cluster.servers["d0"].kill()
+    await cluster.until(lambda: cluster.state("d0") == "dead")
+    got = await cluster.ask(timeout_s=DEADLINE_S)
+    assert (got.text[0], got.finished.attempts) == (answer(0, 8), 2)
+    await waits.aclose()
 
 
 async def test_a_server_whose_process_came_back_with_other_weights_is_said_to_have(
