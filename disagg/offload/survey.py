@@ -298,8 +298,9 @@ async def collect(
 ) -> Collected:
     """Removes garbage, and then what was least recently used, until at most budget_bytes are left (0: no limit).
 
-    Garbage: spans that cannot be read, but for those of another version, or whose parts are not all there; and when they are
-    older than grace_s, spans that nobody can find, parts that belong to no span and notes of reads of spans that have gone.
+    Garbage: spans that cannot be read, but for those of another version; and when they are older than grace_s, spans whose
+    parts are not all there or that nobody can find, parts that belong to no span and notes of reads of spans that have gone.
+    A store lists parts before spans: those of a span that was written meanwhile are not in the survey.
     """
     began_s = time.monotonic()
     found = await survey(store, progress)
@@ -311,8 +312,8 @@ async def collect(
     broken = [
         each
         for each in found.spans
-        if not all(part.path in found.parts for part in each.parts)
-        or (each.path in lost and each.written_s < now_s - grace_s)
+        if each.written_s < now_s - grace_s
+        and (each.path in lost or not all(part.path in found.parts for part in each.parts))
     ]
     order = [each for each in eviction_order(found.spans) if each not in broken] if budget_bytes else []
     unreadable = [each.path for each in found.damage if each.cause is not Cause.VERSION]

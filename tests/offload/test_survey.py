@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -18,7 +19,8 @@ from msgspec.structs import replace
 
 from disagg.cli.main import cli
 from disagg.messages.stored import Span
-from disagg.offload.keys import READS, SPANS, part_path, span_path
+from disagg.offload.directory import Entry
+from disagg.offload.keys import PARTS, READS, SPANS, part_path, span_path
 from disagg.offload.store import ObjectStore, open_store
 from disagg.offload.survey import Survey, collect, eviction_order, statistics, survey, verify
 from disagg.offload.tier import Missed, StorageTier
@@ -129,6 +131,30 @@ async def test_garbage_is_removed_when_it_is_old_and_what_is_about_to_be_publish
     assert (await collect(store, 0, grace_s=-10.0)).objects == 1
     assert left(await survey(store)) == {span.hashes[0]}
     assert statistics(await survey(store)).unused_parts == 0
+
+
+async def test_what_is_stored_while_a_collection_lists_the_store_stays(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts come before spans in a listing: it has the span, and not its parts, which were there before it."""
+    [there], written = await write(store, 1, (6,)), list[Span]()
+    listing = store.listing
+
+    async def slow(prefix: str) -> AsyncIterator[Entry]:
+        for entry in sorted([each async for each in listing(prefix)], key=lambda each: each.path):
+            if f"/{PARTS}/" in entry.path:
+                yield entry
+        written.extend(await write(store, 2, (6,)))
+        async for entry in listing(prefix):
+            if f"/{PARTS}/" not in entry.path:
+                yield entry
+
+    monkeypatch.setattr(store, "listing", slow)
+    assert (await collect(store, 1 << 30)).spans == 0
+    monkeypatch.undo()
+    found = await survey(store)
+    assert left(found) == {there.hashes[0], written[0].hashes[0]}
+    assert await verify(store, found) == []
 
 
 async def test_what_cannot_be_used_is_removed_but_not_what_another_version_wrote(
