@@ -1,7 +1,8 @@
 """The objects of a store that is a directory, as the system says them: whatever else lies there does not end a listing.
 
-Listed are regular files. Links are followed, and a folder that is reached twice is listed once, so a loop of links ends; a link
-that leads nowhere, a pipe, or what is removed meanwhile is passed over. Knows files; nothing of KV.
+Listed are regular files, also those that are not whole: what is being written, and what was when its writer was killed. Links
+are followed, and a folder that is reached twice is listed once, so a loop of links ends; a link that leads nowhere, a pipe, or
+what is removed meanwhile is passed over. Knows files; nothing of KV.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-STAGED = "#"  # in the names of files that are being written (object_store's)
+STAGED = "#"  # in the names of files that are being written (object_store's): of which object, and a number behind it
 
 
 class Entry(Struct, frozen=True):
@@ -47,7 +48,7 @@ def walk(root: Path, prefix: str, chunk: int) -> Iterator[list[Entry]]:
                 continue
             if stat.S_ISDIR(info.st_mode):
                 folders.append(path)
-            elif stat.S_ISREG(info.st_mode) and STAGED not in name:
+            elif stat.S_ISREG(info.st_mode):
                 found.append(Entry(path, info.st_size, info.st_mtime))
                 if len(found) == chunk:
                     yield found

@@ -202,11 +202,23 @@ class ObjectStore:
             await self._call(remove, 0)
 
     async def listing(self, prefix: str) -> AsyncIterator[Entry]:
-        """Every object below a folder, in no order. Holds a chunk of them at a time."""
+        """Every object below a folder, in no order; of a directory also what is no object yet (directory.STAGED). Holds a chunk
+        of them at a time."""
         fetch = self._chunks(prefix)
         while chunk := await self._call(fetch, 0):
             for each in chunk:
                 yield each
+
+    async def remove_staged(self, paths: Sequence[str]) -> None:
+        """Files of a directory that never became objects."""
+        directory = self._directory
+        assert directory is not None or not paths, "only a directory has such files"
+
+        def remove() -> None:
+            for path in paths:
+                (directory / path).unlink(missing_ok=True)  # type: ignore[operator]
+
+        await self._call(lambda: asyncio.to_thread(remove), 0)
 
     def _chunks(self, prefix: str) -> Callable[[], Awaitable[list[Entry]]]:
         """Gives a chunk of a listing at each call; none at its end."""

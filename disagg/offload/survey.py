@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from disagg.messages.stored import PartRef, Share, Span
 from disagg.offload.causes import Cause
-from disagg.offload.directory import Entry
+from disagg.offload.directory import STAGED, Entry
 from disagg.offload.keys import LAYOUT, PARTS, READS, SPANS, page_key, parse_path
 from disagg.offload.objects import (
     FRAME_BYTES,
@@ -73,19 +73,20 @@ class StoredSpan(Struct, frozen=True):
 
 
 class Survey(Struct, frozen=True):
-    """parts, reads: by path. spans: those that can be read; damage: those that cannot. spans_bytes: by path, of both.
-    strangers: objects of other kinds."""
+    """parts, reads: by path. spans: those that can be read; damage: those that cannot. spans_bytes: by path, of both. staged:
+    what is being written, or was when its writer was killed. strangers: objects of other kinds."""
 
     spans: tuple[StoredSpan, ...]
     parts: dict[str, Entry]
     reads: dict[str, Entry]
     damage: tuple[Damage, ...]
     spans_bytes: dict[str, int]
+    staged: tuple[Entry, ...]
     strangers: int
 
     @property
     def all_bytes(self) -> int:
-        entries = (*self.parts.values(), *self.reads.values())
+        entries = (*self.parts.values(), *self.reads.values(), *self.staged)
         return sum(self.spans_bytes.values()) + sum(entry.nbytes for entry in entries)
 
 
@@ -117,13 +118,16 @@ class Collected(Struct, frozen=True):
 async def survey(store: ObjectStore, progress: Progress = lambda what, done, total: None) -> Survey:
     """Everything that is there. Takes memory for all names (some hundred bytes each). Raises StoreError."""
     by_kind: dict[str, dict[str, Entry]] = {SPANS: {}, PARTS: {}, READS: {}}
+    staged: list[Entry] = []
     strangers = listed = 0
     async for entry in store.listing(LAYOUT):
         listed += 1
         place = parse_path(entry.path)
         if place is not None:
             by_kind[place.kind][entry.path] = entry
-        elif entry.path not in (CLOCK_PATH, COLLECTED_PATH):
+        elif STAGED in entry.path and parse_path(entry.path.partition(STAGED)[0]) is not None:
+            staged.append(entry)
+        elif entry.path.partition(STAGED)[0] not in (CLOCK_PATH, COLLECTED_PATH):
             strangers += 1
         if listed % 1000 == 0:
             progress("listing", listed, 0)
@@ -146,7 +150,7 @@ async def survey(store: ObjectStore, progress: Progress = lambda what, done, tot
     spans.sort(key=lambda each: each.path)
     damage.sort(key=lambda each: each.path)
     spans_bytes = {path: entry.nbytes for path, entry in entries.items()}
-    return Survey(tuple(spans), by_kind[PARTS], by_kind[READS], tuple(damage), spans_bytes, strangers)
+    return Survey(tuple(spans), by_kind[PARTS], by_kind[READS], tuple(damage), spans_bytes, tuple(staged), strangers)
 
 
 async def _stored_span(store: ObjectStore, entry: Entry, reads: dict[str, Entry]) -> StoredSpan:
@@ -299,12 +303,13 @@ async def collect(
     """Removes garbage, and then what was least recently used, until at most budget_bytes are left (0: no limit).
 
     Garbage: spans that cannot be read, but for those of another version; and when they are older than grace_s, spans whose
-    parts are not all there or that nobody can find, parts that belong to no span and notes of reads of spans that have gone.
+    parts are not all there or that nobody can find, parts that belong to no span, notes of reads of spans that have gone and
+    files that were never whole.
     A store lists parts before spans: those of a span that was written meanwhile are not in the survey.
     """
     began_s = time.monotonic()
     found = await survey(store, progress)
-    if not (found.spans or found.damage or found.parts or found.reads):
+    if not (found.spans or found.damage or found.parts or found.reads or found.staged):
         return Collected(0, 0, 0, 0)  # and nothing is written where nothing is stored
     took_s = time.monotonic() - began_s
     now_s = await store_clock(store) - took_s  # when the survey began: nothing is taken for older than it was
@@ -323,7 +328,10 @@ async def collect(
     freed += sum(_bytes_there(found, each) for each in broken)
     unused = [entry for entry in _unused(found) if entry.modified_s < now_s - grace_s]
     await store.delete([entry.path for entry in unused])
-    freed += sum(entry.nbytes for entry in unused)
+    abandoned = [entry for entry in found.staged if entry.modified_s < now_s - grace_s]
+    if abandoned:
+        await store.remove_staged([entry.path for entry in abandoned])
+    freed += sum(entry.nbytes for entry in (*unused, *abandoned))
     spans = len(broken)
     while order and found.all_bytes - freed > budget_bytes:
         batch: list[StoredSpan] = []
@@ -337,7 +345,7 @@ async def collect(
         objects += await _remove(store, batch)
         spans += len(batch)
         progress("removing spans", spans, 0)
-    return Collected(spans, objects + len(unused), freed, found.all_bytes - freed)
+    return Collected(spans, objects + len(unused) + len(abandoned), freed, found.all_bytes - freed)
 
 
 def _unused(found: Survey) -> list[Entry]:

@@ -133,6 +133,25 @@ async def test_garbage_is_removed_when_it_is_old_and_what_is_about_to_be_publish
     assert statistics(await survey(store)).unused_parts == 0
 
 
+async def test_what_was_being_written_when_its_writer_was_killed_is_counted_and_removed_when_it_is_old(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    [span] = await write(store, 1, (6,))
+    before = (await survey(store)).all_bytes
+    part = tmp_path / "kv" / span.shares[0].parts[0].path
+    old, new = (part.with_name(part.name + end) for end in ("#1", "#2"))
+    strange = part.parent / "#notes#"
+    for file in (old, new, strange):
+        file.write_bytes(b"x" * 1000)
+    for file in (old, strange):
+        os.utime(file, (1000.0, 1000.0))
+    found = await survey(store)
+    assert (found.all_bytes, found.strangers) == (before + 2000, 1)
+    done = await collect(store, 0)
+    assert (done.spans, done.objects, done.freed_bytes, done.left_bytes) == (0, 1, 1000, before + 1000)
+    assert not old.exists() and new.exists() and strange.exists() and part.exists()
+
+
 async def test_what_is_stored_while_a_collection_lists_the_store_stays(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
