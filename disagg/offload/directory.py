@@ -7,6 +7,7 @@ what is removed meanwhile is passed over. Knows files; nothing of KV.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from msgspec import Struct
 
 STAGED = "#"  # in the names of files that are being written (object_store's): of which object, and a number behind it
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # it is gone, or leads nowhere, or in a circle
 
 
 class Entry(Struct, frozen=True):
@@ -26,7 +28,7 @@ class Entry(Struct, frozen=True):
 
 
 def walk(root: Path, prefix: str, chunk: int) -> Iterator[list[Entry]]:
-    """Every object below a folder of it, at most so many at a time. Raises OSError for a folder that may not be read."""
+    """Every object below a folder of it, at most so many at a time. Raises OSError for what may not be looked at."""
     found: list[Entry] = []
     seen: set[tuple[int, int]] = set()
     folders = [prefix.strip("/")]
@@ -44,7 +46,9 @@ def walk(root: Path, prefix: str, chunk: int) -> Iterator[list[Entry]]:
             path = f"{folder}/{name}" if folder else name
             try:
                 info = os.stat(root / path)
-            except OSError:  # it leads nowhere, or in a circle, or is gone
+            except OSError as error:
+                if error.errno not in _NOT_THERE:
+                    raise
                 continue
             if stat.S_ISDIR(info.st_mode):
                 folders.append(path)
