@@ -8,6 +8,7 @@ the last span of a sequence first, and of a span its name before its parts.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
@@ -262,9 +263,12 @@ async def _is_there(store: ObjectStore, path: str) -> bool:
 # ---- the budget
 
 
-def eviction_order(spans: Iterable[StoredSpan]) -> list[StoredSpan]:
+def eviction_order(spans: Iterable[StoredSpan], lost_before_s: float = math.inf) -> list[StoredSpan]:
     """What nobody can find first, and then the least recently used. A span is as young as the youngest of those that go on from
-    it, since whoever reads them reads it: so what goes on from a span goes before it, and no chain gets a hole."""
+    it, since whoever reads them reads it: so what goes on from a span goes before it, and no chain gets a hole.
+
+    lost_before_s: of a span that was written later, what it goes on from may have been written after a survey had passed it.
+    """
     spans = sorted(spans, key=lambda each: each.span.start)
     before, lost = _chains(spans)
     age = {each.path: (each.used_s, each.read_s) for each in spans}
@@ -272,7 +276,12 @@ def eviction_order(spans: Iterable[StoredSpan]) -> list[StoredSpan]:
         if each.path in before:
             path = before[each.path].path
             age[path] = max(age[path], age[each.path])
-    return sorted(spans, key=lambda each: (each.path not in lost, age[each.path], -each.span.start, each.path))
+
+    def place(each: StoredSpan) -> tuple[bool, tuple[float, float], int, str]:
+        is_lost = each.path in lost and each.written_s < lost_before_s
+        return not is_lost, age[each.path], -each.span.start, each.path
+
+    return sorted(spans, key=place)
 
 
 def _chains(spans: Iterable[StoredSpan]) -> tuple[dict[str, StoredSpan], set[str]]:
@@ -320,7 +329,8 @@ async def collect(
         if each.written_s < now_s - grace_s
         and (each.path in lost or not all(part.path in found.parts for part in each.parts))
     ]
-    order = [each for each in eviction_order(found.spans) if each not in broken] if budget_bytes else []
+    order = eviction_order(found.spans, now_s - grace_s) if budget_bytes else []
+    order = [each for each in order if each not in broken]
     unreadable = [each.path for each in found.damage if each.cause is not Cause.VERSION]
     freed = sum(found.spans_bytes[path] for path in unreadable)
     await store.delete(unreadable)

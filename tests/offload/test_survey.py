@@ -176,6 +176,26 @@ async def test_what_is_stored_while_a_collection_lists_the_store_stays(
     assert await verify(store, found) == []
 
 
+async def test_what_goes_on_from_what_a_listing_has_missed_is_not_the_first_to_go(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both were written meanwhile, the first of them where the listing had been."""
+    [old] = await write(store, 1, (6,))
+    age(tmp_path, old, 1000.0)
+    first, second = await write(store, 2, (3, 6))
+    listing, missed = store.listing, span_path(SCOPE.place, first.hashes[0])
+
+    async def before(prefix: str) -> AsyncIterator[Entry]:
+        async for entry in listing(prefix):
+            if entry.path != missed:
+                yield entry
+
+    monkeypatch.setattr(store, "listing", before)
+    await collect(store, (await survey(store)).all_bytes - 1)
+    monkeypatch.undo()
+    assert left(await survey(store)) == {first.hashes[0], second.hashes[0]}
+
+
 async def test_what_cannot_be_used_is_removed_but_not_what_another_version_wrote(
     store: ObjectStore, tmp_path: Path
 ) -> None:
