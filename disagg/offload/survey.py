@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from msgspec import Struct
@@ -215,13 +215,13 @@ async def verify(
 ) -> list[Damage]:
     """Every object that cannot be used, read to its last byte. Raises StoreError when the store does not answer."""
     damage = list(found.damage)
-    starts: dict[str, set[bytes]] = defaultdict(set)
-    for each in found.spans:
-        starts[each.folder].update((each.span.root, *each.span.hashes))
-    for each in found.spans:
-        if each.span.parent not in starts[each.folder]:
-            why = f"the page before its first, page {each.span.start - 1}, is in no span: nobody can find it"
-            damage.append(Damage(each.path, Cause.ABSENT, why))
+    lost = _without_parent(found.spans)
+    if lost:  # what they go on from may have been written when the survey had passed it
+        still = _without_parent((await survey(store, progress)).spans)
+        lost = {path: each for path, each in lost.items() if path in still}
+    for each in lost.values():
+        why = f"the page before its first, page {each.span.start - 1}, is in no span: nobody can find it"
+        damage.append(Damage(each.path, Cause.ABSENT, why))
 
     async def read(job: tuple[StoredSpan, Share, PartRef]) -> None:
         each, share, part = job
@@ -238,6 +238,14 @@ async def verify(
     jobs = [(each, share, part) for each in found.spans for share in each.span.shares for part in share.parts]
     await _each(read, jobs, len(jobs), "verifying parts", progress)
     return sorted(damage, key=lambda each: each.path)
+
+
+def _without_parent(spans: Sequence[StoredSpan]) -> dict[str, StoredSpan]:
+    """By path, those whose page before the first is in no span."""
+    starts: dict[str, set[bytes]] = defaultdict(set)
+    for each in spans:
+        starts[each.folder].update((each.span.root, *each.span.hashes))
+    return {each.path: each for each in spans if each.span.parent not in starts[each.folder]}
 
 
 async def _verify_part(store: ObjectStore, each: StoredSpan, share: Share, ref: PartRef) -> None:

@@ -191,8 +191,11 @@ async def test_what_goes_on_from_what_a_listing_has_missed_is_not_the_first_to_g
                 yield entry
 
     monkeypatch.setattr(store, "listing", before)
-    await collect(store, (await survey(store)).all_bytes - 1)
+    found = await survey(store)
+    assert [each.path for each in await verify(store, found)] == [span_path(SCOPE.place, second.hashes[0])]
+    await collect(store, found.all_bytes - 1)
     monkeypatch.undo()
+    assert await verify(store, found) == [], "it is looked at again"
     assert left(await survey(store)) == {first.hashes[0], second.hashes[0]}
 
 
