@@ -75,6 +75,14 @@ class Breaker:
         self._trial = 0
         self._tried_again_s = now_s + self._pause_s
 
+    def succeed_small(self, call: int) -> None:
+        """The call has succeeded, and was less than what failed. If it was the trial, others are let through again. The first of
+        them that succeeds proves that all is well; the first that fails is one too many, and the pause is longer then.
+        """
+        if call == self._trial:
+            self._in_a_row, self._pause_s = int(self._failures) - 1, min(2 * self._pause_s, self._most_s)
+            self._tried_again_s, self._trial = None, 0
+
     def give_up(self, call: int, now_s: float) -> None:
         """Whoever made the call does not wait for its end any more, for a reason of its own: nothing is known."""
         if call == self._trial:

@@ -1,11 +1,13 @@
 """The objects of a store that is a directory, as the system says them: whatever else lies there does not end a listing.
 
-Listed are regular files. Links are followed, and a folder that is reached twice is listed once, so a loop of links ends; a link
-that leads nowhere, a pipe, or what is removed meanwhile is passed over. Knows files; nothing of KV.
+Listed are regular files, also those that are not whole: what is being written, and what was when its writer was killed. Links
+are followed, and a folder that is reached twice is listed once, so a loop of links ends; a link that leads nowhere, a pipe, or
+what is removed meanwhile is passed over. Knows files; nothing of KV.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -13,7 +15,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-STAGED = "#"  # in the names of files that are being written (object_store's)
+STAGED = "#"  # in the names of files that are being written (object_store's): of which object, and a number behind it
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # it is gone, or leads nowhere, or in a circle
 
 
 class Entry(Struct, frozen=True):
@@ -25,7 +28,7 @@ class Entry(Struct, frozen=True):
 
 
 def walk(root: Path, prefix: str, chunk: int) -> Iterator[list[Entry]]:
-    """Every object below a folder of it, at most so many at a time. Raises OSError for a folder that may not be read."""
+    """Every object below a folder of it, at most so many at a time. Raises OSError for what may not be looked at."""
     found: list[Entry] = []
     seen: set[tuple[int, int]] = set()
     folders = [prefix.strip("/")]
@@ -43,11 +46,13 @@ def walk(root: Path, prefix: str, chunk: int) -> Iterator[list[Entry]]:
             path = f"{folder}/{name}" if folder else name
             try:
                 info = os.stat(root / path)
-            except OSError:  # it leads nowhere, or in a circle, or is gone
+            except OSError as error:
+                if error.errno not in _NOT_THERE:
+                    raise
                 continue
             if stat.S_ISDIR(info.st_mode):
                 folders.append(path)
-            elif stat.S_ISREG(info.st_mode) and STAGED not in name:
+            elif stat.S_ISREG(info.st_mode):
                 found.append(Entry(path, info.st_size, info.st_mtime))
                 if len(found) == chunk:
                     yield found

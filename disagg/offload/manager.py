@@ -155,7 +155,8 @@ class OffloadManager:
             span = self._copying.pop(op)
             for page, host_page in span.moved:
                 page_hash, before = span.names[page.group, page.page_no]
-                self.host.name(page.group, host_page, page_hash, before)
+                if self.host.find(page.group, page_hash) is None:  # else a load brought it from storage meanwhile
+                    self.host.name(page.group, host_page, page_hash, before)
             self.counts["copied"] += len(span.moved)
             self._out.append(Unpin(tuple(page for page, _ in span.moved)))
             self._on_host(span)

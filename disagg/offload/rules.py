@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from disagg.memory.layout import PoolLayout
 from disagg.messages.layout import GroupKind
+from disagg.messages.stored import MAX_PAGES
 
 
 class OffloadRules(Struct, frozen=True):
@@ -64,9 +65,9 @@ class OffloadRules(Struct, frozen=True):
 
 
 def offload_rules(layout: PoolLayout, stride_tokens: int) -> OffloadRules:
-    """stride_tokens: as it is wanted; rounded down to whole pages (or checkpoints), to one at least.
+    """stride_tokens: as it is wanted; rounded down to whole pages (or checkpoints), to one at least, and to what a span may have.
 
-    Raises ValueError for a group whose pages cannot be stored.
+    Raises ValueError for a group whose pages cannot be stored, and for checkpoints that are further apart than that.
     """
     for group in layout.groups:
         if group.kind not in (GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE):
@@ -74,4 +75,8 @@ def offload_rules(layout: PoolLayout, stride_tokens: int) -> OffloadRules:
     has_states = any(group.kind is GroupKind.STATE for group in layout.groups)
     unit_tokens = layout.checkpoint_tokens if has_states else layout.page_tokens
     unit = unit_tokens // layout.page_tokens
-    return OffloadRules(layout, unit, max(1, stride_tokens // unit_tokens) * unit)
+    if unit > MAX_PAGES:
+        raise ValueError(
+            f"checkpoints are {unit} pages of {layout.page_tokens} tokens apart; at most {MAX_PAGES} are stored at once"
+        )
+    return OffloadRules(layout, unit, min(max(1, stride_tokens // unit_tokens), MAX_PAGES // unit) * unit)

@@ -127,10 +127,15 @@ class ObjectStore:
         return await self._call(fetch, most_bytes)
 
     async def get_range(self, path: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of an object; fewer where it ends before."""
+        """Bytes [start, stop) of an object; fewer where it ends before, and none where that is before `start`."""
 
         async def fetch() -> bytes:
-            return bytes(await obstore.get_range_async(self._store, path, start=start, end=stop))
+            try:
+                return bytes(await obstore.get_range_async(self._store, path, start=start, end=stop))
+            except BaseError:  # stores refuse a range that begins behind the end, each in words of its own
+                if start < (await obstore.head_async(self._store, path))["size"]:
+                    raise
+                return b""
 
         return await self._call(fetch, stop - start)
 
@@ -197,11 +202,23 @@ class ObjectStore:
             await self._call(remove, 0)
 
     async def listing(self, prefix: str) -> AsyncIterator[Entry]:
-        """Every object below a folder, in no order. Holds a chunk of them at a time."""
+        """Every object below a folder, in no order; of a directory also what is no object yet (directory.STAGED). Holds a chunk
+        of them at a time."""
         fetch = self._chunks(prefix)
         while chunk := await self._call(fetch, 0):
             for each in chunk:
                 yield each
+
+    async def remove_staged(self, paths: Sequence[str]) -> None:
+        """Files of a directory that never became objects."""
+        directory = self._directory
+        assert directory is not None or not paths, "only a directory has such files"
+
+        def remove() -> None:
+            for path in paths:
+                (directory / path).unlink(missing_ok=True)  # type: ignore[operator]
+
+        await self._call(lambda: asyncio.to_thread(remove), 0)
 
     def _chunks(self, prefix: str) -> Callable[[], Awaitable[list[Entry]]]:
         """Gives a chunk of a listing at each call; none at its end."""

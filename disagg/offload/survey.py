@@ -8,16 +8,17 @@ the last span of a sequence first, and of a span its name before its parts.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from msgspec import Struct
 
 from disagg.messages.stored import PartRef, Share, Span
 from disagg.offload.causes import Cause
-from disagg.offload.directory import Entry
+from disagg.offload.directory import STAGED, Entry
 from disagg.offload.keys import LAYOUT, PARTS, READS, SPANS, page_key, parse_path
 from disagg.offload.objects import (
     FRAME_BYTES,
@@ -73,19 +74,20 @@ class StoredSpan(Struct, frozen=True):
 
 
 class Survey(Struct, frozen=True):
-    """parts, reads: by path. spans: those that can be read; damage: those that cannot. spans_bytes: by path, of both.
-    strangers: objects of other kinds."""
+    """parts, reads: by path. spans: those that can be read; damage: those that cannot. spans_bytes: by path, of both. staged:
+    what is being written, or was when its writer was killed. strangers: objects of other kinds."""
 
     spans: tuple[StoredSpan, ...]
     parts: dict[str, Entry]
     reads: dict[str, Entry]
     damage: tuple[Damage, ...]
     spans_bytes: dict[str, int]
+    staged: tuple[Entry, ...]
     strangers: int
 
     @property
     def all_bytes(self) -> int:
-        entries = (*self.parts.values(), *self.reads.values())
+        entries = (*self.parts.values(), *self.reads.values(), *self.staged)
         return sum(self.spans_bytes.values()) + sum(entry.nbytes for entry in entries)
 
 
@@ -117,13 +119,16 @@ class Collected(Struct, frozen=True):
 async def survey(store: ObjectStore, progress: Progress = lambda what, done, total: None) -> Survey:
     """Everything that is there. Takes memory for all names (some hundred bytes each). Raises StoreError."""
     by_kind: dict[str, dict[str, Entry]] = {SPANS: {}, PARTS: {}, READS: {}}
+    staged: list[Entry] = []
     strangers = listed = 0
     async for entry in store.listing(LAYOUT):
         listed += 1
         place = parse_path(entry.path)
         if place is not None:
             by_kind[place.kind][entry.path] = entry
-        elif entry.path not in (CLOCK_PATH, COLLECTED_PATH):
+        elif STAGED in entry.path and parse_path(entry.path.partition(STAGED)[0]) is not None:
+            staged.append(entry)
+        elif entry.path.partition(STAGED)[0] not in (CLOCK_PATH, COLLECTED_PATH):
             strangers += 1
         if listed % 1000 == 0:
             progress("listing", listed, 0)
@@ -146,7 +151,7 @@ async def survey(store: ObjectStore, progress: Progress = lambda what, done, tot
     spans.sort(key=lambda each: each.path)
     damage.sort(key=lambda each: each.path)
     spans_bytes = {path: entry.nbytes for path, entry in entries.items()}
-    return Survey(tuple(spans), by_kind[PARTS], by_kind[READS], tuple(damage), spans_bytes, strangers)
+    return Survey(tuple(spans), by_kind[PARTS], by_kind[READS], tuple(damage), spans_bytes, tuple(staged), strangers)
 
 
 async def _stored_span(store: ObjectStore, entry: Entry, reads: dict[str, Entry]) -> StoredSpan:
@@ -210,13 +215,13 @@ async def verify(
 ) -> list[Damage]:
     """Every object that cannot be used, read to its last byte. Raises StoreError when the store does not answer."""
     damage = list(found.damage)
-    starts: dict[str, set[bytes]] = defaultdict(set)
-    for each in found.spans:
-        starts[each.folder].update((each.span.root, *each.span.hashes))
-    for each in found.spans:
-        if each.span.parent not in starts[each.folder]:
-            why = f"the page before its first, page {each.span.start - 1}, is in no span: nobody can find it"
-            damage.append(Damage(each.path, Cause.ABSENT, why))
+    lost = _without_parent(found.spans)
+    if lost:  # what they go on from may have been written when the survey had passed it
+        still = _without_parent((await survey(store, progress)).spans)
+        lost = {path: each for path, each in lost.items() if path in still}
+    for each in lost.values():
+        why = f"the page before its first, page {each.span.start - 1}, is in no span: nobody can find it"
+        damage.append(Damage(each.path, Cause.ABSENT, why))
 
     async def read(job: tuple[StoredSpan, Share, PartRef]) -> None:
         each, share, part = job
@@ -233,6 +238,14 @@ async def verify(
     jobs = [(each, share, part) for each in found.spans for share in each.span.shares for part in share.parts]
     await _each(read, jobs, len(jobs), "verifying parts", progress)
     return sorted(damage, key=lambda each: each.path)
+
+
+def _without_parent(spans: Sequence[StoredSpan]) -> dict[str, StoredSpan]:
+    """By path, those whose page before the first is in no span."""
+    starts: dict[str, set[bytes]] = defaultdict(set)
+    for each in spans:
+        starts[each.folder].update((each.span.root, *each.span.hashes))
+    return {each.path: each for each in spans if each.span.parent not in starts[each.folder]}
 
 
 async def _verify_part(store: ObjectStore, each: StoredSpan, share: Share, ref: PartRef) -> None:
@@ -258,9 +271,12 @@ async def _is_there(store: ObjectStore, path: str) -> bool:
 # ---- the budget
 
 
-def eviction_order(spans: Iterable[StoredSpan]) -> list[StoredSpan]:
+def eviction_order(spans: Iterable[StoredSpan], lost_before_s: float = math.inf) -> list[StoredSpan]:
     """What nobody can find first, and then the least recently used. A span is as young as the youngest of those that go on from
-    it, since whoever reads them reads it: so what goes on from a span goes before it, and no chain gets a hole."""
+    it, since whoever reads them reads it: so what goes on from a span goes before it, and no chain gets a hole.
+
+    lost_before_s: of a span that was written later, what it goes on from may have been written after a survey had passed it.
+    """
     spans = sorted(spans, key=lambda each: each.span.start)
     before, lost = _chains(spans)
     age = {each.path: (each.used_s, each.read_s) for each in spans}
@@ -268,7 +284,12 @@ def eviction_order(spans: Iterable[StoredSpan]) -> list[StoredSpan]:
         if each.path in before:
             path = before[each.path].path
             age[path] = max(age[path], age[each.path])
-    return sorted(spans, key=lambda each: (each.path not in lost, age[each.path], -each.span.start, each.path))
+
+    def place(each: StoredSpan) -> tuple[bool, tuple[float, float], int, str]:
+        is_lost = each.path in lost and each.written_s < lost_before_s
+        return not is_lost, age[each.path], -each.span.start, each.path
+
+    return sorted(spans, key=place)
 
 
 def _chains(spans: Iterable[StoredSpan]) -> tuple[dict[str, StoredSpan], set[str]]:
@@ -298,12 +319,14 @@ async def collect(
 ) -> Collected:
     """Removes garbage, and then what was least recently used, until at most budget_bytes are left (0: no limit).
 
-    Garbage: spans that cannot be read, but for those of another version, or whose parts are not all there; and when they are
-    older than grace_s, spans that nobody can find, parts that belong to no span and notes of reads of spans that have gone.
+    Garbage: spans that cannot be read, but for those of another version; and when they are older than grace_s, spans whose
+    parts are not all there or that nobody can find, parts that belong to no span, notes of reads of spans that have gone and
+    files that were never whole.
+    A store lists parts before spans: those of a span that was written meanwhile are not in the survey.
     """
     began_s = time.monotonic()
     found = await survey(store, progress)
-    if not (found.spans or found.damage or found.parts or found.reads):
+    if not (found.spans or found.damage or found.parts or found.reads or found.staged):
         return Collected(0, 0, 0, 0)  # and nothing is written where nothing is stored
     took_s = time.monotonic() - began_s
     now_s = await store_clock(store) - took_s  # when the survey began: nothing is taken for older than it was
@@ -311,10 +334,11 @@ async def collect(
     broken = [
         each
         for each in found.spans
-        if not all(part.path in found.parts for part in each.parts)
-        or (each.path in lost and each.written_s < now_s - grace_s)
+        if each.written_s < now_s - grace_s
+        and (each.path in lost or not all(part.path in found.parts for part in each.parts))
     ]
-    order = [each for each in eviction_order(found.spans) if each not in broken] if budget_bytes else []
+    order = eviction_order(found.spans, now_s - grace_s) if budget_bytes else []
+    order = [each for each in order if each not in broken]
     unreadable = [each.path for each in found.damage if each.cause is not Cause.VERSION]
     freed = sum(found.spans_bytes[path] for path in unreadable)
     await store.delete(unreadable)
@@ -322,7 +346,10 @@ async def collect(
     freed += sum(_bytes_there(found, each) for each in broken)
     unused = [entry for entry in _unused(found) if entry.modified_s < now_s - grace_s]
     await store.delete([entry.path for entry in unused])
-    freed += sum(entry.nbytes for entry in unused)
+    abandoned = [entry for entry in found.staged if entry.modified_s < now_s - grace_s]
+    if abandoned:
+        await store.remove_staged([entry.path for entry in abandoned])
+    freed += sum(entry.nbytes for entry in (*unused, *abandoned))
     spans = len(broken)
     while order and found.all_bytes - freed > budget_bytes:
         batch: list[StoredSpan] = []
@@ -336,7 +363,7 @@ async def collect(
         objects += await _remove(store, batch)
         spans += len(batch)
         progress("removing spans", spans, 0)
-    return Collected(spans, objects + len(unused), freed, found.all_bytes - freed)
+    return Collected(spans, objects + len(unused) + len(abandoned), freed, found.all_bytes - freed)
 
 
 def _unused(found: Survey) -> list[Entry]:

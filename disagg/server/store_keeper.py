@@ -416,6 +416,8 @@ class StoreKeeper:
         finally:
             if failed is Cause.DEGRADED:  # it was not tried
                 self._writes.give_up(trial, self._clock())
+            elif failed is None:  # a disk with no room for what ranks write may have room for this
+                self._writes.succeed_small(trial)
             else:
                 self._writes.end(trial, self._clock(), failed)
 

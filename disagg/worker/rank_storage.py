@@ -60,7 +60,8 @@ class Budget:
                 if turn.done() and not turn.cancelled():
                     self._leave(nbytes)
                 else:
-                    self._waiting.remove((nbytes, turn))
+                    with contextlib.suppress(ValueError):  # it was passed over already
+                        self._waiting.remove((nbytes, turn))
                     self._admit()
                 raise
         else:
@@ -85,6 +86,8 @@ class Budget:
     def _admit(self) -> None:
         while self._waiting and self._fits(self._waiting[0][0]):
             nbytes, turn = self._waiting.popleft()
+            if turn.cancelled():  # whoever waited for it is cancelled, and has not run since
+                continue
             self._enter(nbytes)
             turn.set_result(None)
 

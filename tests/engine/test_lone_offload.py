@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import pytest
 from msgspec.structs import replace
 
@@ -11,14 +13,15 @@ from disagg.engine.loads import MOST_AT_ONCE, Load, Loads
 from disagg.messages import link as m
 from disagg.messages.legs import StartLeg
 from disagg.messages.pieces import Piece
-from disagg.messages.tiers import CopiedIn, CopiedOut, CopyIn, CopyOut
+from disagg.messages.tiers import CopiedIn, CopiedOut, CopyIn, CopyOut, PartsRead
 from disagg.messages.transfer import SendsDropped, Unbound
-from disagg.offload.instructions import Ask, StoreFound, Upload
+from disagg.offload.instructions import Ask, Fetch, StoreFound, Upload
 from disagg.types.sampling import SamplingParams
 from tests.engine.lone_engine import FULL, LINK, STATE, Decode, Prefill, facts, start, to_transfer
 from tests.engine.test_short_of_memory import leg_for_decode
 
 PAGES = 3
+S = TypeVar("S")
 
 
 def ended(prefill: Prefill, leg: StartLeg) -> list[Instruction]:
@@ -51,6 +54,10 @@ def done(prefill: Prefill, leg: StartLeg) -> list[Instruction]:
     for copy in [message for message in to_transfer(out) if isinstance(message, CopyOut)]:
         out += prefill.do(prefill.engine.tier_event(0, CopiedOut(copy.op, 0, 0.0), prefill.now))
     return out
+
+
+def store_commands(out: list[Instruction], kind: type[S]) -> list[S]:
+    return [each.command for each in out if isinstance(each, ToStore) and isinstance(each.command, kind)]
 
 
 def loaded(prefill: Prefill, out: list[Instruction]) -> int:
@@ -100,6 +107,25 @@ def test_what_was_there_ahead_of_its_turn_and_gave_way_is_brought_at_its_turn() 
     assert not loaded(prefill, done(prefill, first)), "it is there still"
     prefill.compute_all()
     assert prefill.hits == 4 * PAGES
+
+
+def test_what_comes_from_storage_while_it_is_copied_to_the_host_is_there_once() -> None:
+    """A load took too long, so its prompt was computed; its pages are copied out when the load ends."""
+    prefill = Prefill(facts(num_large=40, offload=OffloadFacts(40, 0, True)))
+    leg = start("slow", 4 * PAGES + 1)
+    (ask,) = store_commands(prefill.start(leg), Ask)
+    out = prefill.do(prefill.engine.store_event(StoreFound(ask.ask, PAGES, (tuple(range(PAGES)),)), prefill.now))
+    (fetch,) = store_commands(out, Fetch)
+    prefill.now_s = 20.0
+    prefill.do(prefill.engine.tick(prefill.now))
+    prefill.compute_all()
+    prefill.link(m.Complete(leg.key))
+    copies = [each for each in to_transfer(prefill.event(SendsDropped(LINK, leg.key))) if isinstance(each, CopyOut)]
+    assert sum(len(copy.moves) for copy in copies) == PAGES
+    prefill.do(prefill.engine.tier_event(0, PartsRead(fetch.op, "", 0, 0.0), prefill.now))
+    prefill.do(prefill.engine.tier_event(0, CopiedOut(copies[-1].op, 0, 0.0), prefill.now))
+    tiers = prefill.engine.core.tiers
+    assert tiers is not None and tiers.offload.host.filled_large == PAGES, "the second copies are let go of"
 
 
 def test_a_checkpoint_that_lands_when_decode_has_begun_is_stored_too() -> None:

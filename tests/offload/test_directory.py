@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,6 @@ def test_what_is_no_file_is_passed_over_and_loops_of_links_end(root: Path) -> No
     (root / "kv/a/self").symlink_to("self")
     (root / "kv/a/nowhere").symlink_to("nothing")
     os.mkfifo(root / "kv/b/pipe")
-    (root / "kv/b/c/3#7").write_bytes(b"half")  # somebody writes it now
     assert listed(root) == ["kv/a/1", "kv/a/2", "kv/b/c/3"]
 
 
@@ -62,6 +62,24 @@ def test_what_is_removed_meanwhile_is_passed_over(root: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "listdir", removing)
     assert listed(root) == ["kv/a/1"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_file_of_which_nothing_can_be_said_is_not_taken_for_one_that_is_gone(
+    code: int, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a span would be removed with all of its parts because the system did not answer for one of them."""
+    stat = os.stat
+
+    def failing(path: Path, **how: bool) -> os.stat_result:
+        if path == root / "kv/a/2":
+            raise OSError(code, os.strerror(code), str(path))
+        return stat(path, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", failing)
+        with pytest.raises(OSError, match=os.strerror(code)):
+            listed(root)
 
 
 async def test_a_folder_that_may_not_be_read_is_said(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 from disagg.memory.allocator import PageAllocator
 from disagg.memory.groups import GroupSpec
 from disagg.memory.hashing import extend_hashes
 from disagg.memory.layout import pool_layout
 from disagg.messages.layout import GroupKind
+from disagg.messages.stored import MAX_PAGES
 from disagg.offload.acks import Acks
 from disagg.offload.host import HostPool
 from disagg.offload.instructions import Copy, Discard, Pin, Publish, Unpin, Upload
@@ -449,6 +451,25 @@ def test_random_walks(seed: int) -> None:
 )
 def test_a_stride_is_whole_pages_or_checkpoints_and_one_at_least(model: str, wanted: int, stride: int) -> None:
     assert offload_rules(layout_of(model), wanted).stride == stride
+
+
+@pytest.mark.parametrize("model", ["full", "everything"])
+def test_no_stride_is_longer_than_what_storage_takes_at_once(model: str) -> None:
+    """Ranks refuse more, and end: a prompt that is long enough would end them again and again."""
+    rules = offload_rules(layout_of(model), 1 << 30)
+    prompt_end = rules.prompt_end(PAGE_TOKENS * (3 * MAX_PAGES + 10))
+    at = 0
+    while at < prompt_end + 2 * MAX_PAGES:
+        stop = rules.cut(at, prompt_end)
+        assert at < stop <= at + MAX_PAGES and stop % rules.unit == 0
+        at = stop
+
+
+def test_checkpoints_too_far_apart_to_be_stored_are_refused() -> None:
+    layout = layout_of("everything")
+    layout = replace(layout, checkpoint_tokens=layout.page_tokens * (MAX_PAGES + 1))
+    with pytest.raises(ValueError, match="checkpoints are 4097 pages"):
+        offload_rules(layout, 8)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ async def test_objects_are_created_once_read_listed_and_deleted(store: ObjectSto
     assert await store.get("a/b", MANY) == b"hello world"
     assert await store.get_range("a/b", 6, 9) == b"wor"
     assert await store.get_range("a/b", 6, 100) == b"world"
+    assert await store.get_range("a/b", 11, 100) == await store.get_range("a/b", 50, 100) == b""
+    assert not store.breaker.failed_calls, "it is the object that ends there"
     assert await store.size("a/b") == 11
     await store.replace("a/b", [b""])
     assert await store.get("a/b", MANY) == b""

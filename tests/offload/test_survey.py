@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -18,7 +19,8 @@ from msgspec.structs import replace
 
 from disagg.cli.main import cli
 from disagg.messages.stored import Span
-from disagg.offload.keys import READS, SPANS, part_path, span_path
+from disagg.offload.directory import Entry
+from disagg.offload.keys import PARTS, READS, SPANS, part_path, span_path
 from disagg.offload.store import ObjectStore, open_store
 from disagg.offload.survey import Survey, collect, eviction_order, statistics, survey, verify
 from disagg.offload.tier import Missed, StorageTier
@@ -129,6 +131,72 @@ async def test_garbage_is_removed_when_it_is_old_and_what_is_about_to_be_publish
     assert (await collect(store, 0, grace_s=-10.0)).objects == 1
     assert left(await survey(store)) == {span.hashes[0]}
     assert statistics(await survey(store)).unused_parts == 0
+
+
+async def test_what_was_being_written_when_its_writer_was_killed_is_counted_and_removed_when_it_is_old(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    [span] = await write(store, 1, (6,))
+    before = (await survey(store)).all_bytes
+    part = tmp_path / "kv" / span.shares[0].parts[0].path
+    old, new = (part.with_name(part.name + end) for end in ("#1", "#2"))
+    strange = part.parent / "#notes#"
+    for file in (old, new, strange):
+        file.write_bytes(b"x" * 1000)
+    for file in (old, strange):
+        os.utime(file, (1000.0, 1000.0))
+    found = await survey(store)
+    assert (found.all_bytes, found.strangers) == (before + 2000, 1)
+    done = await collect(store, 0)
+    assert (done.spans, done.objects, done.freed_bytes, done.left_bytes) == (0, 1, 1000, before + 1000)
+    assert not old.exists() and new.exists() and strange.exists() and part.exists()
+
+
+async def test_what_is_stored_while_a_collection_lists_the_store_stays(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts come before spans in a listing: it has the span, and not its parts, which were there before it."""
+    [there], written = await write(store, 1, (6,)), list[Span]()
+    listing = store.listing
+
+    async def slow(prefix: str) -> AsyncIterator[Entry]:
+        for entry in sorted([each async for each in listing(prefix)], key=lambda each: each.path):
+            if f"/{PARTS}/" in entry.path:
+                yield entry
+        written.extend(await write(store, 2, (6,)))
+        async for entry in listing(prefix):
+            if f"/{PARTS}/" not in entry.path:
+                yield entry
+
+    monkeypatch.setattr(store, "listing", slow)
+    assert (await collect(store, 1 << 30)).spans == 0
+    monkeypatch.undo()
+    found = await survey(store)
+    assert left(found) == {there.hashes[0], written[0].hashes[0]}
+    assert await verify(store, found) == []
+
+
+async def test_what_goes_on_from_what_a_listing_has_missed_is_not_the_first_to_go(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both were written meanwhile, the first of them where the listing had been."""
+    [old] = await write(store, 1, (6,))
+    age(tmp_path, old, 1000.0)
+    first, second = await write(store, 2, (3, 6))
+    listing, missed = store.listing, span_path(SCOPE.place, first.hashes[0])
+
+    async def before(prefix: str) -> AsyncIterator[Entry]:
+        async for entry in listing(prefix):
+            if entry.path != missed:
+                yield entry
+
+    monkeypatch.setattr(store, "listing", before)
+    found = await survey(store)
+    assert [each.path for each in await verify(store, found)] == [span_path(SCOPE.place, second.hashes[0])]
+    await collect(store, found.all_bytes - 1)
+    monkeypatch.undo()
+    assert await verify(store, found) == [], "it is looked at again"
+    assert left(await survey(store)) == {first.hashes[0], second.hashes[0]}
 
 
 async def test_what_cannot_be_used_is_removed_but_not_what_another_version_wrote(

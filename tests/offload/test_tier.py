@@ -260,6 +260,22 @@ def test_each_damage_is_a_miss_counted_by_cause_and_found_by_verify(
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("left", [0, 100, 1500, 5000])
+async def test_a_part_that_ends_before_the_heads_that_are_read_is_truncated(
+    left: int, directory: ObjectStore, tmp_path: Path
+) -> None:
+    """As after a loss of power. A store that was asked for what is not there any more has not failed."""
+    hashes, tier = chain(EVERYTHING, TOKENS), tier_of(directory)
+    span = await store_span(tier, hashes, 0, 4)
+    file = file_of(tmp_path, span.shares[0].parts[0].path)
+    file.write_bytes(file.read_bytes()[:left])
+    with pytest.raises(Missed) as caught:
+        await load_page(tier, hashes, 0, 0, 3, 4)
+    assert caught.value.cause is Cause.TRUNCATED
+    assert await tier.walk(hashes) == [], "what is known to be damaged is not read again"
+    assert not directory.breaker.failed_calls
+
+
 @pytest.mark.parametrize("kind", ["span", "part"])
 async def test_what_is_damaged_can_be_written_again(kind: str, directory: ObjectStore, tmp_path: Path) -> None:
     hashes, spans, parts = await two_spans(directory)

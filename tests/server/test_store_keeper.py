@@ -431,6 +431,51 @@ async def test_a_store_without_room_fails_though_it_can_be_read(
     await server.keeper.close()
 
 
+async def test_a_store_with_room_for_a_trial_and_none_for_what_ranks_write_is_tried_in_pauses_that_grow(
+    tmp_path: Path,
+) -> None:
+    """As a full disk mostly is: what does not fit is larger than what is left."""
+    clock, pauses, op = Clock(), list[float](), 0
+    server = Server(open_at(tmp_path, _clock=clock), clock=clock)
+
+    async def tick_until(works: bool, act: Callable[[], None]) -> None:
+        while server.heard != [StoreWorks(works)]:
+            assert server.heard == [] and clock.now_s < 1000
+            act()
+            server.keeper.tick()
+            await server.settle()
+        server.heard.clear()
+
+    def fail() -> None:
+        nonlocal op
+        op += 1
+        server.keeper.do(upload_of(op, OTHER, 0, 4))
+        server.keeper.rank_report(0, PartsWritten(op, "No space left on device", ((), (), ()), 0, 0.0))
+        server.keeper.rank_report(1, PartsWritten(op, "", ((), (), ()), 0, 0.0))
+        server.keeper.do(Discard(op))
+
+    def wait() -> None:
+        clock.now_s += 0.5
+
+    for _ in range(7):
+        await tick_until(False, fail)
+        began_s = clock.now_s
+        await tick_until(True, wait)
+        pauses.append(clock.now_s - began_s)
+    assert all(least <= pause <= least + 1 for least, pause in zip((1, 2, 4, 8, 16, 30, 30), pauses, strict=True)), (
+        pauses
+    )
+    assert op == 3 + 6, "when it is tried again, one failure is enough"
+    assert await server.publish(op + 1, TOKENS, 0, 4) == 4
+    op += 1
+    await tick_until(False, fail)
+    assert op == 9 + 1 + 3, "what ranks can write proves that it works"
+    began_s = clock.now_s
+    await tick_until(True, wait)
+    assert clock.now_s - began_s <= 2
+    await server.keeper.close()
+
+
 async def test_what_ranks_tried_before_a_store_failed_says_nothing_when_it_works_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -388,3 +388,19 @@ async def test_a_budget_lets_in_in_turn_and_whoever_is_too_large_alone() -> None
     await asyncio.gather(*tasks, return_exceptions=True)
     assert order == ["a", "b", "c", "huge", "e", "f"]
     assert (budget._inside, budget._bytes, len(budget._waiting)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("most", [1, 3, 16])
+async def test_a_budget_is_all_there_again_when_all_that_were_in_it_or_waited_are_cancelled_at_once(most: int) -> None:
+    """As the parts of a read are when one of them fails: those that are in leave before those that wait have heard of it."""
+    budget = Budget(most, 100)
+
+    async def work(number: int) -> None:
+        async with budget.of(1):
+            if not number:
+                raise StoreError(Cause.ABSENT, "it is not there")
+            await asyncio.sleep(60)
+
+    with pytest.raises(StoreError):
+        await _all([work(number) for number in range(40)])
+    assert (budget._inside, budget._bytes, len(budget._waiting)) == (0, 0, 0)
