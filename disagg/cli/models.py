@@ -73,7 +73,7 @@ def require_served(directory: Path, config: Config, facts: ModelFacts) -> int | 
     is not known, and said so.
     """
     from disagg.config.load import child_environ
-    from disagg.messages.heads import SliceError, check_heads
+    from disagg.messages.heads import SliceError
     from disagg.server.device import choose_device, choose_dtype
     from disagg.text.chat import TemplateSource
     from disagg.text.model_files import ModelFiles
@@ -81,7 +81,7 @@ def require_served(directory: Path, config: Config, facts: ModelFacts) -> int | 
 
     files = ModelFiles.read(directory)
     try:
-        check_heads(config.server.tp, facts.num_heads, facts.num_kv_heads)
+        facts.check_heads(config.server.tp)
     except SliceError as error:
         raise ConfigError(f"server.tp = {config.server.tp}: {error}") from error
     facts.check_stages(config.server.pp, f"server.pp = {config.server.pp}")

@@ -26,7 +26,7 @@ from disagg.cli.terminal import StageProgress, UnblockedStream, note, problem, u
 from disagg.config.check import check_config, check_exposure, check_role, without_mixed_only
 from disagg.config.load import child_environ, dump_config, load_config
 from disagg.config.tree import Config, LogConfig, ProcessRole, ServerRef, ServerRole
-from disagg.messages.heads import SliceError, check_heads
+from disagg.messages.heads import SliceError
 from disagg.offload.options import storage_target
 from disagg.router.names import drawn_name
 from disagg.server.device import choose_device, count_gpus
@@ -242,7 +242,7 @@ def _check_ranks(model_dir: Path, processes: Sequence[ProcessSpec]) -> None:
     for process in processes:
         tp = process.config.server.tp
         try:
-            check_heads(tp, facts.num_heads, facts.num_kv_heads)
+            facts.check_heads(tp)
         except SliceError as error:
             raise ConfigError(f"{process.role} servers with tp = {tp}: {error}") from error
         pp = process.config.server.pp

@@ -16,7 +16,7 @@ from disagg.convert.safetensors_file import SINGLE_NAME, StoredDtype, write_weig
 from disagg.types.errors import ConfigError
 from disagg.types.plain import one_line
 
-CONVERTER_VERSION: Final = "1"  # part of the cache's directory name: raise it when the output changes
+CONVERTER_VERSION: Final = "2"  # part of the cache's directory name: raise it when the output changes
 MAX_FLOAT32_BYTES: Final = 1_000_000_000
 TORCH_NAMES: Final = {"F32": "float32", "BF16": "bfloat16"}
 

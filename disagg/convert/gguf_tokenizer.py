@@ -58,7 +58,7 @@ def tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": gguf.require(f"{architecture}.context_length"),
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": bool(gguf.metadata.get("tokenizer.ggml.add_bos_token", False)),
+        "add_bos_token": _adds_bos(gguf),
         "add_eos_token": bool(gguf.metadata.get("tokenizer.ggml.add_eos_token", False)),
         **special_tokens(gguf),
     }
@@ -135,11 +135,21 @@ def _add_tokens(gguf: GgufFile, tokenizer: Tokenizer) -> None:
     )
 
 
+def _adds_bos(gguf: GgufFile) -> bool:
+    """Whether a text begins with BOS. Files that do not say, such as Llama 3's, are read as llama.cpp reads them: those of
+    SentencePiece and of Llama 3 begin with it."""
+    said = gguf.metadata.get("tokenizer.ggml.add_bos_token")
+    if said is not None:
+        return bool(said)
+    usual = gguf.require("tokenizer.ggml.model") == "llama" or gguf.metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    return usual and _SPECIAL_KEYS["bos_token"] in gguf.metadata
+
+
 def _add_post_processor(gguf: GgufFile, tokenizer: Tokenizer) -> None:
     special = special_tokens(gguf)
     template = ["$A"]
     used = []
-    if gguf.metadata.get("tokenizer.ggml.add_bos_token", False):
+    if _adds_bos(gguf):
         template.insert(0, special["bos_token"])
         used.append(special["bos_token"])
     if gguf.metadata.get("tokenizer.ggml.add_eos_token", False):

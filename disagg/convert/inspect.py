@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from disagg.convert.safetensors_file import WeightFile, find_weight_files, read_header
 from disagg.convert.sense import making_sense
+from disagg.messages.heads import check_heads
 from disagg.types.errors import ConfigError
 from disagg.types.small_files import CONFIG_BYTES, json_object, read_small
 
@@ -23,9 +24,11 @@ _COUNTED: Final = ("layers", "heads", "experts")  # in the names of numbers of w
 MAX_NAME_CHARS: Final = 80
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
+MAMBA: Final = "mamba"
 ORIGINAL: Final = "original_max_position_embeddings"
 _ROPE_TABLES: Final = ("rope_parameters", "rope_scaling")
 _LONG_ROPES: Final = ("longrope", "su")
+_ATTENTION_FREE: Final = ("falcon_mamba", "mamba", "mamba2")
 
 _TORCH_NAMES: Final[Mapping[str, str]] = {
     "F64": "float64",
@@ -71,6 +74,10 @@ _CLASS_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "qwen2_moe": {"use_sliding_window": False, "max_window_layers": 28},
     "qwen3": {"use_sliding_window": False, "max_window_layers": 28},
     "qwen3_moe": {"use_sliding_window": False},
+    # No attention, and no positions: the longest context is that of models/layers.LONGEST_RECURRENCE.
+    "falcon_mamba": {"max_position_embeddings": 1 << 20, "tie_word_embeddings": True},
+    "mamba": {"max_position_embeddings": 1 << 20, "tie_word_embeddings": True},
+    "mamba2": {"max_position_embeddings": 1 << 20},
 }
 
 
@@ -80,7 +87,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     architecture: str
     model_type: str
     num_layers: int
-    num_heads: int
+    num_heads: int  # 0 where there is no attention, as of KV heads and their dims
     num_kv_heads: int
     head_dim: int
     vocab_size: int
@@ -90,10 +97,17 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     weight_bytes: int
     num_parameters: int  # as stored: tied weights count once
     sliding_window: int | None  # None where every layer sees everything
-    layer_types: tuple[str, ...]  # one per layer: "full_attention", "sliding_attention", or what config.json says
+    layer_types: tuple[
+        str, ...
+    ]  # one per layer: "full_attention", "sliding_attention", "mamba", or what config.json says
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     tie_word_embeddings: bool
+
+    def check_heads(self, tp: int) -> None:
+        """Raises SliceError where so many ranks cannot share the heads. States are whole on each of any number."""
+        if self.num_heads:
+            check_heads(tp, self.num_heads, self.num_kv_heads)
 
     def check_stages(self, stages: int, setting: str) -> None:
         """Raises ConfigError where there are more pipeline stages than layers. Workers, who know what layers keep and share,
@@ -122,13 +136,10 @@ def _inspect(model_dir: Path) -> ModelFacts:
     files = [read_header(file) for file in find_weight_files(model_dir)]
 
     num_layers = _number(path, config, "num_layers")
-    num_heads = _number(path, config, "num_heads")
+    num_heads, head_dim = _heads(path, config, model_type)
     layer_types = _layer_types(path, config, model_type, num_layers)
     if len(layer_types) != num_layers:
         raise ConfigError(f"{path} has {len(layer_types)} layer_types for {num_layers} layers")
-    head_dim = _optional(path, config, "head_dim") or _number(path, config, "hidden_size") // num_heads
-    if not head_dim:
-        raise ConfigError(f"{path} has more heads than its hidden_size has room for")
     bos = _ids(path, config.get("bos_token_id"), "bos_token_id")
     max_model_len, note = _context(path, config)
     window = _optional(path, config, "sliding_window") if SLIDING in layer_types else None
@@ -137,7 +148,7 @@ def _inspect(model_dir: Path) -> ModelFacts:
         model_type=str(top.get("model_type", model_type))[:MAX_NAME_CHARS],
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_number(path, config, "num_kv_heads", num_heads),
+        num_kv_heads=num_heads and _number(path, config, "num_kv_heads", num_heads),
         head_dim=head_dim,
         vocab_size=_number(path, config, "vocab_size"),
         max_model_len=max_model_len,
@@ -151,6 +162,17 @@ def _inspect(model_dir: Path) -> ModelFacts:
         bos_token_id=bos[0] if bos else None,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
     )
+
+
+def _heads(path: Path, config: Mapping[str, Any], model_type: str) -> tuple[int, int]:
+    """(query heads, dims of each). What says so of a model without attention is read by nobody."""
+    if model_type in _ATTENTION_FREE:
+        return 0, 0
+    num_heads = _number(path, config, "num_heads")
+    head_dim = _optional(path, config, "head_dim") or _number(path, config, "hidden_size") // num_heads
+    if not head_dim:
+        raise ConfigError(f"{path} has more heads than its hidden_size has room for")
+    return num_heads, head_dim
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -232,6 +254,8 @@ def _layer_types(path: Path, config: Mapping[str, Any], model_type: str, num_lay
         if not isinstance(said, list) or not all(isinstance(each, str) for each in said):
             raise ConfigError(f"{path}: layer_types must be a list of names")
         return tuple(each[:MAX_NAME_CHARS] for each in said)
+    if model_type in _ATTENTION_FREE:
+        return (MAMBA,) * num_layers
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         return (FULL,) * num_layers
     pattern = config.get("sliding_window_pattern")

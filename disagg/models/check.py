@@ -354,14 +354,18 @@ def _check_layers(model_dir: Path, module: PreTrainedModel, dtype: str, tp: int,
 
 
 def _with_zeros(module: PreTrainedModel) -> PreTrainedModel:
-    """On the CPU, where every operation is. Each weight is one zero, seen in the weight's shape."""
+    """On the CPU, where every operation is. Each weight is one zero, seen in the weight's shape; buffers, which a forward may
+    write, are zeros of their own."""
     for part in module.modules():
         for name, weight in part._parameters.items():
             if weight is not None:
                 part._parameters[name] = torch.nn.Parameter(_zeros_like(weight), requires_grad=False)
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[name] = _zeros_like(buffer)
+                part._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+        for name, kept in list(vars(part).items()):  # such as LongRoPE's long frequencies, since the first forward
+            if isinstance(kept, torch.Tensor):
+                setattr(part, name, torch.zeros(kept.shape, dtype=kept.dtype))
     return module
 
 

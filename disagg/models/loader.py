@@ -186,11 +186,15 @@ def _on_rank(model_dir: Path, module: PreTrainedModel, places: LayerPlaces, rank
 
 
 def _eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
-    """The generation config's, which chat models extend by their end-of-turn token; else the config's."""
+    """The generation config's, which chat models extend by their end-of-turn token; else the config's.
+
+    Less those for which the model has no row: they are never sampled, and the sampler must not look for them.
+    """
     generation = module.generation_config
     ids = generation.eos_token_id if generation is not None else None
     if ids is None:
         ids = getattr(module.config, "eos_token_id", None)
     if ids is None:
         return ()
-    return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+    listed = ids if isinstance(ids, (list, tuple)) else (ids,)
+    return tuple(token_id for token_id in listed if 0 <= token_id < module.config.vocab_size)

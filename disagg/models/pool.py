@@ -56,7 +56,8 @@ class AttentionPages(PageViews):
 
     Whatever is in a page must be finite numbers: attention reads whole pages and gives the places past a sequence's end
     weight zero, and zero times NaN is NaN. A new pool is zeros, a copied or landed page was computed once, and where a
-    page may have been one of another group with another dtype, it is zeroed first (`Pool.mixed`).
+    page may have been one of another group with another dtype, or of a sequence whose values overflowed, it is zeroed first
+    (`Pool.blanks`).
     """
 
     def __init__(self, group: LayerGroup, storage: torch.Tensor, stride: int, page_tokens: int) -> None:
@@ -173,6 +174,8 @@ class Pool:
         )
         # Whether what one group wrote may be NaN to another. (Elements of one size and dtype never straddle each other.)
         self.mixed = len({dtype for group in groups for dtype in _element_dtypes(group)}) > 1
+        self.overflowed = False
+        """Whether the logits of a step were no numbers. Then neither may be what its sequences leave in their pages."""
 
     @classmethod
     def create(
@@ -193,6 +196,11 @@ class Pool:
     @property
     def device(self) -> torch.device:
         return self.bytes.device
+
+    @property
+    def blanks(self) -> bool:
+        """Whether pages are to be made blank before anything is written to them."""
+        return self.mixed or self.overflowed
 
     def attention(self, group: int) -> AttentionPages:
         """The view of group `group`, which is one of attention layers."""

@@ -43,7 +43,7 @@ from disagg.messages.control import (
     StagePool,
     TransferOpen,
 )
-from disagg.messages.heads import SliceError, check_heads
+from disagg.messages.heads import SliceError
 from disagg.messages.layout import KV_FORMAT, Fingerprint, LayerGroup
 from disagg.messages.link import RankInfo
 from disagg.offload.host_size import size_host
@@ -155,7 +155,7 @@ class Bringup:
         inspected = inspect_model(self.model_dir)
         tp = self.config.server.tp
         try:
-            check_heads(tp, inspected.num_heads, inspected.num_kv_heads)
+            inspected.check_heads(tp)
         except SliceError as error:
             raise ConfigError(f"server.tp = {tp}: {error}") from error
         inspected.check_stages(self.config.server.pp, f"server.pp = {self.config.server.pp}")

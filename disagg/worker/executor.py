@@ -18,7 +18,7 @@ import transformers
 
 from disagg.messages.control import Computation
 from disagg.messages.layout import LayerGroup
-from disagg.messages.plan import SampledToken, SamplerStart, StepResult, TokenLogprobs, WorkerPlan
+from disagg.messages.plan import NO_TOKEN, SampledToken, SamplerStart, StepResult, TokenLogprobs, WorkerPlan
 from disagg.messages.sequence_diff import KnownSequence, KnownSequences, RunView
 from disagg.models.batch import ForwardBatch
 from disagg.models.captures import NO_CAPTURES, CapturedSteps, Captures, kinds
@@ -239,7 +239,7 @@ class Executor:
                 for sampling in sequence.samplers:
                     sampler.remove(sampling.slot)
         self.pool.copy_pages(plan.copies)
-        if self.pool.mixed:
+        if self.pool.blanks:
             self._zero_new_pages(plan)
         if sampler is not None:
             for sequence in begun:
@@ -292,7 +292,7 @@ class Executor:
         return self._compute(sampler, runs, written, hidden) if runs else NOTHING_DRAWN
 
     def _zero_new_pages(self, plan: WorkerPlan) -> None:
-        """Another group's elements may be NaN to attention, which reads whole pages, though it weighs the rest zero."""
+        """What others have left there may be NaN to attention, which reads whole pages, though it weighs the rest zero."""
         for index, group in enumerate(self.groups):
             if not group.is_state:
                 self.pool.zero_pages(
@@ -387,6 +387,7 @@ class Executor:
         """The step's tokens, which the known sequences get, too."""
         if drawn.tokens is not None:
             for owner, token in zip(drawn.owners, drawn.tokens.tolist(), strict=True):
+                self.pool.overflowed |= token == NO_TOKEN
                 if owner.position is not None:
                     # In place of UNKNOWN, if that is there. Where there was none, nothing that comes of it is used.
                     owner.sequence.tokens[owner.position : owner.position + 1] = [max(token, 0)]
@@ -394,6 +395,7 @@ class Executor:
             return ()
         out = []
         for owner, chosen in zip(drawn.owners, drawn.sampled.rows(), strict=True):
+            self.pool.overflowed |= chosen.token_id == NO_TOKEN
             logprobs = None if chosen.logprob is None else TokenLogprobs(chosen.logprob, chosen.top)
             out.append(SampledToken(owner.sequence.seq_id, owner.sampling.choice, chosen.token_id, logprobs))
         return tuple(out)

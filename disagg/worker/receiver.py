@@ -129,7 +129,7 @@ class Receiver:
             _BoundPages(table.first, table.pages, self._mover.pages(table.pages)) for table in request.tables
         )
         leg = _Leg(request.key, tables)
-        if self._pool.mixed:
+        if self._pool.blanks:
             # Rows that no piece fills are read by attention too, with weight zero, and must be numbers.
             for number, group in enumerate(self._pool.groups):
                 if not group.is_state and tables[number].ids:

@@ -377,10 +377,9 @@ def test_steps_by_hand_are_read_or_refused() -> None:
 # ---- what is learned
 
 
-def test_what_is_learned_from_records_is_what_made_them(tmp_path: Path) -> None:
-    """Steps of known cost, with a pause between those of one request, become the line that they are on."""
+def record(directory: Path) -> None:
+    """Steps of known cost of a prefill and a decode server, with a pause between those of one request."""
     parquet = pytest.importorskip("pyarrow.parquet")
-    from disagg.bench.plan.learn import learn
     from disagg.server.record_columns import Origin, RequestColumns, Runs, StepColumns, StepRow
     from tests.bench.test_report import request
 
@@ -404,8 +403,15 @@ def test_what_is_learned_from_records_is_what_made_them(tmp_path: Path) -> None:
                 steps.add(StepRow(at_s, cost - host_s, number, *kinds, 512, 1, 0), memory, runs)
                 at_s, number, position = at_s + cost, number + 1, position + tokens
             at_s += 1.0
-        parquet.write_table(steps.table(names), tmp_path / f"steps-{role}.parquet")
-        parquet.write_table(requests.table(), tmp_path / f"requests-{role}.parquet")
+        parquet.write_table(steps.table(names), directory / f"steps-{role}.parquet")
+        parquet.write_table(requests.table(), directory / f"requests-{role}.parquet")
+
+
+def test_what_is_learned_from_records_is_what_made_them(tmp_path: Path) -> None:
+    """The line that they are on."""
+    record(tmp_path)
+    from disagg.bench.plan.learn import learn
+
     found = learn(tmp_path)
     assert list(found.prefill) == [1] and list(found.decode) == [2] and not found.mixed
     facts = found.prefill[1]
@@ -413,6 +419,19 @@ def test_what_is_learned_from_records_is_what_made_them(tmp_path: Path) -> None:
     assert facts.cost.seconds(200, 200 * 500) == pytest.approx(0.002 + 0.02 + 0.01, rel=0.01)
     assert found.decode[2].cost.seconds(1, 700) == pytest.approx(2 * (0.002 + 1e-4 + 7e-5), rel=0.02)
     assert all(math.isclose(ratio, 1.0, rel_tol=0.05) for ratio in facts.cost.ratios)
+
+
+def test_of_very_many_steps_the_last_of_every_server_are_learned_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are read by the names of servers: what comes last in them is all of one server."""
+    record(tmp_path)
+    from disagg.bench.plan import learn
+
+    monkeypatch.setattr(learn, "MOST_STEPS", 40)  # of 48 on each server
+    found = learn.learn(tmp_path)
+    assert found.prefill[1].cost.steps + found.decode[2].cost.steps == 40
+    assert min(found.prefill[1].cost.steps, found.decode[2].cost.steps) > 10
 
 
 def test_records_of_too_little_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from array import array
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
@@ -154,6 +155,24 @@ def test_an_answer_has_each_token_once_at_its_earliest(legs: list[tuple[int, int
             assert at_s == min(said)
         assert len(answer.token_s) == len({r["first_index"] + n for r in mine for n in range(len(r["token_s"]))})
         assert answer.times_s == sorted(answer.times_s)
+
+
+@pytest.mark.parametrize(
+    ("roles", "cached"),
+    [
+        ({"prefill": 40, "decode": 60}, 40),
+        ({"decode": 60, "prefill": 40}, 40),
+        ({"decode": 90}, 90),  # which has computed the rest itself
+        ({"mixed": 30}, 30),
+    ],
+)
+def test_what_was_cached_of_a_prompt_is_said_by_who_computed_it(roles: dict[str, int], cached: int) -> None:
+    rows = [
+        {**msgspec.structs.asdict(request("", 0, [1.0], cached_tokens=found)[0]), "role": role, "server": role}
+        for role, found in roles.items()
+    ]
+    (answer,) = merge([{**row, "token_s": [1.0]} for row in rows])
+    assert answer.cached_tokens == cached
 
 
 def test_timelines_are_of_where_most_were_under_way() -> None:

@@ -3,17 +3,20 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType, TokenType
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from tokenizers import pre_tokenizers
 
 from disagg.convert.gguf_file import GgufFile
+from disagg.convert.gguf_tokenizer import build_tokenizer, tokenizer_config
 from disagg.convert.model_dir import resolve
 from disagg.convert.safetensors_file import write_weights
 from disagg.types.errors import ConfigError
@@ -64,6 +67,48 @@ def test_a_sentencepiece_vocabulary_becomes_a_tokenizer(tmp_path: Path) -> None:
     # "▁a" scores better than "▁ab", but "ab" best of all: its letters join first, then the space.
     assert tokenizer.encode("ab é").tokens == ["<s>", "▁ab", "▁", "<0xC3>", "<0xA9>"]
     assert tokenizer.decode(tokenizer.encode("ab é").ids) == "ab é"
+
+
+class Vocabulary:
+    """What a GGUF says of its tokens, and nothing else."""
+
+    def __init__(self, model: str, pre: str, **said: bool) -> None:
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet()) if model == "gpt2" else ["a", "\u2581"]
+        self.path = "tokens.gguf"
+        self.metadata = {f"tokenizer.ggml.{name}": value for name, value in said.items()} | {
+            "general.architecture": "llama",
+            "llama.context_length": 64,
+            "tokenizer.ggml.model": model,
+            "tokenizer.ggml.pre": pre,
+            "tokenizer.ggml.tokens": ["<s>", *letters],
+            "tokenizer.ggml.token_type": [TokenType.CONTROL, *[TokenType.NORMAL] * len(letters)],
+            "tokenizer.ggml.scores": [0.0] * (1 + len(letters)),
+            "tokenizer.ggml.merges": [],
+            "tokenizer.ggml.bos_token_id": 0,
+        }
+
+    def require(self, key: str) -> Any:
+        return self.metadata[key]
+
+
+@pytest.mark.parametrize(
+    ("model", "pre", "said", "begins"),
+    [
+        ("gpt2", "llama-bpe", {}, True),
+        ("gpt2", "llama-bpe", {"add_bos_token": False}, False),
+        ("gpt2", "gpt-2", {}, False),
+        ("gpt2", "smollm", {"add_bos_token": True}, True),
+        ("llama", "default", {}, True),
+        ("llama", "default", {"add_bos_token": False}, False),
+    ],
+)
+def test_a_text_begins_as_llama_cpp_has_it_where_the_file_does_not_say(
+    model: str, pre: str, said: dict[str, bool], begins: bool
+) -> None:
+    """Files of Llama 3 do not say that a text begins with BOS, and those of before October 2023 say it of none."""
+    gguf: Any = Vocabulary(model, pre, **said)
+    assert (build_tokenizer(gguf).encode("a").tokens[0] == "<s>") == begins
+    assert tokenizer_config(gguf)["add_bos_token"] == begins
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from transformers import AutoConfig
 
 from disagg.convert import inspect
 from disagg.convert.inspect import inspect_model
+from disagg.models.families import ATTENTION_FREE
+from disagg.models.layers import max_model_len_of
 from disagg.types.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -72,6 +74,20 @@ def test_what_cannot_be_left_out_is_named(tmp_path: Path, missing: str) -> None:
 def test_a_number_that_is_zero_is_not_said_to_be_missing(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"config\.json: {name} is 0; it must be a number from 1"):
         inspect_model(model(tmp_path, **{name: 0}))
+
+
+@pytest.mark.parametrize("family", sorted(ATTENTION_FREE))
+def test_a_model_without_attention_has_neither_heads_nor_positions(tmp_path: Path, family: str) -> None:
+    """As such checkpoints are published. Any number of ranks can hold its states."""
+    folder = model(
+        tmp_path, model_type=family, num_attention_heads=None, max_position_embeddings=None, num_heads=8, head_dim=16
+    )
+    facts, theirs = inspect_model(folder), AutoConfig.from_pretrained(folder)
+    assert (facts.num_heads, facts.num_kv_heads, facts.head_dim) == (0, 0, 0)
+    assert (facts.max_model_len, facts.max_model_len_note) == (max_model_len_of(folder, theirs), "")
+    assert (facts.layer_types, facts.sliding_window) == (("mamba",) * 6, None)
+    assert facts.tie_word_embeddings == theirs.tie_word_embeddings
+    facts.check_heads(3)
 
 
 def test_a_nested_text_config_counts(tmp_path: Path) -> None:

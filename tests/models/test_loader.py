@@ -38,6 +38,16 @@ def test_a_loaded_model_tells_what_the_worker_needs(llama_dir: Path) -> None:
     assert (model.vocab_size, model.max_model_len, model.eos_token_ids) == (VOCAB_SIZE, 2048, (EOS_TOKEN_ID,))
 
 
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_an_end_of_text_that_the_model_has_no_row_for_is_left_out(llama_dir: Path, file: str) -> None:
+    """The sampler would mask it until min_tokens: in the row of another request, or behind all rows."""
+    (llama_dir / "generation_config.json").unlink()
+    path = llama_dir / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | {"eos_token_id": [VOCAB_SIZE + 88, EOS_TOKEN_ID, VOCAB_SIZE - 1]}))
+    assert PagedModel.load(llama_dir, "float32", "cpu").eos_token_ids == (EOS_TOKEN_ID, VOCAB_SIZE - 1)
+
+
 def group(name: str, layers: tuple[int, ...], *, heads: int = 2, dim: int = 16) -> LayerGroup:
     """A tiny model's layer group; its name says whether it has a window."""
     window = WINDOW if name.startswith("window") else 0

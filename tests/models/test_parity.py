@@ -9,6 +9,7 @@ import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,3 +91,19 @@ def test_every_family_has_a_tiny_model() -> None:
 def test_multi_query_and_multi_head_models_are_token_identical(kv_heads: int, tmp_path: Path) -> None:
     make_tiny("llama", tmp_path, num_attention_heads=8, num_key_value_heads=kv_heads)
     assert Answered.of(tmp_path).ties(page_tokens=4) <= 1
+
+
+def test_a_rotation_that_looks_at_positions_is_served(tmp_path: Path) -> None:
+    """As Phi-3.5-MoE's, whose scale is by the longest position: without values it cannot be probed."""
+    factors = [1.0 + 0.1 * i for i in range(8)]
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": factors,
+        "long_factor": factors,
+    }
+    rope |= {"short_mscale": 1.2, "long_mscale": 1.4, "original_max_position_embeddings": 128}
+    make_tiny("phimoe", tmp_path, rope_parameters=rope)
+    answered = Answered.of(tmp_path)
+    assert answered.model.max_model_len == 128
+    assert answered.ties(page_tokens=4) <= 1

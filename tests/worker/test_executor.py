@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from disagg.memory.groups import spec_of
 from disagg.memory.layout import PageSizing, pool_layout
 from disagg.messages.layout import GroupPages
-from disagg.messages.plan import PageCopy, Run, SamplerStart, SequenceStart, WorkerPlan
+from disagg.messages.plan import NO_TOKEN, PageCopy, Run, SamplerStart, SequenceStart, WorkerPlan
 from disagg.types.errors import ConfigError
 from disagg.types.sampling import SamplingParams
 from disagg.worker.executor import Executor, gpu_index
@@ -103,6 +104,37 @@ def test_new_pages_are_blank_where_groups_have_different_dtypes(tmp_path: Path) 
         assert content.view(torch.float32).isfinite().all()
         view.bytes[list(pages)] = 255
     assert executor.pool.bytes.eq(255).all()  # and no other page was touched
+
+
+def overflowing(model_dir: Path, token_id: int) -> Path:
+    """A model whose first layer has infinite values of that token, and of no other one."""
+    weights = load_file(make_tiny("llama", model_dir) / "model.safetensors")
+    weights["model.embed_tokens.weight"][:, 0] = 0
+    weights["model.embed_tokens.weight"][token_id] = 0
+    weights["model.embed_tokens.weight"][token_id, 0] = 1
+    weights["model.layers.0.self_attn.v_proj.weight"][:, 0] = 3e38
+    save_file(weights, model_dir / "model.safetensors", {"format": "pt"})
+    return model_dir
+
+
+def test_who_gets_pages_of_a_sequence_that_overflowed_does_not_notice(tmp_path: Path) -> None:
+    """Attention reads whole pages, and zero times infinity is no number."""
+    executor = executor_of(overflowing(tmp_path, token_id=7))
+    tables, params = (GroupPages(0, ()),), SamplingParams(max_tokens=100, temperature=0.0)
+
+    def start(number: int, tokens: list[int]) -> SequenceStart:
+        return SequenceStart(number, tuple(tokens), len(tokens), 0, tables, params, (SamplerStart(number, 0),))
+
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    (lost,) = executor.run(WorkerPlan(0, starts=(start(0, prompt),), runs=(Run(0, 8, True, ((0, 1),)),))).sampled
+    assert lost.token_id == NO_TOKEN
+    starts = (start(1, prompt[:5]), start(2, prompt[:6]))
+    runs = (Run(1, 5, True, ((0, 1),)), Run(2, 6, True, ((2, 3),)))
+    sampled = executor.run(WorkerPlan(1, ends=(0,), starts=starts, runs=runs)).sampled
+    sampled += executor.run(WorkerPlan(2, runs=(Run(1, 1, True), Run(2, 1, True)))).sampled
+    answers = generate(tmp_path, [prompt[:5], prompt[:6]], 2)
+    found = [[each.token_id for each in sampled if each.seq_id == number] for number in (1, 2)]
+    assert found == [answer.outputs for answer in answers]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma3n_text", "jamba"])

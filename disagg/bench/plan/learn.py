@@ -25,7 +25,7 @@ from disagg.types.errors import ConfigError
 COLUMNS = ("runs", "tp", "kv_tokens", "max_running")
 LEAST_STEPS = 8
 MOST_FITTED = 4000  # steps of one kind, evenly from all of them
-MOST_STEPS = 200_000  # that are read, the last ones
+MOST_STEPS = 200_000  # that are read, the last ones of all servers
 MOST_RUNS = 5_000_000
 QUANTILES = 64
 MOST_RATIOS = 4096
@@ -54,9 +54,20 @@ def learn(directory: Path) -> Measured:
     if records.steps is None:
         why = f": {records.passed_over[0][0]} {records.passed_over[0][1]}" if records.passed_over else ""
         raise ConfigError(f"{directory} has no records of steps (steps*.parquet) that say their TP size{why}")
-    steps = records.steps.slice(max(0, records.steps.num_rows - MOST_STEPS))
+    steps = _last(records.steps, MOST_STEPS)
     rows = records.requests.drop_columns(["token_s"]).to_pylist() if records.requests is not None else []
     return learned(steps, rows, str(directory))
+
+
+def _last(steps: Any, most: int) -> Any:
+    """Those that began last, about so many: rows lie by the names of servers, so the last rows are of some of them."""
+    if steps.num_rows <= most:
+        return steps
+    import pyarrow as pa
+
+    begin_s = numbers(steps, "time_s")
+    since_s = np.partition(begin_s, -most)[-most]
+    return steps.filter(pa.array(begin_s >= since_s))
 
 
 def learned(steps: Any, requests: Sequence[dict[str, Any]], source: str) -> Measured:

@@ -57,6 +57,7 @@ class Answer:
 def merge(rows: Iterable[Mapping[str, Any]]) -> list[Answer]:
     """In order of arrival. rows: of the requests' table."""
     answers: dict[tuple[str, int], Answer] = {}
+    of_prefill: set[tuple[str, int]] = set()
     for row in rows:
         key = (row["request_id"], row["choice"])
         answer = answers.get(key)
@@ -67,8 +68,8 @@ def merge(rows: Iterable[Mapping[str, Any]]) -> list[Answer]:
         if row["admitted_s"] is not None:
             answer.admitted_s = min(answer.admitted_s, row["admitted_s"])
         answer.prompt_tokens = max(answer.prompt_tokens, row["prompt_tokens"])
-        if row["role"] in PREFILLS and row["attempt"] <= 1:
-            answer.cached_tokens = max(answer.cached_tokens, row["cached_tokens"])
+        if row["attempt"] <= 1:
+            _note_cached(answer, row, of_prefill)
         answer.attempts = max(answer.attempts, row["attempt"])
         answer.preemptions += row["preemptions"]
         answer.finish = answer.finish or row["finish_reason"]
@@ -79,6 +80,17 @@ def merge(rows: Iterable[Mapping[str, Any]]) -> list[Answer]:
             index, at_s = row["first_index"] + number, row["arrival_s"] + after_s
             answer.token_s[index] = min(at_s, answer.token_s.get(index, at_s))
     return sorted(answers.values(), key=lambda each: each.arrival_s)
+
+
+def _note_cached(answer: Answer, row: Mapping[str, Any], of_prefill: set[tuple[str, int]]) -> None:
+    """What the server that computed the prompt had of it: a decode server only where no other one did. of_prefill: answers whose
+    prompt another one computed, as far as is known."""
+    key = (answer.request_id, answer.choice)
+    if row["role"] in PREFILLS and key not in of_prefill:
+        of_prefill.add(key)
+        answer.cached_tokens = 0
+    if row["role"] in PREFILLS or key not in of_prefill:
+        answer.cached_tokens = max(answer.cached_tokens, row["cached_tokens"])
 
 
 def busiest(answers: list[Answer], most: int) -> list[Answer]:
