@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from disagg.engine.choices import Answer
 from disagg.engine.handoff.receive import Receiver
 from disagg.engine.handoff.receiving import Receiving
 from disagg.engine.handoff.ring_table import RingState
 from disagg.engine.handoff.send import Sender
 from disagg.engine.prompts import Prompt
-from disagg.engine.sequences import Sequence
 from disagg.transfer.states import ReceiveState, SendState
 from tests.engine.sim import Faults, Server, World
 from tests.transfer.order_model import Explored, Model, Order, Sizes, Spec, explore
@@ -150,8 +150,9 @@ def check_order(world: World) -> None:
             if isinstance(each, Prompt):  # that this server computes itself
                 assert each.sequence is None and each.leg.key not in live, "who has not begun holds nothing"
                 continue
-            assert isinstance(each, Receiving | Sequence)
-            assert each.pages is None and each.key not in live, "who has not begun holds nothing"
+            assert isinstance(each, Receiving | Answer)
+            for one in each.waiting if isinstance(each, Answer) else (each,):
+                assert one.pages is None and one.key not in live, "who has not begun holds nothing"
     for server in world.prefills:
         _, sender = server.engine.stages
         assert isinstance(sender, Sender)
