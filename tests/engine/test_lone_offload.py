@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from msgspec.structs import replace
 
 from disagg.engine.facts import OffloadFacts
+from disagg.engine.handoff.sending import Sending
 from disagg.engine.instructions import Instruction, ToStore
 from disagg.engine.loads import MOST_AT_ONCE, Load, Loads
 from disagg.messages import link as m
@@ -16,8 +17,9 @@ from disagg.messages.pieces import Piece
 from disagg.messages.tiers import CopiedIn, CopiedOut, CopyIn, CopyOut, PartsRead
 from disagg.messages.transfer import SendsDropped, Unbound
 from disagg.offload.instructions import Ask, Fetch, StoreFound, Upload
+from disagg.types.ids import LegKey
 from disagg.types.sampling import SamplingParams
-from tests.engine.lone_engine import FULL, LINK, STATE, Decode, Prefill, facts, start, to_transfer
+from tests.engine.lone_engine import FULL, LINK, STATE, Decode, Lone, Prefill, facts, start, to_transfer
 from tests.engine.test_short_of_memory import leg_for_decode
 
 PAGES = 3
@@ -145,12 +147,12 @@ def test_a_checkpoint_that_lands_when_decode_has_begun_is_stored_too() -> None:
     assert copied.count(0) == 4
 
 
-def on_the_host(decode: Decode, legs: list[StartLeg]) -> None:
+def on_the_host(server: Lone, legs: list[StartLeg]) -> None:
     """As if these prompts had been here before."""
-    assert decode.engine.core.tiers is not None
-    host = decode.engine.core.tiers.offload.host
+    assert server.engine.core.tiers is not None
+    host = server.engine.core.tiers.offload.host
     for leg in legs:
-        before, hashes = decode.engine.core.pool.prefix(leg)
+        before, hashes = server.engine.core.pool.prefix(leg)
         taken = host.take([len(hashes)])
         assert taken is not None
         pages = taken[0]
@@ -181,3 +183,23 @@ def test_who_waits_for_a_place_among_loads_is_looked_at_when_there_is_one(monkey
     for ended, copy in enumerate(copies, 1):
         decode.do(decode.engine.tier_event(0, CopiedIn(copy.op, 0, 0.0), decode.now))
         assert len(looked) == ended, "of those that wait the first one has its place, and nobody else is looked at"
+
+
+def test_a_prompt_that_waits_for_its_load_does_not_look_at_all_the_others_that_do() -> None:
+    """They let each other go on, so all of them are asked in each step: 800 would take 30 ms of each."""
+    looked = 0
+
+    class Transfers(dict[LegKey, Sending]):
+        def values(self) -> Any:
+            nonlocal looked
+            looked += len(self)
+            return super().values()
+
+    prefill = Prefill(facts(num_large=400, max_waiting=100, offload=OffloadFacts(400, 0, False)))
+    legs = [start(f"r{i}", 4 * PAGES + 1, first_token=1 + 100 * i) for i in range(30)]
+    on_the_host(prefill, legs)
+    for leg in legs:
+        prefill.start(leg)
+    prefill.sender.transfers = Transfers(prefill.sender.transfers)
+    prefill.do([])
+    assert len(list(prefill.prompts.queue)) == 30 and not looked

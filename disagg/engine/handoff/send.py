@@ -64,6 +64,7 @@ class Sender(Handoff, Onward):
         self._counters = core.counters
         self._out = core.out
         self.transfers: dict[LegKey, Sending] = {}
+        self._finished: dict[LegKey, Sending] = {}  # all scheduled, and not granted when last asked
         self.links: dict[int, SendLink] = {}
         self._untold = Withdrawals()
         self.lost_links = LostLinks(facts.tp)
@@ -101,6 +102,7 @@ class Sender(Handoff, Onward):
 
     def forget(self, leg: Leg) -> None:
         del self.transfers[leg.key]
+        self._finished.pop(leg.key, None)
 
     def describe(self, leg: Leg) -> dict[str, object]:
         transfer = self.transfers[leg.key]
@@ -136,11 +138,9 @@ class Sender(Handoff, Onward):
     @property
     def may_admit(self) -> bool:
         """Finished KV that no decode server has granted pages for is capped."""
-        ungranted = sum(
-            transfer.large_pages
-            for transfer in self.transfers.values()
-            if transfer.large_pages and transfer.session.state is SendState.WAITING
-        )
+        waiting = {key: each for key, each in self._finished.items() if each.session.state is SendState.WAITING}
+        self._finished = waiting  # for each prompt that waits this is asked anew, so those are not looked at
+        ungranted = sum(transfer.large_pages for transfer in waiting.values())
         return ungranted <= self._facts.scheduling.ungranted_share * self._facts.memory.num_large
 
     def cost(self, start: StartLeg) -> int:
@@ -174,6 +174,7 @@ class Sender(Handoff, Onward):
         transfer.last_plan = plan_no
         if sequence.position == leg.num_tokens:
             chunk_tokens = self._facts.scheduling.chunk_tokens
+            self._finished[leg.key] = transfer
             transfer.large_pages = self._pool.kv.large_pages_to_prefill(leg.num_tokens, chunk_tokens)
         self._offer(transfer, session.chunk(start, sequence.position, plan_no, cut))
 
