@@ -109,6 +109,7 @@ class Fleet:
         Whose carrier is another is gone. Who is not found any more is gone too, if discovery knows what carried it; else
         it gets nothing new, and stays as long as it is heard.
         """
+        still = [stream.first for key, stream in self._streams.items() if key in found]  # at another address
         for key, stream in list(self._streams.items()):
             now = found.get(key)
             if now is not None and now.carrier == stream.found.carrier:
@@ -116,7 +117,7 @@ class Fleet:
             elif now is not None or stream.found.uid or stream.hello is None or stream.lost:
                 self._drop(key, "another has come in its place" if now is not None else "it is not there any more")
             else:
-                stream.held = UNLISTED
+                stream.held = "" if stream in still else UNLISTED
         for key, each in found.items():
             if key not in self._streams:
                 stream = ServerStream(each, self._caller, dial=self._dial, owner=self)
@@ -169,7 +170,7 @@ class Fleet:
             tuple(
                 stream.view(self._outstanding, speeds.of(stream.name, now_s), usual, circuits.of(stream.name, now_s))
                 for stream in self._streams.values()
-                if not stream.second
+                if stream.first is None
             )
         )
 

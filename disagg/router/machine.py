@@ -354,7 +354,7 @@ class RequestMachine:
 
     def _closing_if_finished(self) -> list[Instruction]:
         if self.table.unfinished():
-            return []
+            return self._move_if_stopped() if self._asked_to_stop else []
         self.phase = Phase.CLOSING
         return self._ended_if_closed() or [ArmLingerTimer(self.attempt, self._bounds.linger_s)]
 
@@ -442,8 +442,7 @@ class RequestMachine:
         self._record(event)
         leg = self._legs.note_end(event)
         if leg is not None and self.pair is not None and event.server == self.pair.prefill.name:
-            cached_tokens = min(event.end.cached_tokens, len(self.prompt_token_ids))
-            self.cached_tokens = max(self.cached_tokens, cached_tokens)
+            self.cached_tokens = max(self.cached_tokens, min(event.end.cached_tokens, len(self.prompt_token_ids)))
         return leg
 
     def _note_loss(self, event: ServerLost) -> tuple[bool, bool]:
@@ -461,6 +460,7 @@ _ROWS: Mapping[tuple[Phase, type[Event]], Callable[..., list[Instruction]]] = {
     (Phase.WAITING, TokensCame): _M._ignore_tokens,
     (Phase.WAITING, LegEnded): _M._end_while_waiting,
     (Phase.WAITING, ServerLost): _M._late_loss,
+    (Phase.WAITING, StopFound): _M._ignore,
     (Phase.WAITING, VerdictTimeout): _M._ignore,
     (Phase.WAITING, LingerTimeout): _M._ignore,
     (Phase.WAITING, DeadlinePassed): _M._deadline,

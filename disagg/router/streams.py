@@ -185,10 +185,10 @@ class ServerStream:
         return None if self.hello is None or self.lost else (self.hello.incarnation, self.hello.pid)
 
     @property
-    def second(self) -> bool:
-        """It is another address of a server that is heard, and is not dialled then: a server ends what it has of a router that
-        begins another stream."""
-        return self._same is not None and self._same[0].process == self._same[1]
+    def first(self) -> ServerStream | None:
+        """By which the same server is heard at another address. This one is not dialled then: a server ends what it has of a
+        router that begins another stream."""
+        return self._same[0] if self._same is not None and self._same[0].process == self._same[1] else None
 
     def remove(self, reason: str) -> None:
         """It is known to be gone. `close` follows."""
@@ -248,7 +248,7 @@ class ServerStream:
     async def _run(self) -> None:
         backoff_s = 0.0
         while True:
-            while self.second:
+            while self.first is not None:
                 await asyncio.sleep(MAX_BACKOFF_S)
             self._attach = asyncio.create_task(self._attached(), name=f"attach {self.name}")
             try:

@@ -214,11 +214,18 @@ async def test_a_server_with_two_addresses_is_one_server(cluster: Cluster) -> No
     await server.start()
     cluster.servers["d0"] = server
     listed = found(cluster, "p0", "d0", anonymous=True)
-    fleet(cluster).update(by_key([*listed, replace(listed[1], address=f"127.0.0.2:{server.port}")]))
+    addresses = [listed[1], replace(listed[1], address=f"127.0.0.2:{server.port}")]
+    fleet(cluster).update(by_key([listed[0], *addresses]))
     await cluster.until(lambda: len(server.greetings) >= 3 and cluster.router.healthy())
     got = await cluster.ask("hi", max_tokens=400)  # which takes two seconds
     assert (got.text[0], got.finished.attempts) == (answer(0, 400), 1)
     assert names(cluster) == {"p0", "d0"}
+    for address in addresses:  # it is still found at one of them
+        fleet(cluster).update(by_key([listed[0], address]))
+        await cluster.until(cluster.router.healthy)
+        assert (await cluster.ask("hi")).finished.attempts == 1
+        fleet(cluster).update(by_key([listed[0], *addresses]))
+        await cluster.until(lambda: names(cluster) == {"p0", "d0"})
     server.new_incarnation()
     await cluster.until(lambda: len(server.greetings) >= 5)
     assert (await cluster.ask("hi")).text[0] == answer(0, 8)

@@ -658,6 +658,26 @@ def test_an_answer_that_ends_before_it_stops_moves_nowhere() -> None:
     assert [type(i) for i in ended(m, "d0") + ended(m, "p0")] == [r.Finish]
 
 
+def test_an_answer_that_stands_still_goes_on_when_the_last_choice_beside_it_ends() -> None:
+    """After a move each choice has a leg of its own; the next server drains, too, and stops one of them before the other ends."""
+    for end in (
+        lambda m: tokens(m, "d1", 1, 3, 40, prefix_no=1, finish=FinishReason.LENGTH),
+        lambda m: m.handle(r.StopFound(1)),
+    ):
+        m, _ = handed_over(n=2)
+        moving(m)
+        for choice in (0, 1):
+            tokens(m, "d1", choice, 1, 20, 30, prefix_no=choice)
+            ended(m, "d0", prefix_no=choice)
+        assert len(m.handle(r.TargetSeen())) == 2
+        assert ended(m, "d1", Outcome.HANDED_OVER, prefix_no=0) == []
+        assert need(end(m)).source == pair(decode="d1").decode
+        assert m.handle(r.StopFound(1)) == [], "found in what came last"
+        assert ended(m, "d1", prefix_no=1) == []
+        sent = starts(m.handle(r.PairPicked(replace(pair("d1", "d2"), moves=True), 42.0)))
+        assert [(server, start.choices) for server, start in sent] == [("d1", (0,)), ("d2", (0,))]
+
+
 def test_a_mixed_server_is_not_asked_to_hand_over() -> None:
     m = machine()
     m.handle(r.PairPicked(pair("m0", "m0"), 40.0))
