@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
@@ -38,6 +39,9 @@ DELETE_CHUNK = 500
 PANIC = "PanicException"  # of the client; no Exception, and not importable
 # What stores say when it is not the object that is missing but what it would be in.
 _NO_CONTAINER = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist", "notFound: bucket")
+
+# What a file system without hard links says, such as SMB, FAT and many of FUSE.
+_NO_LINKS = tuple(f"(os error {code})" for code in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS))
 
 T = TypeVar("T")
 
@@ -101,6 +105,7 @@ class ObjectStore:
         self.breaker = breaker or Breaker()
         self._store = store
         self._directory = directory
+        self._has_links = True  # as far as is known; without them a directory cannot create files, only replace them
         self._clock = clock
         self._call_s = call_s
         self._bytes_per_s = bytes_per_s
@@ -159,17 +164,23 @@ class ObjectStore:
         """False, and nothing has changed, if there is an object of that name."""
 
         async def put() -> bool:
-            try:
-                await self._put(path, buffers, "create")
-            except (AlreadyExistsError, PreconditionError):
-                return False
-            except NotSupportedError:
-                # A store without conditional writes. The worst of a race between the two calls is that the later one of
-                # two equal objects stays.
-                with contextlib.suppress(FileNotFoundError):
-                    await obstore.head_async(self._store, path)
+            if self._has_links:
+                try:
+                    await self._put(path, buffers, "create")
+                    return True
+                except (AlreadyExistsError, PreconditionError):
                     return False
-                await self._put(path, buffers, "overwrite")
+                except BaseError as error:
+                    if not isinstance(error, NotSupportedError):
+                        self._has_links = self._directory is None or not any(sign in str(error) for sign in _NO_LINKS)
+                        if self._has_links:
+                            raise
+            # A store without conditional writes. The worst of a race between the two calls is that the later one of
+            # two equal objects stays.
+            with contextlib.suppress(FileNotFoundError):
+                await obstore.head_async(self._store, path)
+                return False
+            await self._put(path, buffers, "overwrite")
             return True
 
         return await self._call(put, sum(map(len, buffers)), writes=True)

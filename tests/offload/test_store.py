@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ from disagg.offload.causes import Cause
 from disagg.offload.store import ObjectStore, StoreError, open_store
 from disagg.types.errors import ConfigError
 from tests.offload import s3_server
+from tests.offload.no_links import LINK_CALLS
 from tests.offload.s3_server import S3Server
 
 MANY = 1 << 20
@@ -91,6 +95,13 @@ async def test_a_store_without_conditional_writes_is_asked_first(
     assert await store.create("a", [b"first"])
     assert not await store.create("a", [b"second"])
     assert await store.get("a", MANY) == b"first"
+
+
+@pytest.mark.skipif(os.uname().machine not in LINK_CALLS, reason="of this machine the system's calls are not known")
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_directory_without_hard_links_holds_objects_too(code: int, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "tests.offload.no_links", f"file://{tmp_path}/kv", str(code)], check=True)
+    assert sorted(file.name for file in (tmp_path / "kv/a").iterdir()) == ["b", "c"], "nothing half written stays"
 
 
 async def test_a_directory_that_is_not_there_is_made_or_refused(tmp_path: Path) -> None:
