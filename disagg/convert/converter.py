@@ -11,7 +11,7 @@ from gguf.constants import GGMLQuantizationType
 
 from disagg.convert.architectures import architecture_of, checkpoint_names
 from disagg.convert.gguf_file import GgufFile
-from disagg.convert.gguf_tokenizer import build_tokenizer, special_tokens, tokenizer_config
+from disagg.convert.gguf_tokenizer import build_tokenizer, ends_of_text, special_tokens, tokenizer_config
 from disagg.convert.safetensors_file import SINGLE_NAME, StoredDtype, write_weights
 from disagg.types.errors import ConfigError
 from disagg.types.plain import one_line
@@ -61,6 +61,8 @@ def _convert(source: Path, target: Path, progress: Progress) -> None:
             report=lambda fraction: progress("converting the weights", fraction),
         )
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None}
+        if len(ends := ends_of_text(gguf)) > 1:
+            ids["eos_token_id"] = ends
         _write_json(target / "generation_config.json", ids)
         _write_json(target / "config.json", {**config, "torch_dtype": TORCH_NAMES[dtype]})
 

@@ -29,6 +29,9 @@ _SPECIAL_KEYS: Final = {
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
 
+_END_KEYS: Final = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+_TURN_ENDS: Final = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>")
+
 
 def build_tokenizer(gguf: GgufFile) -> Tokenizer:
     """Raises ConfigError for a kind of tokenizer that cannot be rebuilt exactly."""
@@ -48,6 +51,20 @@ def special_tokens(gguf: GgufFile) -> dict[str, str]:
     """bos_token, eos_token, unk_token and pad_token, as far as the file names them."""
     tokens = gguf.require("tokenizer.ggml.tokens")
     return {role: tokens[gguf.metadata[key]] for role, key in _SPECIAL_KEYS.items() if key in gguf.metadata}
+
+
+def ends_of_text(gguf: GgufFile) -> list[int]:
+    """Ids that end an answer: EOS, and what ends a turn of a chat. Files of chat models may say EOS alone, as Gemma's do:
+    llama.cpp knows the others by their texts, of which here those count that the chat template writes."""
+    template = gguf.metadata.get("tokenizer.chat_template", "")
+    rows = zip(gguf.require("tokenizer.ggml.tokens"), gguf.require("tokenizer.ggml.token_type"), strict=True)
+    said = [gguf.metadata[key] for key in _END_KEYS if key in gguf.metadata]
+    named = [
+        token_id
+        for token_id, (token, kind) in enumerate(rows)
+        if kind in (_CONTROL, _USER_DEFINED) and token in _TURN_ENDS and token in template
+    ]
+    return list(dict.fromkeys([*said, *named]))
 
 
 def tokenizer_config(gguf: GgufFile) -> dict[str, Any]:

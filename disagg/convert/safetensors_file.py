@@ -75,10 +75,13 @@ class _Index(Struct):
 def find_weight_files(model_dir: Path) -> tuple[Path, ...]:
     """The safetensors files of a Hugging Face directory, sorted. Raises ConfigError saying what is missing.
 
-    An index decides where there is one; else model.safetensors; else every *.safetensors file.
+    model.safetensors where it is there, as transformers has it, which loads it whatever an index beside it says; else those that
+    the index names; else every *.safetensors file.
     """
     index = model_dir / INDEX_NAME
     single = model_dir / SINGLE_NAME
+    if _is_regular(single):
+        return (single,)
     if _is_regular(index):
         names = _names_of(index)
         missing = [name for name in names if not _is_regular(model_dir / name)]
@@ -87,8 +90,6 @@ def find_weight_files(model_dir: Path) -> tuple[Path, ...]:
                 f"model directory {model_dir} lacks {len(missing)} files that {INDEX_NAME} names: {', '.join(missing[:3])}"
             )
         return tuple(model_dir / name for name in names)
-    if _is_regular(single):
-        return (single,)
     files = tuple(sorted(each for each in model_dir.glob("*.safetensors") if _is_regular(each))[: _MAX_FILES + 1])
     if not files:
         raise ConfigError(f"model directory {model_dir} lacks safetensors weights ({SINGLE_NAME} or {INDEX_NAME})")

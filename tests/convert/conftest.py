@@ -58,6 +58,7 @@ def write_llama(
     extra_tensor: str | None = None,
     rope_scaling: str | None = None,
     tokenizer: str = "llama",
+    eot_token_id: int | None = None,
 ) -> Path:
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
@@ -79,6 +80,8 @@ def write_llama(
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_add_bos_token(True)
+    if eot_token_id is not None:
+        writer.add_eot_token_id(eot_token_id)
     for name, values in gguf_names(llama_weights()).items():
         stored = kind if values.ndim > 1 else GGMLQuantizationType.F32
         writer.add_tensor(name, quantize(values, stored), raw_dtype=stored)

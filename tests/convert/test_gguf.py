@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from random import Random
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file
 from tokenizers import pre_tokenizers
 
 from disagg.convert.gguf_file import GgufFile
-from disagg.convert.gguf_tokenizer import build_tokenizer, tokenizer_config
+from disagg.convert.gguf_tokenizer import build_tokenizer, ends_of_text, tokenizer_config
 from disagg.convert.model_dir import resolve
 from disagg.convert.safetensors_file import write_weights
 from disagg.types.errors import ConfigError
@@ -109,6 +110,32 @@ def test_a_text_begins_as_llama_cpp_has_it_where_the_file_does_not_say(
     gguf: Any = Vocabulary(model, pre, **said)
     assert (build_tokenizer(gguf).encode("a").tokens[0] == "<s>") == begins
     assert tokenizer_config(gguf)["add_bos_token"] == begins
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        ("{{ '<start_of_turn>model' }}{{ m }}<end_of_turn>", [0, 2]),
+        ("{{ m }}", [0]),  # there is such a token, but no turn ends with it
+        (None, [0]),  # a base model's
+    ],
+)
+def test_an_answer_ends_with_its_turn_where_the_file_says_eos_alone(template: str | None, ends: list[int]) -> None:
+    """As Gemma's files do, whose chats would go on for as long as they may."""
+    gguf: Any = Vocabulary("llama", "default")
+    gguf.metadata |= {
+        "tokenizer.ggml.tokens": ["<eos>", "a", "<end_of_turn>", "<|im_end|>"],
+        "tokenizer.ggml.token_type": [TokenType.CONTROL, TokenType.NORMAL, TokenType.CONTROL, TokenType.NORMAL],
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+    if template is not None:
+        gguf.metadata["tokenizer.chat_template"] = template
+    assert ends_of_text(gguf) == ends
+
+
+def test_every_end_of_text_is_written_where_workers_look_for_it(tmp_path: Path) -> None:
+    model_dir = resolve(str(write_llama(tmp_path / "tiny.gguf", eot_token_id=1)), tmp_path)
+    assert json.loads((model_dir / "generation_config.json").read_text())["eos_token_id"] == [2, 1]
 
 
 @pytest.mark.parametrize(

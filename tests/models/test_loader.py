@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from disagg.convert.inspect import inspect_model
 from disagg.messages.layout import GroupKind, LayerGroup
 from disagg.messages.sequence_diff import page_table
 from disagg.models.attention.calls import LayerPlace, paged_attention
@@ -46,6 +47,17 @@ def test_an_end_of_text_that_the_model_has_no_row_for_is_left_out(llama_dir: Pat
     content = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(content | {"eos_token_id": [VOCAB_SIZE + 88, EOS_TOKEN_ID, VOCAB_SIZE - 1]}))
     assert PagedModel.load(llama_dir, "float32", "cpu").eos_token_ids == (EOS_TOKEN_ID, VOCAB_SIZE - 1)
+
+
+def test_the_files_that_are_checked_are_those_that_are_loaded(llama_dir: Path) -> None:
+    """Shards of another model, with their index, beside a checkpoint of one file."""
+    weights = load_file(llama_dir / "model.safetensors")
+    save_file({name: torch.ones(1) for name in weights}, llama_dir / "shard.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "shard.safetensors")}
+    (llama_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = PagedModel.load(llama_dir, "float32", "cpu")
+    assert torch.equal(model._loaded.module.get_input_embeddings().weight, weights["model.embed_tokens.weight"])
+    assert inspect_model(llama_dir).num_parameters == sum(weight.numel() for weight in weights.values())
 
 
 def group(name: str, layers: tuple[int, ...], *, heads: int = 2, dim: int = 16) -> LayerGroup:
