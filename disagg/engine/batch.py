@@ -161,6 +161,8 @@ class Batch:
         spoil whatever begins with it, and be used too often to be evicted.
         """
         self._memory.forget(sequence.hashes)
+        if self._tiers is not None:
+            self._tiers.loads.distrust(sequence.hashes)
         sequence.hashes, sequence.distrusted = [], True  # what has no name is not kept
 
     def keep(self, sequence: Sequence) -> None:

@@ -15,7 +15,7 @@ Which prefixes are of use, the rules of the cache say (offload/rules): one of n 
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,10 +32,12 @@ from disagg.offload.acks import Acks
 from disagg.offload.host import Placed
 from disagg.offload.instructions import Fetch, StoreFound
 from disagg.offload.rates import Rates
+from disagg.types.bounded import forget_oldest
 from disagg.types.errors import ProtocolError
 
 MOST_AT_ONCE = 16  # loads that fetch or copy; the others wait
 MOST_ROUNDS = 3  # loads of one sequence
+MOST_DISTRUSTED = 1 << 16  # pages that are known to be wrong on the host or in storage
 TRIES = 4  # of one load, whose pages may be evicted under it
 
 
@@ -110,6 +112,7 @@ class Loads:
         self._copies: dict[int, Load] = {}
         self._copy_acks = Acks(ranks)
         self._arriving: dict[tuple[int, bytes], Load] = {}  # by group and hash, what loads bring
+        self._distrusted: OrderedDict[bytes, None] = OrderedDict()
         self._asks = asks
         self._fetch_ops = 0
         self.rates = Rates(load_always=facts.load_always)
@@ -171,6 +174,13 @@ class Loads:
         if load.state is LoadState.WAITING:
             self._over(load)
         return load.brought
+
+    def distrust(self, hashes: Sequence[bytes]) -> None:
+        """What the host and storage have under these names may be wrong: it is not brought again, so that what begins with it is
+        computed, and nobody finds it used lately.
+        """
+        self._distrusted.update(dict.fromkeys(hashes))
+        forget_oldest(self._distrusted, MOST_DISTRUSTED)
 
     def tick(self, now_s: float) -> None:
         """Computing would have been faster than what takes too long."""
@@ -315,11 +325,11 @@ class Loads:
 
     def _there(self, load: Load, g: int, page_no: int) -> bool:
         page_hash = load.hashes[page_no]
-        return (
-            self._memory.cache.find(g, page_hash) is not None
-            or self._offload.host.find(g, page_hash) is not None
-            or (bool(load.stored) and page_no in load.stored[g])
-        )
+        if self._memory.cache.find(g, page_hash) is not None:
+            return True
+        if page_hash in self._distrusted:
+            return False
+        return self._offload.host.find(g, page_hash) is not None or (bool(load.stored) and page_no in load.stored[g])
 
     def _fetch(self, load: Load, lacking: Sequence[tuple[int, int]], remote: Sequence[tuple[int, int]]) -> None:
         """From storage to the host, where what is there already is held."""

@@ -1,17 +1,19 @@
-"""KV whose logits are no numbers is kept nowhere: whoever begins with it would have none either, for as long as it is cached."""
+"""KV whose logits are no numbers is kept nowhere, and not brought from where it was kept: what begins with it would have none either."""
 
 from __future__ import annotations
 
 import pytest
 
 from disagg.engine.facts import OffloadFacts
+from disagg.engine.instructions import Instruction
 from disagg.messages import link as m
 from disagg.messages.layout import LayerGroup
 from disagg.messages.legs import Outcome, StartLeg
 from disagg.messages.pieces import Piece
 from disagg.messages.plan import NO_TOKEN, SampledToken
-from disagg.messages.tiers import CopyOut
+from disagg.messages.tiers import CopyOut, PartsRead
 from disagg.messages.transfer import SendsDropped, Unbound
+from disagg.offload.instructions import Ask, Fetch, StoreFound
 from tests.engine.lone_engine import (
     FULL,
     LINK,
@@ -26,6 +28,7 @@ from tests.engine.lone_engine import (
     start,
     to_transfer,
 )
+from tests.engine.test_lone_offload import done, loaded, store_commands
 from tests.engine.test_mixed import WIDE, Mixed, leg
 
 GROUPS = pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (FULL, STATE)])
@@ -58,6 +61,35 @@ def test_a_prompt_that_failed_is_computed_anew_from_its_first_token(groups: tupl
 def test_nothing_of_it_goes_to_the_host() -> None:
     prefill = Prefill(facts(num_large=40, offload=OffloadFacts(40, 0, False)))
     assert not [each for each in fails(prefill, start("fails", 13)) if isinstance(each, CopyOut)]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_the_host_or_storage_has_of_it_is_not_brought_again(stored: bool) -> None:
+    prefill = Prefill(facts(num_large=40, offload=OffloadFacts(40, 0, stored)))
+    pages = 4
+
+    def begins(leg: StartLeg) -> list[Instruction]:
+        out = prefill.start(leg)
+        for ask in store_commands(out, Ask):
+            found = StoreFound(ask.ask, pages, (tuple(range(pages)),))
+            out += prefill.do(prefill.engine.store_event(found, prefill.now))
+        return out
+
+    if not stored:
+        before = start("before", 4 * pages + 1)
+        prefill.start(before)
+        prefill.compute_all()
+        done(prefill, before)
+    else:
+        (fetch,) = store_commands(begins(start("first", 4 * pages + 1)), Fetch)
+        loaded(prefill, prefill.do(prefill.engine.tier_event(0, PartsRead(fetch.op, "", 0, 0.0), prefill.now)))
+        prefill.compute_all()
+        assert prefill.hits == 4 * pages
+    fails(prefill, start("fails", 4 * pages + 2))
+    assert not prefill.known
+    out = begins(start("again", 4 * pages + 1))
+    assert not store_commands(out, Fetch) and not loaded(prefill, out)
+    assert plans(out)[0].starts[0].computed == 0
 
 
 @GROUPS
