@@ -18,6 +18,7 @@ from disagg.types.errors import (
     NoCompatiblePeer,
     Overloaded,
     RequestError,
+    RequestFailed,
     Unauthenticated,
     Unavailable,
     UnknownModel,
@@ -45,7 +46,9 @@ class UnreadableBody(InvalidRequest):
 
 
 class Fault(Struct, frozen=True):
-    """One error as HTTP says it. retry_after_s: whole seconds, where trying again may help."""
+    """One error as HTTP says it. retry_after_s: whole seconds, where trying again may help. final: it was tried here as often as
+    it may be, and OpenAI's clients, which send again whatever fails with 5xx, are told not to.
+    """
 
     status: int
     type: str
@@ -53,6 +56,7 @@ class Fault(Struct, frozen=True):
     param: str | None = None
     code: str | None = None
     retry_after_s: int | None = None
+    final: bool = False
 
     def body(self) -> bytes:
         """Clipped and escaped here: messages and params repeat what clients said, which may be any text of any length."""
@@ -61,7 +65,8 @@ class Fault(Struct, frozen=True):
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        return {**headers, "x-should-retry": "false"} if self.final else headers
 
 
 # The first row whose class fits counts, so subclasses come before their bases.
@@ -100,6 +105,7 @@ def fault_of(error: DisaggError) -> Fault:
         param=error.param if isinstance(error, RequestError) else None,
         code=error.code if isinstance(error, BadField) else code,
         retry_after_s=retry_after_s,
+        final=isinstance(error, DeadlineExceeded | RequestFailed),
     )
 
 

@@ -20,7 +20,7 @@ from openai import AsyncOpenAI
 from starlette.types import Receive, Scope, Send
 
 from disagg.api.app import serve
-from disagg.types.errors import Overloaded, RequestFailed
+from disagg.types.errors import DeadlineExceeded, DisaggError, Overloaded, RequestFailed
 from tests.api.fakes import MODEL, FakeRouter
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -374,6 +374,17 @@ async def test_an_error_in_mid_stream_raises_in_the_client(backend: Backend, scr
         async for chunk in stream:
             texts.append(chunk.choices[0].text)
     assert texts == [" one", " two"]
+
+
+@pytest.mark.parametrize("error", [RequestFailed("tried 3 times"), DeadlineExceeded("600 s are over")])
+async def test_the_client_does_not_send_again_what_was_tried_to_the_end(
+    backend: Backend, script: FakeRouter, error: DisaggError
+) -> None:
+    """By itself it would, up to twice, whatever fails with 5xx: a request that workers die of would be tried nine times."""
+    script.refusal = error
+    with pytest.raises(openai.InternalServerError):
+        await backend.client.with_options(max_retries=2).completions.create(model=backend.model, prompt="a")
+    assert len(script.requests) == 1
 
 
 async def test_the_client_tries_again_when_the_cluster_is_full(backend: Backend, script: FakeRouter) -> None:

@@ -1,4 +1,4 @@
-"""KV whose logits are no numbers is kept nowhere, and not brought from where it was kept: what begins with it would have none either."""
+"""KV whose logits are no numbers is kept nowhere, nor brought from where it was kept: what begins with it would have none."""
 
 from __future__ import annotations
 
