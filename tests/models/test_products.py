@@ -78,6 +78,21 @@ def test_a_norm_between_two_products_is_that_of_float64(
     assert torch.equal(add_one(row, weight.contiguous(), bias, residual, None), summed.row)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("size", "weight"), [(3000.0, 40.0), (1e-3, 1e-2)])
+def test_half_a_norm_holds_what_float16_does_not(size: float, weight: float) -> None:
+    """A few dims of a model's rows are that large, and those of its first layers are that small."""
+    torch.manual_seed(5)
+    residual, behind = (random(1, 256, dtype=torch.float32) * size).half(), random(48, 256, dtype=torch.float16) / 16
+    norm = Norm((random(256, dtype=torch.float32) * weight).half(), 1e-12, False)
+    zeros = torch.zeros(256, 64, dtype=torch.float16, device=DEVICE)
+    summed = add_one(zeros[:1], zeros, None, residual, norm)
+    got = multiply_one(summed, behind)
+    assert got.dtype == torch.float16
+    total = residual.double()
+    normed = total * torch.rsqrt(total.square().mean() + norm.eps) * norm.weight.double()
+    assert error(got, normed @ behind.double().T) < 1e-3
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "parts", "gate", "biased"),

@@ -28,7 +28,10 @@ class Norm:
 @dataclass(frozen=True, slots=True)
 class Scaled:
     """A row whose norm is half done. row, scaled: [1, K], the second times the norm's weight; squares: [parts] float32, whose
-    sum is that of the row's squares; eps: the norm's."""
+    sum is that of the row's squares; eps: the norm's.
+
+    In float16 `scaled` is float32: not yet divided by the root, it may be larger or smaller than float16 holds.
+    """
 
     row: Tensor
     scaled: Tensor
@@ -62,12 +65,14 @@ def launch_one(
     depth = weight.shape[1]
     columns = weight.shape[0] // (2 if gate else 1)
     x = row.scaled if isinstance(row, Scaled) else row
-    out = torch.empty((1, columns), dtype=x.dtype, device=x.device)
+    dtype = row.row.dtype if isinstance(row, Scaled) else x.dtype
+    out = torch.empty((1, columns), dtype=dtype, device=x.device)
     programs = ceil_div(columns, how.block_n)
     made: Tensor | Scaled = out
     if norm is not None:
         squares = torch.empty(programs, dtype=torch.float32, device=x.device)
-        made = Scaled(out, torch.empty_like(out), squares, norm.eps)
+        scaled = torch.empty_like(out, dtype=torch.float32 if dtype is torch.float16 else dtype)
+        made = Scaled(out, scaled, squares, norm.eps)
     kernels._one_row[(programs,)](
         x,
         row.squares if isinstance(row, Scaled) else x,  # any pointers, where there are none
