@@ -239,7 +239,7 @@ class Executor:
                 for sampling in sequence.samplers:
                     sampler.remove(sampling.slot)
         self.pool.copy_pages(plan.copies)
-        if self.pool.blanks:
+        if self.pool.blanks or self._links.several:  # only the last stage hears of logits that are no numbers
             self._zero_new_pages(plan)
         if sampler is not None:
             for sequence in begun:

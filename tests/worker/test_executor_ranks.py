@@ -11,7 +11,7 @@ import torch
 from disagg.memory.groups import spec_of
 from disagg.memory.layout import pool_layout
 from disagg.messages.layout import GroupPages
-from disagg.messages.plan import Run, SamplerStart, SequenceStart, WorkerPlan
+from disagg.messages.plan import NO_TOKEN, Run, SamplerStart, SequenceStart, WorkerPlan
 from disagg.models.model import PagedModel
 from disagg.models.ranks import Ranks
 from disagg.models.stage_links import StageLinks
@@ -20,6 +20,7 @@ from disagg.worker.executor import Executor
 from disagg.worker.profile import largest_step
 from tests.models.ranks import RankPool
 from tests.models.tiny import VOCAB_SIZE, make_tiny
+from tests.worker.test_executor import overflowing
 
 T = 4
 PROMPT = tuple(random.Random(5).randrange(VOCAB_SIZE) for _ in range(21))
@@ -102,6 +103,40 @@ def test_the_last_stage_says_what_one_stage_says_and_all_know_what_plans_told_th
     samples = tp * (stages - 1)
     assert [sampled for sampled, _ in answers] == [tokens if rank == samples else [] for rank in range(tp * stages)]
     assert all(known == tokens[:-1] for _, known in answers)
+
+
+def poisoned(ranks: Ranks, model_dir: Path, meeting: Path) -> list[tuple[int, int]]:
+    """What is sampled of a prompt that overflows in the first stage, and then of two that get its pages."""
+    executor = Executor(ranks.rank, pp=ranks.size)
+    executor.load(model_dir, "float32", "cpu", threads=1)
+    executor.connect(meeting, 30.0, 30.0)
+    layout = pool_layout([spec_of(group, T) for group in executor.groups], T, T)
+    executor.make_pool(NUM_LARGE, layout.large_bytes, layout.strides, T, max_slots=4)
+    params = SamplingParams(max_tokens=100, temperature=0.0)
+    prompts = ((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 5), (1, 2, 3, 4, 5, 6))
+    starts = tuple(
+        SequenceStart(number, prompt, len(prompt), 0, (GroupPages(0, ()),), params, (SamplerStart(number, 0),))
+        for number, prompt in enumerate(prompts)
+    )
+    pages = (((0, 1),), ((0, 1),), ((2, 3),))
+    firsts = tuple(Run(number, len(prompts[number]), True, pages[number]) for number in range(3))
+    seconds = tuple(Run(number, 1, True, token_ids=(9,)) for number in (1, 2))
+    plans = (
+        WorkerPlan(0, starts=starts[:1], runs=firsts[:1]),
+        WorkerPlan(1, ends=(0,), starts=starts[1:], runs=firsts[1:]),
+        WorkerPlan(2, runs=seconds),
+    )
+    sampled = [token for plan in plans for token in executor.run(plan).sampled]
+    ranks.sum(torch.zeros(1))  # nobody goes before all have what was sent to them
+    return [(token.seq_id, token.token_id) for token in sampled]
+
+
+def test_no_stage_leaves_what_overflowed_to_who_gets_its_pages_next(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Only the last stage sees that a row has no token, and the pages of every stage have it."""
+    overflowing(tmp_path, token_id=7)
+    _, sampled = rank_pool.run(2, poisoned, tmp_path, rank_pool.meeting())
+    assert [seq_id for seq_id, _ in sampled] == [0, 1, 2, 1, 2]
+    assert [seq_id for seq_id, token_id in sampled if token_id == NO_TOKEN] == [0]
 
 
 def profiled_stage(ranks: Ranks, model_dir: Path) -> int:
