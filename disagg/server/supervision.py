@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from disagg.messages.legs import ServerState
 from disagg.server.identity import Identity
 from disagg.server.roles import RoleChanges
 from disagg.server.workers import Workers, WorkersLost
@@ -80,7 +81,7 @@ class Supervisor:
             up_s, intended = time.monotonic(), False
             try:
                 await self._server.bring_up()
-                await health.set_serving(True)
+                await health.set_serving(self._identity.state is ServerState.READY)  # not if it drains
                 reason, intended = await self._lost_or_empty(health)
             except WorkersLost as error:
                 reason = str(error)

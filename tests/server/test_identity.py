@@ -7,7 +7,9 @@ import logging
 import threading
 from types import SimpleNamespace
 
+import grpc
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from msgspec.structs import replace
 
 from disagg.config.tree import Config
@@ -23,6 +25,7 @@ from disagg.server.workers import WorkersLost
 from disagg.types.errors import ConfigError
 from disagg.types.ids import LegKey
 from disagg.types.sampling import SamplingParams
+from disagg.wire.services import Health
 
 GROUPS = (LayerGroup("full", (0,), 1, 8, "float32"),)
 LOADED = Loaded(0, GROUPS, 10, 100, (2,), 0.5, "a" * 64, {"config.json": "c", "tokenizer.json": "t"})
@@ -129,6 +132,48 @@ class _Over(Exception):
 class _Health:
     async def set_serving(self, serving: bool) -> None:
         pass
+
+
+async def test_health_over_grpc_is_that_over_http_while_an_operator_has_the_server_drained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, _, _ = ready_server(monkeypatch)
+    made._dispatch.engine = None
+    server = grpc.aio.server()
+    health = Health(server, ())
+    await health.set_serving(True)
+    ticker = asyncio.create_task(made._tick(health))
+
+    async def becomes(status: int, serving: bool) -> None:
+        assert made._health()[0] == status
+        said = HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING
+        async with asyncio.timeout(5):
+            while (await health.Check(HealthCheckRequest(), None)).status != said:  # type: ignore[arg-type]
+                await asyncio.sleep(0.01)
+
+    try:
+        await becomes(200, True)
+        made._asked_to_drain(True)
+        await becomes(503, False)
+        monkeypatch.setattr(made, "bring_up", nothing)  # its workers were lost, and have come up again
+        monkeypatch.setattr(made, "prepare", nothing)
+        waiting = asyncio.Event()
+
+        async def lost_or_empty(health: Health) -> tuple[str, bool]:
+            waiting.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        monkeypatch.setattr(made._supervisor, "_lost_or_empty", lost_or_empty)
+        supervisor = asyncio.create_task(made._supervisor.run(health))
+        await waiting.wait()
+        assert (await health.Check(HealthCheckRequest(), None)).status == HealthCheckResponse.NOT_SERVING  # type: ignore[arg-type]
+        supervisor.cancel()
+        made._asked_to_drain(False)
+        await becomes(200, True)
+    finally:
+        ticker.cancel()
+        await server.stop(None)
 
 
 @pytest.mark.parametrize("fault", [ConfigError("no weights any more"), WorkersLost("files were replaced")])
