@@ -213,6 +213,46 @@ async def test_a_model_that_cannot_be_loaded_for_a_while_does_not_end_a_server_t
     assert made._identity.note == ""  # all is well again
 
 
+@pytest.mark.parametrize(
+    ("lives_s", "pauses"), [(None, [0.2, 0.4, 0.8, 1.6]), (1.0, [0.2, 0.4, 0.8, 1.6]), (60.0, [0.2] * 4)]
+)
+async def test_workers_that_fail_again_and_again_wait_longer_however_long_they_load(
+    monkeypatch: pytest.MonkeyPatch, lives_s: float | None, pauses: list[float]
+) -> None:
+    """lives_s: from when they are up; None: they never are."""
+    made, _, _ = ready_server(monkeypatch)
+    now_s, slept = [0.0], []
+
+    class _Group:
+        silent_exit = ""
+
+        async def wait_lost(self) -> str:
+            now_s[0] += lives_s or 0.0
+            return "rank 0 was killed by SIGKILL"
+
+    async def bring_up() -> None:
+        now_s[0] += 100.0
+        if lives_s is None:
+            raise WorkersLost("no memory left")
+        made._workers = _Group()  # type: ignore[assignment]
+
+    async def take_down(reason: str, *, another_role: bool, intended: bool) -> None:
+        made._workers = None
+
+    async def sleep(delay_s: float) -> None:
+        slept.append(delay_s)
+        if len(slept) == len(pauses):
+            raise _Over
+
+    monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(supervision, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    for name, value in (("prepare", nothing), ("bring_up", bring_up), ("take_down", take_down)):
+        monkeypatch.setattr(made, name, value)
+    with pytest.raises(_Over):
+        await made._supervisor.run(_Health())  # type: ignore[arg-type]
+    assert slept == pytest.approx(pauses)
+
+
 async def test_a_model_that_cannot_be_loaded_at_first_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     made, _, _ = ready_server(monkeypatch)
 
