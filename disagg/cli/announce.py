@@ -27,6 +27,8 @@ ALL_READY_S = 15.0  # once requests succeed, how long the last servers are waite
 POLL_S = 0.25
 ANSWER_S = 5.0  # how long the router may take to say how it is, before it is asked again
 STILL_WAITING_S = 10.0
+LATE_S = 2.0  # once requests succeed, how often servers are looked for that have not come up yet
+UP = ("ready", "no-peer")  # states of servers whose workers have come up
 
 
 class Seen(Struct, frozen=True):
@@ -56,10 +58,10 @@ async def _say_states(routers: Mapping[str, Config], children: Children) -> None
     verify = True if certificate is None else trusting(None, own=certificate)
     async with httpx.AsyncClient(base_url=base_url, timeout=ANSWER_S, trust_env=False, verify=verify) as client:
         cluster = _Cluster(routers, client, f"{scheme}://{host}")
-        await _until_ready(cluster, children)
+        late = await _until_ready(cluster, children)
         if not children.draining:
             result(f"ready http={base_url} grpc={host}:{config.router.grpc_port}")
-        await _say_who_serves_again(cluster, children)
+        await _say_who_serves_again(cluster, children, late)
 
 
 class _Cluster:
@@ -69,6 +71,7 @@ class _Cluster:
         """base: of the ports that several routers have for themselves."""
         self.routers = tuple(routers)
         self._config = next(iter(routers.values()))
+        self.servers = tuple(server.name for server in self._config.router.servers)
         own = [config.router.own_http_port for config in routers.values()]
         self._health_urls = ["/health"] if len(routers) == 1 else [f"{base}:{port}/health" for port in own]
         self._client = client
@@ -84,14 +87,22 @@ class _Cluster:
                 answer = await self._client.get("/status", headers=credentials_for(self._config.auth))
                 if answer.status_code in (401, 403) and healthy:
                     # A router that takes tokens only, or whose operators have no keys, tells us no more than its health.
-                    names = [server.name for server in self._config.router.servers]
-                    return Seen(healthy, dict.fromkeys(names, "ready"), {})
+                    return Seen(healthy, dict.fromkeys(self.servers, "ready"), {})
                 return Seen(healthy, server_states(answer.json()), server_pids(answer.json()))
         return None
 
 
-async def _until_ready(cluster: _Cluster, children: Children) -> None:
-    """Says what is waited for. Ends when requests will succeed."""
+def _prove(seen: Seen, children: Children) -> set[str]:
+    """The servers that have come up."""
+    up = {name for name, state in seen.servers.items() if state in UP}
+    for name in up:
+        children.proven(name)
+    return up
+
+
+async def _until_ready(cluster: _Cluster, children: Children) -> set[str]:
+    """Says what is waited for. Ends when requests will succeed; returns the servers that have not come up by then."""
+    late = set(cluster.servers)
     begin_s = said_waiting_s = time.monotonic()
     said: dict[str, str] = {}
     healthy_since_s: float | None = None
@@ -100,9 +111,9 @@ async def _until_ready(cluster: _Cluster, children: Children) -> None:
         now_s = time.monotonic()
         seen = await cluster.look()
         states = seen.servers if seen is not None else {}
+        if seen is not None:
+            late -= _prove(seen, children)
         for name, state in states.items():
-            if state == "ready":
-                children.proven(name)
             if said.get(name) != state:
                 said[name] = state
                 note(one_line(f"{name}: {state}"))
@@ -113,23 +124,30 @@ async def _until_ready(cluster: _Cluster, children: Children) -> None:
                 children.proven(name)
             all_ready = all(state == "ready" for state in states.values())
             if all_ready or now_s - healthy_since_s > ALL_READY_S:
-                return
+                break
         if now_s - said_waiting_s >= STILL_WAITING_S:
             said_waiting_s = now_s
             waiting = [name for name, state in states.items() if state != "ready"] or ["the router"]
             note(f"still waiting for {', '.join(waiting)} ({now_s - begin_s:.0f} s)")
+    return late
 
 
-async def _say_who_serves_again(cluster: _Cluster, children: Children) -> None:
-    """Of children that ended and were started again, each once it serves; they are said to have ended when they do."""
-    known = children.pids
+async def _say_who_serves_again(cluster: _Cluster, children: Children, late: set[str]) -> None:
+    """Of children that ended and were started again, each once it serves; they are said to have ended when they do. late: servers
+    that have not come up yet; what they end with after they have, may pass as well.
+    """
+    known, looked_s = children.pids, time.monotonic()
     while not children.draining:
         await asyncio.sleep(POLL_S)
         pids = children.pids
         waiting = [name for name, pid in pids.items() if known.get(name) != pid]
-        seen = await cluster.look() if waiting else None
-        for name in waiting if seen is not None else ():
-            assert seen is not None
+        if not waiting and not (late and time.monotonic() - looked_s >= LATE_S):
+            continue
+        seen, looked_s = await cluster.look(), time.monotonic()
+        if seen is None:
+            continue
+        late = late - _prove(seen, children)
+        for name in waiting:
             if serves(name, pids[name], seen):
                 known[name] = pids[name]
                 note(one_line(f"{name}: ready again"))

@@ -37,6 +37,7 @@ from disagg.cli.supervise import (
     Terminate,
     Tick,
 )
+from disagg.telemetry.process import signal_name
 from disagg.types.status import CANNOT_START
 
 TICK_S = 0.1
@@ -69,12 +70,7 @@ class Reports(Protocol):
 
 def describe_status(status: int) -> str:
     """ "exited with status 1", or "was killed by SIGSEGV"."""
-    if status >= 0:
-        return f"exited with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
+    return f"exited with status {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
 
 
 class _Process:

@@ -1,4 +1,5 @@
-"""What Ctrl-C does before a command has anything to tidy up: it ends the process, silently, with the status of shells.
+"""What Ctrl-C does before a command has anything to tidy up: it ends the process, silently, with the status of shells. So does
+SIGTERM, which the first process of a container does not even hear unless it has said what it does then.
 
 KeyboardInterrupt would be raised in the middle of imports, which print a traceback, or take it for an error of their own.
 Imports nothing that takes time.
@@ -10,13 +11,17 @@ import os
 import signal
 from types import FrameType
 
-from disagg.types.status import INTERRUPTED
+from disagg.types.status import BY_SIGNAL
+
+FIRST_PID = 1  # of a container: the kernel keeps signals from it that would end it by default
 
 
 def end_at_ctrl_c() -> None:
     """From now on, until the command says otherwise. Where Ctrl-C is ignored (a shell's background job), it stays so."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
+    if os.getpid() == FIRST_PID:
+        signal.signal(signal.SIGTERM, _end)
 
 
 def raise_at_ctrl_c() -> None:
@@ -26,4 +31,4 @@ def raise_at_ctrl_c() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    os._exit(INTERRUPTED)
+    os._exit(BY_SIGNAL + number)

@@ -51,6 +51,7 @@ LINKS_PER_ARENA = 4  # no link gets more than its share, a quarter: as the arena
 def check_config(config: Config) -> None:
     """Raises ConfigError naming the settings that do not fit together, their values, and what is allowed."""
     _check_text("", config)
+    _check_users(config)
     _check_model(config)
     _check_engine(config)
     _check_offload(config)
@@ -383,12 +384,19 @@ def _check_ranks(server: ServerConfig) -> None:
         )
 
 
+def _check_users(config: Config) -> None:
+    """Whatever else makes an address wrong is said by whoever opens it. This is asked of every process, since all can show their
+    settings."""
+    addresses = (
+        ("storage.url", config.storage.url, "the environment, or storage.options"),
+        ("tracing.otlp_endpoint", config.tracing.otlp_endpoint, "OTEL_EXPORTER_OTLP_HEADERS in the environment"),
+    )
+    for path, address, where in addresses:
+        if "@" in address.rpartition("://")[2].partition("/")[0]:
+            raise ConfigError(f"{path} may have no user: credentials belong into {where}; it is not repeated here")
+
+
 def _check_offload(config: Config) -> None:
-    # Whatever else makes it wrong is said by whoever opens it. This is asked of every process, since all can show their settings.
-    if "@" in config.storage.url.partition("://")[2].partition("/")[0]:
-        raise ConfigError(
-            "storage.url may have no user: credentials belong into the environment, or storage.options; it is not repeated here"
-        )
     if config.offload.enabled and not config.engine.prefix_cache:
         raise ConfigError(
             "offload.enabled = true and engine.prefix_cache = false: what is offloaded is found again by the prefix cache, so it "

@@ -223,9 +223,9 @@ def _parse(path: str, kind: inspect.Type, value: object, source: str) -> object:
         return msgspec.convert(parsed, _python_type(path))
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         detail = f" ({error})" if isinstance(kind, inspect.VarTupleType) else ""
-        raise ConfigError(
-            f"{_name(path)} = {_show(value)} ({source}): it must be {_allowed(path, kind)}{detail}"
-        ) from error
+        shown = _show_table(value) if isinstance(kind, inspect.DictType) else _show(value)
+        said = f"{_name(path)} = {shown} ({source}): it must be {_allowed(path, kind)}{detail}"
+        raise ConfigError(said) from (None if isinstance(kind, inspect.DictType) else error)
 
 
 def _python_type(path: str) -> Any:
@@ -313,6 +313,14 @@ def _show(value: object) -> str:
     """The value as the operator wrote it, not longer than a line."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return one_line(text if len(text) <= 120 else text[:117] + "...")
+
+
+def _show_table(value: object) -> str:
+    """What its entries are called: any of the values may be a secret."""
+    if not isinstance(value, dict):
+        return f"a {type(value).__name__}, which is not repeated here"
+    kinds = {str(entry): f"a {type(of_entry).__name__}" for entry, of_entry in value.items()}
+    return f"{_show(kinds)}, whose values are not repeated here"
 
 
 def _toml(name: str, value: object) -> str:

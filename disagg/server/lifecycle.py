@@ -164,7 +164,7 @@ class Server:
         logger.info("%s listens on %s, metrics on port %d", self._identity.name, join(host, port), metrics_port)
         keep_loaded()
         self._watch.start()
-        ticker = create_task(self._tick(), name="tick")
+        ticker = create_task(self._tick(health), name="tick")
         supervisor = create_task(self._supervisor.run(health), name="supervise")
         stopped = create_task(self._stop.wait(), name="stop")
         certificates = create_task(self._tls.look_always(), name="certificates")
@@ -384,8 +384,8 @@ class Server:
         identity.worker_pids = ()
         self._links.drop_all(what, intended=intended)
 
-    async def _tick(self) -> None:
-        """Everything that happens because time passes."""
+    async def _tick(self, health: Health) -> None:
+        """Everything that happens because time passes. gRPC's health says what HTTP's does, whatever has changed the state."""
         next_beat_s = 0.0
         while True:
             await asyncio.sleep(TICK_S)
@@ -398,6 +398,7 @@ class Server:
             self._dispatch.tick()
             self._offloading.tick()
             self._export()
+            await health.set_serving(self._identity.state is ServerState.READY)
 
     def _wake_at(self, at_s: float) -> None:
         """Of the dispatch."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from asyncio import create_task
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from disagg.messages.legs import ServerState
 from disagg.server.identity import Identity
 from disagg.server.roles import RoleChanges
 from disagg.server.workers import Workers, WorkersLost
@@ -77,10 +79,11 @@ class Supervisor:
         pause_s = RESTART_FIRST_S
         silent_exits = 0
         while True:
-            up_s, intended = time.monotonic(), False
+            up_s, intended = math.inf, False  # how long it takes to come up, or not to, is no sign of health
             try:
                 await self._server.bring_up()
-                await health.set_serving(True)
+                up_s = time.monotonic()
+                await health.set_serving(self._identity.state is ServerState.READY)  # not if it drains
                 reason, intended = await self._lost_or_empty(health)
             except WorkersLost as error:
                 reason = str(error)

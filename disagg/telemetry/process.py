@@ -59,6 +59,14 @@ def ended_from_outside(status: int) -> bool:
     return status < 0 and -status not in CRASHES
 
 
+def signal_name(number: int) -> str:
+    """Of a signal that ended a process: of most real-time signals Python knows no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def limit_resources(spare_bytes: int, descriptors: int | None = None) -> None:
     """From now on this process can have `spare_bytes` more memory than it has, so many open files, and leaves no core."""
     with open("/proc/self/statm") as statm:

@@ -233,7 +233,8 @@ def read_endpoint(endpoint: str) -> tuple[Literal["grpc", "http"], str, bool]:
         port, host = None, None
     if not host or parts.scheme not in ("grpc", "grpcs", "http", "https") or parts.username or parts.query:
         forms = "HOST:PORT, grpc://HOST:PORT, grpcs://HOST:PORT, http://HOST:PORT or https://HOST:PORT"
-        raise ConfigError(f"tracing.otlp_endpoint = {endpoint!r}: it must be {forms}")
+        shown = endpoint.rpartition("@")[2].partition("?")[0]  # the rest may be a secret
+        raise ConfigError(f"tracing.otlp_endpoint = {shown!r}: it must be {forms}")
     secure = parts.scheme in ("grpcs", "https")
     if parts.scheme.startswith("grpc") or port == GRPC_PORT:
         return "grpc", join(host, port or GRPC_PORT), secure

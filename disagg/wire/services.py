@@ -312,6 +312,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_heal
         health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
     async def set_serving(self, serving: bool) -> None:
+        if serving == self._serving:
+            return
         async with self._changed:
             self._serving = serving
             self._changed.notify_all()

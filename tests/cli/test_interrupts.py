@@ -53,6 +53,17 @@ def test_while_modules_are_imported_it_ends_at_once_and_silently(module: str, co
     assert (done.returncode, done.stderr, done.stdout) == (130, "", "")
 
 
+@pytest.mark.parametrize("command", ["prefill", "router", "up"])
+def test_the_first_process_of_a_container_ends_at_sigterm_while_modules_are_imported(command: str) -> None:
+    """Without a handler the kernel would keep the signal from it, and a pod that is deleted now would live out its grace."""
+    first = AT_IMPORT.replace("os.kill(os.getpid(), signal.SIGINT)", "signal.raise_signal(signal.SIGTERM)")
+    first = first.replace("real = ", "real, os.getpid = ").replace("__import__\n", "__import__, lambda: 1\n", 1)
+    done = subprocess.run(
+        [sys.executable, "-c", first, "msgspec", command], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (143, "", "")
+
+
 def test_a_command_that_is_interrupted_later_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: object) -> int:
         raise KeyboardInterrupt

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from disagg.cli import announce as announcing
 from disagg.cli.announce import Seen, credentials_for, reachable, server_pids, server_states, serves
 from disagg.cli.rundir import PORTS
 from disagg.cli.up import UpOptions, cluster_processes, without_work
@@ -94,6 +96,45 @@ def test_who_serves_again_is_the_process_that_was_started_and_not_the_one_before
     assert not serves("d", 8, seen)
     assert serves("hidden", 3, seen), "whose process a router does not tell"
     assert serves("router", 1, seen) and not serves("router", 1, Seen(False, {}, {}))
+
+
+class _Watched:
+    """Children that run, until all of these are proven."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.unproven = set(names)
+        self.pids = dict.fromkeys(names, 7)
+
+    @property
+    def draining(self) -> bool:
+        return not self.unproven
+
+    def proven(self, name: str) -> None:
+        self.unproven.discard(name)
+
+
+async def test_a_server_that_comes_up_long_after_the_others_has_served_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, *_ = cluster_processes(
+        Config(router=RouterConfig(http_port=0, grpc_port=0)), UpOptions(num_prefill=1, num_decode=2)
+    )
+    states = {"prefill-0": "no-peer", "decode-0": "ready", "decode-1": "loading"}
+    said: list[str] = []
+
+    async def look(cluster: object) -> Seen:
+        return Seen(True, dict(states), {})
+
+    def ready(line: str) -> None:
+        said.append(line)
+        states["decode-1"] = "ready"
+
+    for name in ("POLL_S", "LATE_S", "ALL_READY_S"):
+        monkeypatch.setattr(announcing, name, 0.001)
+    monkeypatch.setattr(announcing._Cluster, "look", look)
+    monkeypatch.setattr(announcing, "result", ready)
+    children = _Watched({"router", *states})
+    async with asyncio.timeout(10):
+        await announcing.announce({"router": router.config}, children)  # type: ignore[arg-type]
+    assert len(said) == 1 and children.draining
 
 
 def test_what_only_mixed_servers_can_have_is_theirs_alone_and_refused_where_there_are_none() -> None:

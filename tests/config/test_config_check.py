@@ -35,6 +35,7 @@ from disagg.config.tree import (
     ServerRole,
     StorageConfig,
     TlsConfig,
+    TracingConfig,
     TransferConfig,
 )
 from disagg.types.errors import ConfigError
@@ -82,6 +83,11 @@ def ref(name: str, address: str) -> ServerRef:
             "offload.enabled = true and engine.prefix_cache = false",
         ),
         (Config(storage=StorageConfig(url="s3://user:secret@bucket/folder")), "storage.url may have no user"),
+        (
+            Config(tracing=TracingConfig(otlp_endpoint="http://me:secret@x:4318")),
+            "tracing.otlp_endpoint may have no user",
+        ),
+        (Config(tracing=TracingConfig(otlp_endpoint="me:secret@x:4317")), "tracing.otlp_endpoint may have no user"),
         (Config(server=ServerConfig(port=5, metrics_port=5)), "server.port and server.metrics_port are both 5"),
         (Config(server=ServerConfig(name="a b")), "no blanks"),
         (Config(auth=AuthConfig(jwt_audience="llm")), "auth.jwt_audience = 'llm': it is looked for in tokens"),

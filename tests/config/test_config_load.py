@@ -267,6 +267,25 @@ def test_what_is_no_flat_table_is_refused(value: object) -> None:
         load_config(None, {"storage.options": value}, {})
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        '{"aws_secret_access_key": "hush", "region": []}',
+        '{"aws_secret_access_key": "hush"',
+        {"aws_secret_access_key": "hush", "region": ["eu-west-1"]},
+        ["hush"],
+    ],
+)
+def test_what_is_wrong_with_a_table_is_said_without_its_values(value: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"storage\.options = .*it must be a table") as raised:
+        load_config(None, {"storage.options": value}, {})
+    file = written(tmp_path, '[storage.options]\naws_secret_access_key = "hush"\n')
+    with pytest.raises(ConfigError, match=r'"aws_secret_access_key": "a str", "region": "a list"') as beside:
+        load_config(file, {"storage.options.region": ["x"]}, {})
+    for error in (raised.value, beside.value):
+        assert "hush" not in str(error) and error.__cause__ is None
+
+
 def test_an_entry_of_what_is_no_table_is_no_setting() -> None:
     with pytest.raises(ConfigError, match="is not a setting"):
         load_config(None, {"storage.url.x": "y"}, {})

@@ -391,6 +391,23 @@ def test_only_routers_peers_and_scrapers_reach_servers(values: Path) -> None:
     assert set(policies) == {each.role for each in processes(rendered("helm-4", values))}
 
 
+@pytest.mark.parametrize("name", ["defaults", "mixed-beside"])
+def test_whoever_may_be_given_another_role_reaches_all_peers_and_is_reached_by_them(name: str) -> None:
+    manifests = rendered("helm-4", HERE / "values" / f"{name}.yaml")
+    servers = {each.role for each in processes(manifests)} - {"router"}
+    for policy in of_kind(manifests, "NetworkPolicy"):
+        if policy["metadata"]["labels"]["disagg/role"] == "router":
+            continue
+        reached_by = [
+            set(expression["values"])
+            for rule in policy["spec"]["ingress"]
+            if "ports" not in rule
+            for peer in rule["from"]
+            for expression in peer["podSelector"]["matchExpressions"]
+        ]
+        assert reached_by == [servers], policy["metadata"]["name"]
+
+
 @matrix
 def test_volumes_and_strategies_of_a_persons_own_are_where_they_say(values: Path) -> None:
     for workload in of_kind(rendered("helm-4", values), "Deployment", "StatefulSet"):

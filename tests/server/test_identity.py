@@ -7,7 +7,9 @@ import logging
 import threading
 from types import SimpleNamespace
 
+import grpc
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from msgspec.structs import replace
 
 from disagg.config.tree import Config
@@ -23,6 +25,7 @@ from disagg.server.workers import WorkersLost
 from disagg.types.errors import ConfigError
 from disagg.types.ids import LegKey
 from disagg.types.sampling import SamplingParams
+from disagg.wire.services import Health
 
 GROUPS = (LayerGroup("full", (0,), 1, 8, "float32"),)
 LOADED = Loaded(0, GROUPS, 10, 100, (2,), 0.5, "a" * 64, {"config.json": "c", "tokenizer.json": "t"})
@@ -131,6 +134,48 @@ class _Health:
         pass
 
 
+async def test_health_over_grpc_is_that_over_http_while_an_operator_has_the_server_drained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, _, _ = ready_server(monkeypatch)
+    made._dispatch.engine = None
+    server = grpc.aio.server()
+    health = Health(server, ())
+    await health.set_serving(True)
+    ticker = asyncio.create_task(made._tick(health))
+
+    async def becomes(status: int, serving: bool) -> None:
+        assert made._health()[0] == status
+        said = HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING
+        async with asyncio.timeout(5):
+            while (await health.Check(HealthCheckRequest(), None)).status != said:  # type: ignore[arg-type]
+                await asyncio.sleep(0.01)
+
+    try:
+        await becomes(200, True)
+        made._asked_to_drain(True)
+        await becomes(503, False)
+        monkeypatch.setattr(made, "bring_up", nothing)  # its workers were lost, and have come up again
+        monkeypatch.setattr(made, "prepare", nothing)
+        waiting = asyncio.Event()
+
+        async def lost_or_empty(health: Health) -> tuple[str, bool]:
+            waiting.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        monkeypatch.setattr(made._supervisor, "_lost_or_empty", lost_or_empty)
+        supervisor = asyncio.create_task(made._supervisor.run(health))
+        await waiting.wait()
+        assert (await health.Check(HealthCheckRequest(), None)).status == HealthCheckResponse.NOT_SERVING  # type: ignore[arg-type]
+        supervisor.cancel()
+        made._asked_to_drain(False)
+        await becomes(200, True)
+    finally:
+        ticker.cancel()
+        await server.stop(None)
+
+
 @pytest.mark.parametrize("fault", [ConfigError("no weights any more"), WorkersLost("files were replaced")])
 async def test_a_model_that_cannot_be_loaded_for_a_while_does_not_end_a_server_that_has_served(
     monkeypatch: pytest.MonkeyPatch, fault: Exception
@@ -166,6 +211,46 @@ async def test_a_model_that_cannot_be_loaded_for_a_while_does_not_end_a_server_t
         await made._supervisor.run(_Health())  # type: ignore[arg-type]
     assert notes[:2] == ["", ""] and str(fault) in notes[2] and str(fault) in notes[3]
     assert made._identity.note == ""  # all is well again
+
+
+@pytest.mark.parametrize(
+    ("lives_s", "pauses"), [(None, [0.2, 0.4, 0.8, 1.6]), (1.0, [0.2, 0.4, 0.8, 1.6]), (60.0, [0.2] * 4)]
+)
+async def test_workers_that_fail_again_and_again_wait_longer_however_long_they_load(
+    monkeypatch: pytest.MonkeyPatch, lives_s: float | None, pauses: list[float]
+) -> None:
+    """lives_s: from when they are up; None: they never are."""
+    made, _, _ = ready_server(monkeypatch)
+    now_s, slept = [0.0], []
+
+    class _Group:
+        silent_exit = ""
+
+        async def wait_lost(self) -> str:
+            now_s[0] += lives_s or 0.0
+            return "rank 0 was killed by SIGKILL"
+
+    async def bring_up() -> None:
+        now_s[0] += 100.0
+        if lives_s is None:
+            raise WorkersLost("no memory left")
+        made._workers = _Group()  # type: ignore[assignment]
+
+    async def take_down(reason: str, *, another_role: bool, intended: bool) -> None:
+        made._workers = None
+
+    async def sleep(delay_s: float) -> None:
+        slept.append(delay_s)
+        if len(slept) == len(pauses):
+            raise _Over
+
+    monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(supervision, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    for name, value in (("prepare", nothing), ("bring_up", bring_up), ("take_down", take_down)):
+        monkeypatch.setattr(made, name, value)
+    with pytest.raises(_Over):
+        await made._supervisor.run(_Health())  # type: ignore[arg-type]
+    assert slept == pytest.approx(pauses)
 
 
 async def test_a_model_that_cannot_be_loaded_at_first_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

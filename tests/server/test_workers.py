@@ -59,6 +59,13 @@ def with_a_nul(directory: Path) -> tuple[str, ...]:
     return ("a\0b",)
 
 
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (40, "signal 40")])
+async def test_a_rank_is_lost_at_once_whichever_signal_ended_it(number: int, name: str) -> None:
+    async with workers_of(60.0) as workers:
+        workers._processes[0].send_signal(number)
+        assert await asyncio.wait_for(workers.wait_lost(), 30.0) == f"rank 0 was killed by {name}"
+
+
 @pytest.mark.parametrize("made", [no_such_program, a_directory, no_executable, no_program, with_a_nul])
 async def test_a_command_that_cannot_be_run_is_a_configuration_error(
     tmp_path: Path, made: Callable[[Path], tuple[str, ...]]
