@@ -246,7 +246,8 @@ class Loads:
         for op in self._copy_acks.report(rank, report.last):
             load = self._copies.pop(op)
             for g, page_no, page in load.gpu:
-                self._memory.keep(g, load.hashes[page_no], page)
+                if load.hashes[page_no] not in self._distrusted:
+                    self._memory.keep(g, load.hashes[page_no], page)
             for page_no in range(load.point - load.gain, load.point):
                 load.brought["storage" if page_no in load.from_storage else "host"] += self._page_tokens
             self.tokens.update(load.brought)

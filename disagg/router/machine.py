@@ -134,8 +134,8 @@ class RequestMachine:
     def facts(self) -> RequestFacts:
         unfinished, prompt = self.table.unfinished(), len(self.prompt_token_ids)
         return RequestFacts(
-            prefill_tokens=prompt + max((len(self.table.token_ids(choice)) for choice in unfinished), default=0),
-            total_tokens=prompt + max(1, self.params.max_tokens),
+            prefill_tokens=prompt + (outputs := max((len(self.table.token_ids(c)) for c in unfinished), default=0)),
+            total_tokens=prompt + max(outputs + 1, self.params.max_tokens),
             choices=max(1, len(unfinished)),
             serial=self.asked.serial,
             weights=self.weights,
@@ -345,8 +345,8 @@ class RequestMachine:
     def _wait_again(self, cause: str, reason: str, delay_s: float = 0.0, source: PeerRef | None = None) -> Instruction:
         assert self.pair is not None
         self.phase = Phase.WAITING
-        self._cause = cause
-        self._waiting_for = reason
+        self._cause, self._waiting_for = cause, reason
+        self.params = self.asked.params  # where as many are wanted as fit, the next pair says how many
         if source is not None:
             return NeedPair(None, frozenset((source.name,)), delay_s, cause, reason, source)
         avoid = frozenset(ref.name for ref in (self.pair.prefill, self.pair.decode) if ref != self._landed_at)

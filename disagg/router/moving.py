@@ -15,13 +15,14 @@ from disagg.router.view import ClusterView, ServerView
 
 MOVES_AT_ONCE = 8  # answers that stand still, of each server that drains
 AHEAD_TOKENS = 512  # of output that an answer must have room for where it goes on: engine.lookahead_tokens, by default
+MANY_TOKENS = 1 << 31  # as many as fit
 PART_TOKENS = 32  # of a choice, for pages that are full in part
 
 
 def tokens_of(machine: RequestMachine) -> int:
     """That what is unfinished of a request comes to where it goes on, as far as is looked ahead."""
     outputs = [len(machine.table.token_ids(choice)) for choice in machine.table.unfinished()]
-    most = machine.params.max_tokens
+    most = machine.params.max_tokens or MANY_TOKENS
     return len(machine.prompt_token_ids) + sum(min(most, each + AHEAD_TOKENS) + PART_TOKENS for each in outputs)
 
 

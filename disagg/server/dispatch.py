@@ -133,6 +133,8 @@ class Dispatch:
         self.engine: AnyEngine | None = None
         self._workers: Workers | None = None
         self._store: StorePort | None = None
+        self._doing = False
+        self._lease_ends: list[tuple[int, str]] = []  # that came while something was done: routers, and why
 
     def attach(self, engine: AnyEngine, workers: Workers, store: StorePort | None = None) -> None:
         """An incarnation's workers are up. store: of an engine that has storage."""
@@ -185,7 +187,10 @@ class Dispatch:
                 self.links.pod_gone(message.pod)
 
     def lease_end(self, router: int, reason: str) -> None:
-        if self.engine is not None:
+        """Also while a router is told something that is too much for it: then what is being done goes first."""
+        if self._doing:
+            self._lease_ends.append((router, reason))
+        elif self.engine is not None:
             self._do(self.engine.end_router(router, reason))
 
     def step_done(self, result: StepResult) -> None:
@@ -269,10 +274,26 @@ class Dispatch:
         engine, workers = self.engine, self._workers
         if engine is None or workers is None:
             return
+        outer, self._doing = self._doing, True
+        try:
+            drops = self._carry_out([*instructions, *engine.schedule(self._clock())], workers)
+            if step or not engine.computing:
+                self.routers.flush()
+        finally:
+            self._doing = outer
+        if engine.due_s is not None:
+            self._wake_at(engine.due_s)
+        for drop in drops:
+            self.links.drop(drop.link, drop.reason)
+        while self._lease_ends and not self._doing:
+            self.lease_end(*self._lease_ends.pop(0))
+
+    def _carry_out(self, instructions: list[Instruction], workers: Workers) -> list[DropLink]:
+        """In their order. Links that are to be dropped when all is done."""
         commands: dict[int, list[TransferCommand | TierCommand]] = {}
         asked: list[StoreCommand] = []
         drops: list[DropLink] = []
-        for instruction in [*instructions, *engine.schedule(self._clock())]:
+        for instruction in instructions:
             match instruction:
                 case ToWorkers():
                     workers.publish(instruction.plan)
@@ -301,12 +322,7 @@ class Dispatch:
             for command in asked:
                 self._store.do(command)
         self.links.flush()
-        if step or not engine.computing:
-            self.routers.flush()
-        if engine.due_s is not None:
-            self._wake_at(engine.due_s)
-        for drop in drops:
-            self.links.drop(drop.link, drop.reason)
+        return drops
 
     def _tell(self, instruction: ToRouter) -> None:
         message = instruction.message

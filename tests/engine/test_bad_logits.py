@@ -11,9 +11,10 @@ from disagg.messages.layout import LayerGroup
 from disagg.messages.legs import Outcome, StartLeg
 from disagg.messages.pieces import Piece
 from disagg.messages.plan import NO_TOKEN, SampledToken
-from disagg.messages.tiers import CopyOut, PartsRead
+from disagg.messages.tiers import CopiedIn, CopyIn, CopyOut, PartsRead
 from disagg.messages.transfer import SendsDropped, Unbound
 from disagg.offload.instructions import Ask, Fetch, StoreFound
+from disagg.offload.rates import MOST_WAIT_S
 from tests.engine.lone_engine import (
     FULL,
     LINK,
@@ -28,7 +29,7 @@ from tests.engine.lone_engine import (
     start,
     to_transfer,
 )
-from tests.engine.test_lone_offload import done, loaded, store_commands
+from tests.engine.test_lone_offload import PAGES, done, loaded, store_commands, with_a_prompt_on_the_host
 from tests.engine.test_mixed import WIDE, Mixed, leg
 
 GROUPS = pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (FULL, STATE)])
@@ -129,3 +130,21 @@ def test_decode_keeps_nothing_of_what_prefill_gives_up_unless_nobody_wants_it_an
     decode.link(m.Withdraw(leg.key, "for a reason", aborted))
     decode.event(Unbound(leg.key))
     assert (decode.cached(0), decode.cached(1)) == ((2, 1) if aborted else (0, 0))
+
+
+def test_what_is_on_its_way_from_the_host_when_it_fails_is_not_kept_either() -> None:
+    """Nobody waits for it any more: it took so long that the prompt was computed meanwhile."""
+    prefill = with_a_prompt_on_the_host()
+    large = start("large", 4 * 8, first_token=500)
+    prefill.start(large)
+    prefill.compute_all()
+    done(prefill, large)
+    (copy,) = (each for each in to_transfer(prefill.start(start("fails", 4 * PAGES + 1))) if isinstance(each, CopyIn))
+    prefill.now_s = 2 * MOST_WAIT_S
+    prefill.do(prefill.engine.tick(prefill.now))
+    while not (plan := prefill.unreported[0]).runs or not plan.runs[-1].sample:
+        prefill.compute()
+    assert outcomes(prefill.step(plan.plan_no, SampledToken(plan.runs[-1].seq_id, 0, NO_TOKEN)))
+    left = set(prefill.known)
+    prefill.do(prefill.engine.tier_event(0, CopiedIn(copy.op, 0, 0.0), prefill.now))
+    assert prefill.known == left

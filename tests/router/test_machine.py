@@ -94,6 +94,19 @@ def test_as_many_as_fit_is_filled_in_by_the_first_pair() -> None:
     assert m.facts.total_tokens == 90
 
 
+def test_as_many_as_fit_is_filled_in_anew_where_servers_that_are_left_hold_less() -> None:
+    """Else it waited for its deadline, though its client had named no limit."""
+    m = machine(max_tokens=0)
+    m.handle(r.PairPicked(pair(), 0.0))
+    tokens(m, "d0", 0, 0, 5, 6)
+    assert m.facts.total_tokens == 90, "where it runs, and may be moved from"
+    lost(m, "d0")
+    assert (m.facts.prefill_tokens, m.facts.total_tokens) == (5, 6), "a token more than it has"
+    smaller = replace(pair("p1", "d1"), max_total_tokens=50)
+    legs = starts(m.handle(r.PairPicked(smaller, 0.0)))
+    assert [leg.params.max_tokens for _, leg in legs] == [47, 47] and m.facts.total_tokens == 50
+
+
 def test_a_request_finishes_when_both_servers_have_said_their_last_word() -> None:
     m = running()
     assert [type(i) for i in tokens(m, "p0", 0, 0, 5)] == [r.Emit]
