@@ -37,7 +37,6 @@ from disagg.cli.supervise import (
     Terminate,
     Tick,
 )
-from disagg.telemetry.process import signal_name
 from disagg.types.status import CANNOT_START
 
 TICK_S = 0.1
@@ -66,11 +65,6 @@ class Reports(Protocol):
     def gave_up(self, spec: ChildSpec) -> None: ...
 
     def draining(self) -> None: ...
-
-
-def describe_status(status: int) -> str:
-    """ "exited with status 1", or "was killed by SIGSEGV"."""
-    return f"exited with status {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
 
 
 class _Process:

@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from disagg.cli.announce import announce
-from disagg.cli.children import Children, ChildSpec, describe_status
+from disagg.cli.children import Children, ChildSpec
 from disagg.cli.logecho import shown
 from disagg.cli.logfiles import RotatedFile
 from disagg.cli.logpump import LogPump
@@ -33,7 +33,7 @@ from disagg.server.device import choose_device, count_gpus
 from disagg.telemetry.line_writer import LineWriter, Target
 from disagg.telemetry.logs import notice_of
 from disagg.telemetry.loop import LoopWatch
-from disagg.telemetry.process import ending_signals, raise_descriptor_limit
+from disagg.telemetry.process import describe_status, ending_signals, raise_descriptor_limit
 from disagg.telemetry.record_files import require_pyarrow
 from disagg.types.addresses import join
 from disagg.types.errors import ConfigError

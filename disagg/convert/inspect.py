@@ -97,9 +97,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     weight_bytes: int
     num_parameters: int  # as stored: tied weights count once
     sliding_window: int | None  # None where every layer sees everything
-    layer_types: tuple[
-        str, ...
-    ]  # one per layer: "full_attention", "sliding_attention", "mamba", or what config.json says
+    layer_types: tuple[str, ...]  # one per layer: full_attention, sliding_attention, mamba, or what config.json says
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     tie_word_embeddings: bool

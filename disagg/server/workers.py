@@ -49,7 +49,7 @@ from disagg.messages.transfer import Beat, CommandFrame, TransferCommand, Transf
 from disagg.server.pids import is_stopped
 from disagg.server.ucx_log import log_last_words
 from disagg.telemetry.held_dirs import HeldDir, remove_abandoned
-from disagg.telemetry.process import signal_name
+from disagg.telemetry.process import describe_status
 from disagg.types.errors import ConfigError, DisaggError
 from disagg.types.plain import one_line
 
@@ -223,7 +223,7 @@ class Workers:
     def _exited_with(self, rank: int, status: int) -> None:
         if status < 0:
             log_last_words(self._directory, rank)
-        how = f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
+        how = describe_status(status)
         if status >= 0 and not self._heard and not self._lost.done():
             self._silent_exit = f"rank {rank} {how}"
         self._lose(f"rank {rank} {how}")

@@ -59,12 +59,14 @@ def ended_from_outside(status: int) -> bool:
     return status < 0 and -status not in CRASHES
 
 
-def signal_name(number: int) -> str:
-    """Of a signal that ended a process: of most real-time signals Python knows no name."""
+def describe_status(status: int) -> str:
+    """ "exited with status 1", or "was killed by SIGSEGV". Of most real-time signals Python knows no name."""
+    if status >= 0:
+        return f"exited with status {status}"
     try:
-        return signal.Signals(number).name
+        return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
-        return f"signal {number}"
+        return f"was killed by signal {-status}"
 
 
 def limit_resources(spare_bytes: int, descriptors: int | None = None) -> None:

@@ -9,11 +9,12 @@ import signal
 import sys
 from pathlib import Path
 
-from disagg.cli.children import Children, ChildSpec, describe_status
+from disagg.cli.children import Children, ChildSpec
 from disagg.cli.logpump import LogPump
 from disagg.cli.supervise import Limits
 from disagg.cli.up import log_files
 from disagg.config.tree import LogConfig
+from disagg.telemetry.process import describe_status
 
 
 class Printed:

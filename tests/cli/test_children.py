@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from disagg.cli.children import Children, ChildSpec, describe_status
+from disagg.cli.children import Children, ChildSpec
 from disagg.cli.supervise import Limits
+from disagg.telemetry.process import describe_status
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0

@@ -208,20 +208,24 @@ def test_a_younger_one_gives_way_to_an_older_one_that_has_been_parked_for_long()
 # ---- tenants
 
 
-def test_grants_go_to_tenants_in_turns() -> None:
-    decode = Decode(facts(num_large=400, max_slots=1, max_waiting=100))
-    legs = [leg(f"a{i}", 8, tenant="a", first_token=10 * i + 1) for i in range(20)]
-    legs.append(leg("b", 8, tenant="b", first_token=500))
+def granted_in_turn(decode: Decode, legs: list[StartLeg]) -> list[str]:
+    """Who gets the only slot, in order, of legs that are announced together: each as soon as the one before has ended."""
     out = [instruction for each in legs for instruction in decode.announced(each)]
     order: list[str] = []
     while binds(out) != order:
         (name,) = binds(out)[len(order) :]
         order.append(name)
         granted = next(each for each in legs if each.key.request_id == name)
-        out += (
-            decode.arrived(granted, decode.bound(granted)) + decode.event(Unbound(granted.key)) + decode.compute_all()
-        )
-        decode.link(m.Drained(granted.key))
+        out += decode.arrived(granted, decode.bound(granted)) + decode.event(Unbound(granted.key))
+        out += decode.compute_all() + decode.link(m.Drained(granted.key))
+    return order
+
+
+def test_grants_go_to_tenants_in_turns() -> None:
+    decode = Decode(facts(num_large=400, max_slots=1, max_waiting=100))
+    legs = [leg(f"a{i}", 8, tenant="a", first_token=10 * i + 1) for i in range(20)]
+    legs.append(leg("b", 8, tenant="b", first_token=500))
+    order = granted_in_turn(decode, legs)
     assert order[0] == "a0" and "b" in order[:3], "not after all that another has asked for"
     assert [name for name in order if name != "b"] == [f"a{i}" for i in range(20)], "each tenant's in their order"
 
@@ -232,15 +236,7 @@ def test_an_answer_that_comes_from_another_server_goes_before_all_that_has_not_b
     legs = [leg("first", 8, tenant="a")]
     legs += [leg(f"b{i}", 8, tenant="b", first_token=10 * i + 100) for i in range(3)]
     legs += [replace(leg(f"moved{i}", 8, tenant="a", first_token=10 * i + 500), moved=True) for i in range(2)]
-    out = [instruction for each in legs for instruction in decode.announced(each)]
-    order: list[str] = []
-    while binds(out) != order:
-        (name,) = binds(out)[len(order) :]
-        order.append(name)
-        granted = next(each for each in legs if each.key.request_id == name)
-        out += decode.arrived(granted, decode.bound(granted)) + decode.event(Unbound(granted.key))
-        out += decode.compute_all() + decode.link(m.Drained(granted.key))
-    assert order == ["first", "moved0", "moved1", "b0", "b1", "b2"]
+    assert granted_in_turn(decode, legs) == ["first", "moved0", "moved1", "b0", "b1", "b2"]
 
 
 def test_a_router_that_names_no_tenant_is_one() -> None:

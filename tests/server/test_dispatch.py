@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from disagg.bench.engine.offline import NoLinks
 from disagg.engine.now import Now
-from disagg.messages.legs import KvEvents, LegTokens, PeerRef, ServerMessage, Tier
-from disagg.messages.link import LinkMessage
+from disagg.messages.legs import KvEvents, LegTokens, ServerMessage, Tier
 from disagg.messages.plan import SampledToken, WorkerPlan
 from disagg.messages.sequence_diff import KnownSequences
 from disagg.messages.tiers import TierCommand
@@ -49,15 +49,6 @@ class NarrowRouters:
 
     def publish(self, tier: Tier, events: KvEvents) -> None: ...
     def flush(self) -> None: ...
-
-
-class NoLinks:
-    def send(self, number: int, message: LinkMessage) -> None: ...
-    def flush(self) -> None: ...
-    def dial(self, peer: PeerRef) -> None: ...
-    def drop(self, number: int, reason: str) -> None: ...
-    def pod_gone(self, pod: str) -> None: ...
-    def forget(self, number: int) -> None: ...
 
 
 def test_plans_go_out_in_order_where_a_router_loses_its_lease_by_what_it_is_told() -> None:

@@ -87,7 +87,7 @@ class _Asker:
         self.changed.set()
 
 
-class _NoLinks:
+class NoLinks:
     """A mixed server that is asked for whole requests has none."""
 
     def send(self, number: int, message: LinkMessage) -> None: ...
@@ -129,7 +129,7 @@ class Offline:
         server = self._config.server
         ranks = server.tp * server.pp
         self._dispatch = dispatch = Dispatch(NAME, ranks, _now, lambda start: "")
-        dispatch.routers, dispatch.links = self._asker, _NoLinks()
+        dispatch.routers, dispatch.links = self._asker, NoLinks()
         self._workers = workers = Workers(
             NAME, self._config.worker, self._config.log, ranks, dispatch.step_done, dispatch.transfer_event
         )

@@ -56,7 +56,7 @@ class Grants:
         assert link is not None
         transfer.turn = Turn(leg.tenant, lambda now: self._try(transfer, now), transfer)
         cost = leg.num_tokens + self._choices.cost(leg.start)
-        self._turns.queue_of(transfer.leg.start).append(leg.tenant, transfer.turn, cost, leg.start.priority)
+        self._turns.queue_of(leg.start).append(leg.tenant, transfer.turn, cost, leg.start.priority)
         self._waiting[link] = self._waiting.get(link, 0) + 1
 
     def leave(self, transfer: Receiving, cost: float | None = None) -> None:
@@ -98,7 +98,7 @@ class Grants:
         if not self._brought_back(transfer, now):
             return Begins.NOT_NOW
         # Tenants that wait leave each other their parts of the free slots; what is left over goes choice by choice.
-        tenants = self._turns.queue_of(transfer.leg.start).num_tenants
+        tenants = self._turns.queue_of(leg.start).num_tenants
         choices = max(1, min(len(leg.start.choices), self._turns.slots_for_more // tenants))
         choices = self._lookahead.most_choices(choices, leg.num_tokens, self._choices.total_tokens(leg.start))
         pages = self._receive(transfer, choices)
