@@ -56,6 +56,15 @@ def decoded_tokens(cluster: Cluster, name: str) -> float:
     return cluster.metrics(name)["disagg_decode_tokens_total"]
 
 
+def decoded_before(cluster: Cluster, name: str) -> float:
+    """All that it has decoded, once it has nothing to do. Servers say both by their beats, so what an answer that has ended
+    had last comes later than its end, and would count for one that has not begun."""
+    cluster.wait(
+        lambda: not (at := cluster.server(name))["running"] and not at["waiting"], 120, f"the end of work on {name}"
+    )
+    return decoded_tokens(cluster, name)
+
+
 def wait_begun(cluster: Cluster, name: str, decoded: float) -> None:
     """Until at least two choices are at work there, and answers have begun. decoded: its tokens before."""
     cluster.wait(lambda: cluster.server(name)["running"] >= 2, 120, f"work on {name}")
@@ -75,7 +84,7 @@ def test_answers_move_from_a_server_that_drains_with_nothing_computed_again(mode
             return cluster.complete(max_tokens=OUTPUTS, ignore_eos=True, **request).token_ids
 
         def all_at_work(name: str) -> list[Future[list[list[int]]]]:
-            decoded = decoded_tokens(cluster, name)
+            decoded = decoded_before(cluster, name)
             answers = [pool.submit(ask, request) for request in requests]
             wait_begun(cluster, name, decoded)
             return answers
@@ -137,7 +146,7 @@ def test_answers_move_between_servers_of_two_tp_sizes(tps: tuple[int, int], tmp_
         undisturbed = list(pool.map(ask, requests))  # on decode-1 alone
         drain(cluster, "decode-0", "--undo")
         cluster.wait_healthy()
-        decoded = decoded_tokens(cluster, "decode-0")
+        decoded = decoded_before(cluster, "decode-0")
         answers = [pool.submit(ask, request) for request in requests]
         wait_begun(cluster, "decode-0", decoded)
         drain(cluster, "decode-0", "--wait")
