@@ -26,18 +26,20 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.gpu_cluster import make_model
-from disagg.bench.report.merge import merge
+from disagg.bench.report.merge import Answer, merge
 from disagg.bench.report.read import read_records
 from tests.cluster.cluster import CLI, Cluster
 
 SHAPE = {"vocab": 1024, "hidden": 256, "mlp": 512, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 64}
 RUN_S = 600.0
 WRITTEN_S = 60.0
+QUIET_S = 12.0  # more than twice what servers wait for between two files
 TIMES = ("ttft_s", "itl_s")
 SEEDS = 5  # of the noise that is drawn; the median counts
 SHARES = ("mean", "p50", "p90", "p99")
@@ -67,19 +69,36 @@ def serve(cluster: Cluster, kept: Path, *flags: str) -> dict[str, Any]:
     return found
 
 
-def recorded(records: Path, into: Path, answered_before: int, requests: int, cluster: Cluster) -> float:
-    """Copies what was recorded once all requests are in it; the servers' own median TTFT of the last ones."""
+def completed(records: Path) -> list[Answer]:
+    """In order of arrival; none where a file is just being written, or there is none yet."""
+    with contextlib.suppress(Exception):
+        return [answer for answer in merge(read_records(records).requests.to_pylist()) if answer.completed]
+    return []
+
+
+def settled(records: Path) -> set[str]:
+    """Names of the files of what was before, once nothing is added to them any more."""
+    names = {path.name for path in records.glob("*.parquet")}
+    deadline = time.monotonic() + WRITTEN_S
+    while time.monotonic() < deadline:
+        time.sleep(QUIET_S)
+        before, names = names, {path.name for path in records.glob("*.parquet")}
+        if before == names:
+            break
+    return names
+
+
+def recorded(records: Path, into: Path, old: set[str], requests: int, cluster: Cluster) -> float:
+    """Copies what was recorded beside the old files once all requests are in it; the servers' own median TTFT of them."""
 
     def written() -> bool:
-        with contextlib.suppress(Exception):  # a file that is being written, or none yet
-            answers = merge(read_records(records).requests.to_pylist())
-            return sum(answer.completed for answer in answers) >= answered_before + requests
-        return False
+        shutil.rmtree(into, ignore_errors=True)
+        with contextlib.suppress(OSError):  # of a file that is being written, and gets its name at last
+            shutil.copytree(records, into, ignore=lambda _, names: old.intersection(names))
+        return len(completed(into)) >= requests
 
     cluster.wait(written, WRITTEN_S, "the records of all requests")
-    shutil.copytree(records, into)
-    answers = merge(read_records(into).requests.to_pylist())
-    return statistics.median(a.ttft_s for a in answers[-requests:] if a.ttft_s is not None)
+    return statistics.median(a.ttft_s for a in completed(into) if a.ttft_s is not None)
 
 
 def predict(trace: Path, records: Path, router_ms: float, slo: str) -> dict[str, Any]:
@@ -97,10 +116,9 @@ def predict(trace: Path, records: Path, router_ms: float, slo: str) -> dict[str,
 def run_recorded(cluster: Cluster, folder: Path, name: str, trace: Path, *flags: str) -> tuple[dict[str, Any], float]:
     """(what clients saw of a trace, by how many ms later than servers say); its records are in folder/name."""
     records, requests = folder.parent / "records", len(trace.read_text().splitlines())
-    before = len(merge(read_records(records).requests.to_pylist())) if any(records.glob("requests*")) else 0
+    old = settled(records)
     seen = serve(cluster, folder / f"{name}.json", "--trace", str(trace), *flags)
-    own_s = recorded(records, folder / name, before, requests, cluster)
-    newest(folder / name)
+    own_s = recorded(records, folder / name, old, requests, cluster)
     return seen, max(0.0, 1e3 * (seen["ttft_s"]["p50"] - own_s))
 
 
@@ -132,16 +150,6 @@ def one_round(cluster: Cluster, folder: Path, number: int, options: argparse.Nam
             flush=True,
         )
     return out
-
-
-def newest(records: Path) -> None:
-    """Leaves only what servers recorded since the last time."""
-    seen = records.parent.parent / "seen.txt"
-    old = set(seen.read_text().split()) if seen.is_file() else set()
-    names = {path.name for path in records.glob("*.parquet")}
-    seen.write_text("\n".join(old | names))
-    for name in names & old:
-        (records / name).unlink()
 
 
 def show(rounds: Sequence[dict[str, tuple[float, ...]]]) -> None:

@@ -82,9 +82,14 @@ class ForgetEntry(Struct, frozen=True, tag="forget_entry"):
 
 
 class Unbind(Struct, frozen=True, tag="unbind"):
-    """Scatter nothing more into this leg's pages; answered by Unbound, after which they may be reused."""
+    """Scatter nothing more into this leg's pages; answered by Unbound, after which they may be reused.
+
+    blank: what has landed is not trusted, though it is what was sent, and must not stay: it may be no numbers, which attention
+    must not read even with weight zero.
+    """
 
     key: LegKey
+    blank: bool = False
 
 
 class PeerAdded(Struct, frozen=True, tag="peer_added"):

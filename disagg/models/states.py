@@ -53,6 +53,10 @@ STATE_MODULES = MAMBA1_MODULES | {
 # A Mamba-2 layer does not see a token whose time step is that short.
 NEGLIGIBLE_TIME_STEP = 1e-8
 
+# transformers limits their time steps to `time_step_min`, of which its initial values are made, where it computes several
+# tokens, and not where it computes one. Their publisher's own code limits them to `time_step_limit`, and so do other servers.
+_LIMITED_BY_CONFIG = frozenset({"NemotronHMamba2Mixer"})
+
 # What modules call the cache that they are given; and all that they may be given.
 _CACHE_ARGUMENTS = frozenset({"cache_params", "past_key_values"})
 _ARGUMENTS = _CACHE_ARGUMENTS | {"hidden_states", "attention_mask"}
@@ -89,8 +93,11 @@ def attach(module: torch.nn.Module) -> None:
 
     Raises ConfigError for one that would not compute the same in chunks as at once.
     """
+    limit = getattr(getattr(module, "config", None), "time_step_limit", None)
     for part in module.modules():
         if type(part).__name__ in STATE_MODULES:
+            if type(part).__name__ in _LIMITED_BY_CONFIG and limit is not None:
+                part.time_step_limit = tuple(limit)
             least, most = getattr(part, "time_step_limit", None) or (0.0, math.inf)
             if least > NEGLIGIBLE_TIME_STEP or most < math.inf:
                 raise ConfigError(

@@ -145,6 +145,10 @@ class Coverage:
         """What of the due rectangles has not landed, rectangle by rectangle."""
         return tuple(hole for piece in due for hole in self._holes(piece))
 
+    def tokens(self, group: int) -> tuple[tuple[int, int], ...]:
+        """Spans of tokens of which something has landed, in any layer; they may overlap."""
+        return tuple(span for band in self._bands.get(group, []) for span in band.spans)
+
     def complete(self, due: Iterable[Piece]) -> bool:
         """True when every due cell has landed."""
         return not any(self._holes(piece) for piece in due)

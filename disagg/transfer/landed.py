@@ -70,6 +70,18 @@ class LandedRows:
         else:
             self._spoiled.append(rows)
 
+    def pages(self, groups: Sequence[LayerGroup], page_tokens: int) -> dict[int, tuple[int, ...]]:
+        """Page numbers, by attention group, into which anything was written."""
+        written: dict[int, set[int]] = {}
+        for g, group in enumerate(groups):
+            spans = [span for landed in self._landed.values() for span in landed.tokens(g)]
+            spans += [
+                (rows.piece.token_start, rows.piece.token_stop) for rows in self._spoiled if rows.piece.group == g
+            ]
+            for start, stop in () if group.is_state else spans:
+                written.setdefault(g, set()).update(range(start // page_tokens, ceil_div(stop, page_tokens)))
+        return {group: tuple(sorted(pages)) for group, pages in written.items()}
+
     def spoiled_pages(self, groups: Sequence[LayerGroup], page_tokens: int) -> dict[int, tuple[int, ...]]:
         """Page numbers, by attention group, in which bytes that never verified may be left.
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from disagg.messages.transfer import Bind, Bound, ExpectPiece, Landing, TransferEvent, Unbound
+from disagg.messages.transfer import Bind, Bound, ExpectPiece, Landing, TransferEvent, Unbind, Unbound
 from disagg.models.pool import Pool
 from disagg.staging.checksum import checksum
 from disagg.staging.identity import identity_seed
@@ -56,6 +56,7 @@ class _Leg:
     tables: tuple[_BoundPages, ...]  # by layer group
     binding: list[Move] = field(default_factory=list)  # makes its pages blank before anything lands
     rows: LandedRows = field(default_factory=LandedRows)
+    distrusted: bool = False  # nothing that has landed may stay
     blanking: list[Move] = field(default_factory=list)  # makes pages blank that were spoiled, before they go back
 
     @property
@@ -138,8 +139,9 @@ class Receiver:
         self._binding.append(leg)
         self.advance()
 
-    def unbind(self, key: LegKey) -> None:
+    def unbind(self, request: Unbind) -> None:
         """Unbound is reported when nothing is under way in the leg's pages, and nothing is left in them that is wrong."""
+        key = request.key
         for entry_id in [e for e, expected in self._expected.items() if expected.slice.key == key]:
             self._abandoned[entry_id] = self._expected.pop(entry_id)
             self._prepared.pop(entry_id, None)
@@ -151,6 +153,7 @@ class Receiver:
         if leg is None:
             self._events.append(Unbound(key))
         else:
+            leg.distrusted = request.blank
             self._unbinding.append(leg)
             self.advance()
 
@@ -323,8 +326,9 @@ class Receiver:
         return progress
 
     def _blank_spoiled(self, leg: _Leg) -> None:
-        """Pages go back without bytes that never verified."""
-        for group, page_nos in leg.rows.spoiled_pages(self._pool.groups, self._pool.page_tokens).items():
+        """Pages go back without bytes that never verified, or that are not trusted."""
+        spoiled = leg.rows.pages if leg.distrusted else leg.rows.spoiled_pages
+        for group, page_nos in spoiled(self._pool.groups, self._pool.page_tokens).items():
             table = leg.tables[group]
             pages = self._mover.pages([table.ids[page_no - table.first] for page_no in page_nos])
             leg.blanking.append(self._mover.zero(self._pool.views[group].bytes, pages))

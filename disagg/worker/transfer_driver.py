@@ -179,7 +179,7 @@ class TransferDriver:
                 self.turn()  # its notification may have been here for long, on a machine that is busy with other things
                 self._receiver.forget(request.entry_id)
             case Unbind():
-                self._receiver.unbind(request.key)
+                self._receiver.unbind(request)
                 self._linger()
         self._moved_s = time.monotonic()
         self.waits_for_plans = self._sender.queued > 0

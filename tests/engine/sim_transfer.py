@@ -158,7 +158,7 @@ class SimTransfer:
                 if lost is not None:
                     self._landing(lost, "lost")
             case Unbind():
-                self._unbind(command.key)
+                self._unbind(command.key, blank=command.blank)
 
     def _remove_peer(self, link: int) -> None:
         self._peers = {peer for peer in self._peers if peer[0] != link}
@@ -174,13 +174,14 @@ class SimTransfer:
         self._unsure.discard(link)
         self.events.append(PeerRemoved(link, clean))
 
-    def _unbind(self, key: LegKey) -> None:
+    def _unbind(self, key: LegKey, *, blank: bool) -> None:
         for entry_id in [e for e, expected in self.expected.items() if expected.slice.key == key]:
             self._abandoned[entry_id] = self.expected.pop(entry_id)
         leg = self.bound.pop(key, None)
-        if leg is not None:  # pages go back without bytes that never verified
+        if leg is not None:  # pages go back without bytes that never verified, or that are not trusted
+            spoiled = leg.rows.pages if blank else leg.rows.spoiled_pages
             groups, page_tokens = self._facts.model.groups, self._facts.memory.page_tokens
-            for g, page_nos in leg.rows.spoiled_pages(groups, page_tokens).items():
+            for g, page_nos in spoiled(groups, page_tokens).items():
                 for page_no in page_nos:
                     self._pages.blank(g, leg.tables[g].pages[page_no - leg.tables[g].first])
         self.events.append(Unbound(key))

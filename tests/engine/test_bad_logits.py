@@ -12,7 +12,7 @@ from disagg.messages.legs import Outcome, StartLeg
 from disagg.messages.pieces import Piece
 from disagg.messages.plan import NO_TOKEN, SampledToken
 from disagg.messages.tiers import CopiedIn, CopyIn, CopyOut, PartsRead
-from disagg.messages.transfer import SendsDropped, Unbound
+from disagg.messages.transfer import SendsDropped, Unbind, Unbound
 from disagg.offload.instructions import Ask, Fetch, StoreFound
 from disagg.offload.rates import MOST_WAIT_S
 from tests.engine.lone_engine import (
@@ -127,7 +127,8 @@ def test_decode_keeps_nothing_of_what_prefill_gives_up_unless_nobody_wants_it_an
     decode.granted(leg)
     for expect in decode.offer(leg, Piece(0, 0, 2, 0, 8), Piece(1, 0, 1, 1, 2)):
         decode.land(expect)
-    decode.link(m.Withdraw(leg.key, "for a reason", aborted))
+    out = decode.link(m.Withdraw(leg.key, "for a reason", aborted))
+    assert Unbind(leg.key, blank=not aborted) in to_transfer(out)
     decode.event(Unbound(leg.key))
     assert (decode.cached(0), decode.cached(1)) == ((2, 1) if aborted else (0, 0))
 

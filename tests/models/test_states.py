@@ -225,6 +225,26 @@ def test_a_limit_that_single_tokens_escape_is_refused(tmp_path: Path) -> None:
         PagedModel.load(tmp_path, "float32", "cpu")
 
 
+def test_time_steps_of_nemotron_h_are_limited_as_its_publisher_does(tmp_path: Path) -> None:
+    """Not by what its initial values were made of, which transformers does, and only where it computes several tokens."""
+    make_tiny("nemotron_h", tmp_path, time_step_min=0.3, time_step_limit=(0.0, float("inf")))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    rng = random.Random(3)
+    prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(24)]
+    with torch.inference_mode():
+        limited = plain(torch.tensor([prompt])).logits[0, -1]
+        for part in plain.modules():
+            if hasattr(part, "time_step_limit"):
+                part.time_step_limit = (0.0, float("inf"))
+        expected = plain(torch.tensor([prompt])).logits[0, -1]
+    assert not torch.allclose(limited, expected, **CLOSE), "the limit makes no difference"
+    driver = Driver(PagedModel.load(tmp_path, "float32", "cpu"), 64, 4)
+    cut = [driver.sequence(prompt, chunk) for chunk in (len(prompt), 7, 1)]
+    driver.run(cut, 1)
+    for sequence in cut:
+        torch.testing.assert_close(sequence.logits[0], expected, **CLOSE)
+
+
 def test_older_and_newer_transformers_find_the_same_tensors() -> None:
     """5.17 looks into the cache's layers, 5.23 calls its methods. What is written into a state must reach the page."""
     conv, recurrent = torch.zeros(2, 3, 4), torch.zeros(2, 5)

@@ -397,3 +397,12 @@ def test_pages_go_back_without_bytes_that_never_verified(threads: Threads) -> No
     assert threads.target(Unbind(KEY)) == [Unbound(KEY)]
     assert threads.same(Piece(0, 0, 2, 0, 4)), "what landed stays"
     assert threads.is_blank(BOUND[1]) or threads.contents(BOUND[1]) == before
+
+
+def test_pages_of_a_leg_that_is_not_trusted_go_back_blank(threads: Threads) -> None:
+    """What prefill sent before it failed may be no numbers, though it is what it sent."""
+    bind(threads)
+    untouched = threads.contents(BOUND[1])
+    assert move(threads, 0, Piece(0, 0, 1, 0, 3)) == [(0, True, "")]
+    assert threads.target(Unbind(KEY, blank=True)) == [Unbound(KEY)]
+    assert threads.is_blank(BOUND[0]) and threads.contents(BOUND[1]) == untouched

@@ -456,7 +456,7 @@ class Receiver(Handoff):
 
     def _unbind(self, transfer: Receiving) -> None:
         if transfer.session.ever_bound:
-            self._out.append(ToTransfer(None, Unbind(transfer.key)))
+            self._out.append(ToTransfer(None, Unbind(transfer.key, blank=transfer.distrusted)))
         self._settle(transfer)
 
     def _settle(self, transfer: Receiving) -> None:
