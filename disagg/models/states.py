@@ -97,7 +97,7 @@ def attach(module: torch.nn.Module) -> None:
     for part in module.modules():
         if type(part).__name__ in STATE_MODULES:
             if type(part).__name__ in _LIMITED_BY_CONFIG and limit is not None:
-                part.time_step_limit = tuple(limit)
+                part.time_step_limit = cast(Any, tuple(limit))
             least, most = getattr(part, "time_step_limit", None) or (0.0, math.inf)
             if least > NEGLIGIBLE_TIME_STEP or most < math.inf:
                 raise ConfigError(
