@@ -100,7 +100,7 @@ PARTS = (
     ),
     Part(
         "newcomer",
-        1.5,
+        3.0,
         "how much prompts of 8k tokens add to the longest silence of 32 sequences that decode: 1 ms (Show 4)",
         module("bench.newcomer", *EIGHT_B),
         gpus=2,  # on one, prefill takes the sequences' multiprocessors
