@@ -42,6 +42,7 @@ def test_boundary_prompts_come_out_as_transformers_says_and_the_counters_prove_t
     cluster: Cluster, smollm2: Path
 ) -> None:
     answers = list(reference.load("boundary", smollm2))
+    cluster.check_adds_up()  # what others have asked just before is counted by now
     before = {name: cluster.metrics(name) for name in ("prefill-0", "decode-0")}
     steps, ties, wrong = ask(cluster, answers)
     assert not wrong, "\n".join(wrong)
