@@ -116,8 +116,10 @@ def test_a_seeded_sampled_request_says_the_same_alone_in_a_batch_and_replayed(fr
 
     assert in_a_batch().token_ids == alone.token_ids
 
+    fragile.check_adds_up()
+    before = fragile.metrics("decode-0")["disagg_decode_tokens_total"]  # while nothing is decoded
+
     def kill_decode_half_way() -> None:
-        before = fragile.metrics("decode-0")["disagg_decode_tokens_total"]
         fragile.wait(
             lambda: fragile.metrics("decode-0")["disagg_decode_tokens_total"] - before > 16 * 20, 240, "half the tokens"
         )
