@@ -52,23 +52,31 @@ def moved(cluster: Cluster) -> float:
     return cluster.router_metrics().get('disagg_router_attempts_total{cause="moved"}', 0.0)
 
 
-def decoded_tokens(cluster: Cluster, name: str) -> float:
-    return cluster.metrics(name)["disagg_decode_tokens_total"]
-
-
 def decoded_before(cluster: Cluster, name: str) -> float:
-    """All that it has decoded, once it has nothing to do. Servers say both by their beats, so what an answer that has ended
-    had last comes later than its end, and would count for one that has not begun."""
+    """All that it has decoded, once it has nothing to do, as the router knows too: else it would send others what comes.
+
+    Servers tell the router by their beats, and export by others, so what an answer that has ended had last comes later than
+    its end, and would count for one that has not begun. What is exported together is of one moment.
+    """
     cluster.wait(
         lambda: not (at := cluster.server(name))["running"] and not at["waiting"], 120, f"the end of work on {name}"
     )
-    return decoded_tokens(cluster, name)
+
+    def idle() -> dict[str, float]:
+        told = cluster.metrics(name)
+        return {} if told["disagg_requests_running"] or told["disagg_requests_waiting"] else told
+
+    return cluster.wait(idle, 120, f"the last tokens of {name}")["disagg_decode_tokens_total"]
 
 
 def wait_begun(cluster: Cluster, name: str, decoded: float) -> None:
     """Until at least two choices are at work there, and answers have begun. decoded: its tokens before."""
-    cluster.wait(lambda: cluster.server(name)["running"] >= 2, 120, f"work on {name}")
-    cluster.wait(lambda: decoded_tokens(cluster, name) >= decoded + BEGUN, 120, f"answers of {name}")
+
+    def begun() -> bool:
+        told = cluster.metrics(name)
+        return told["disagg_requests_running"] >= 2 and told["disagg_decode_tokens_total"] >= decoded + BEGUN
+
+    cluster.wait(begun, 120, f"answers of {name}")
 
 
 @pytest.mark.timeout(900)
