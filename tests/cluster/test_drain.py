@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,10 @@ def moved(cluster: Cluster) -> float:
     return cluster.router_metrics().get('disagg_router_attempts_total{cause="moved"}', 0.0)
 
 
+def first_attempts(cluster: Cluster) -> float:
+    return cluster.router_metrics()['disagg_router_attempts_total{cause="first"}']
+
+
 def decoded_before(cluster: Cluster, name: str) -> float:
     """All that it has decoded, once it has nothing to do, as the router knows too: else it would send others what comes.
 
@@ -71,14 +75,14 @@ def decoded_before(cluster: Cluster, name: str) -> float:
     return cluster.wait(idle, 120, f"the last tokens of {name}")["disagg_decode_tokens_total"]
 
 
-def wait_begun(cluster: Cluster, name: str, decoded: float) -> None:
-    """Until at least two choices are at work there, and answers have begun. decoded: its tokens before."""
+def wait_begun(cluster: Cluster, name: str, decoded: float, answers: Sequence[Future[list[list[int]]]]) -> None:
+    """Until at least two choices are at work there, and answers have begun; or all is over. decoded: its tokens before."""
 
     def begun() -> bool:
         told = cluster.metrics(name)
         return told["disagg_requests_running"] >= 2 and told["disagg_decode_tokens_total"] >= decoded + BEGUN
 
-    cluster.wait(begun, 120, f"answers of {name}")
+    cluster.wait(lambda: begun() or all(answer.done() for answer in answers), 120, f"answers of {name}")
 
 
 @pytest.mark.timeout(900)
@@ -94,9 +98,11 @@ def test_answers_move_from_a_server_that_drains_with_nothing_computed_again(mode
             return cluster.complete(max_tokens=OUTPUTS, ignore_eos=True, **request).token_ids
 
         def all_at_work(name: str) -> list[Future[list[list[int]]]]:
-            decoded = decoded_before(cluster, name)
+            decoded, placed = decoded_before(cluster, name), first_attempts(cluster)
             answers = [pool.submit(ask, request) for request in requests]
-            wait_begun(cluster, name, decoded)
+            # Of what comes to a server that is leaving the prompt is computed again.
+            cluster.wait(lambda: first_attempts(cluster) >= placed + len(requests), 120, "a place for each")
+            wait_begun(cluster, name, decoded, answers)
             return answers
 
         undisturbed = list(pool.map(ask, requests))
@@ -167,7 +173,7 @@ def test_answers_move_between_servers_of_two_tp_sizes(tps: tuple[int, int], tmp_
         cluster.wait_healthy()
         decoded = decoded_before(cluster, "decode-0")
         answers = [pool.submit(ask, request) for request in requests]
-        wait_begun(cluster, "decode-0", decoded)
+        wait_begun(cluster, "decode-0", decoded, answers)
         drain(cluster, "decode-0", "--wait")
         assert [answer.result() for answer in answers] == undisturbed
         assert moved(cluster) > 0 and recomputed(cluster) == 0
