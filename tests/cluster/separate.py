@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.cluster.cluster import CLI, STOP_S, Cluster, parse_metrics
+from tests.cluster.cluster import ANSWER_S, CLI, STOP_S, Cluster, parse_metrics
 
 
 class SeparateProcesses(Cluster):
@@ -72,4 +72,4 @@ class SeparateProcesses(Cluster):
     def metrics(self, server: str) -> dict[str, float]:
         port = tomllib.loads((self.run_dir / f"{server}.toml").read_text())["server"]["metrics_port"]
         host = self.hosts.get(server, "127.0.0.1")
-        return parse_metrics(httpx.get(f"http://{host}:{port}/metrics", timeout=10).text)
+        return parse_metrics(httpx.get(f"http://{host}:{port}/metrics", timeout=ANSWER_S).text)

@@ -82,6 +82,15 @@ def misses(cluster: Cluster) -> dict[str, float]:
     return count
 
 
+def legs(cluster: Cluster) -> dict[str, float]:
+    """How many have ended, by server. What a server missed for one is in the same export as its end, or in one before."""
+    samples = {name: cluster.metrics(name) for name in SERVERS}
+    return {
+        name: sum(value for sample, value in told.items() if sample.startswith("disagg_legs_total{"))
+        for name, told in samples.items()
+    }
+
+
 def disagg(*arguments: str) -> tuple[int, dict[str, Any]]:
     """What a command says as JSON, and its exit status."""
     done = subprocess.run([*CLI, *arguments, "--json"], capture_output=True, text=True, timeout=120, check=False)

@@ -32,7 +32,7 @@ BEYOND = "<" + "image" * 16 + ">"  # a token without a row, and the longest: tex
 MOST_CHARS = CONTEXT * len(BEYOND)
 MIB = 1 << 20
 SETTLE_S = 3.0
-GOES_BACK_S = 30.0  # within which free memory has gone back to the system, also on a slow machine
+GOES_BACK_S = 120.0  # within which free memory has gone back to the system, also on a slow machine
 SLACK_BYTES = 64 * MIB  # of resident memory, for what allocators keep
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -41,6 +42,7 @@ def test_boundary_prompts_come_out_as_transformers_says_and_the_counters_prove_t
     cluster: Cluster, smollm2: Path
 ) -> None:
     answers = list(reference.load("boundary", smollm2))
+    cluster.check_adds_up()  # what others have asked just before is counted by now
     before = {name: cluster.metrics(name) for name in ("prefill-0", "decode-0")}
     steps, ties, wrong = ask(cluster, answers)
     assert not wrong, "\n".join(wrong)
@@ -69,17 +71,30 @@ def test_boundary_prompts_come_out_as_transformers_says_and_the_counters_prove_t
 
 
 def test_the_first_piece_lands_while_later_chunks_are_computed(cluster: Cluster) -> None:
+    # A cluster that sends only what is whole does so each time. One whose process stood still just then does so once.
+    for number in range(3):
+        events = all_phases(cluster, f"nobody else's {number}: all of it is computed")
+        chunks = [event for event in events if event["name"] == "prefill-0/chunk"]
+        pieces = [event for event in events if event["name"] == "decode-0/piece"]
+        assert len(chunks) == 5  # 300 tokens in chunks of 64
+        first_s, last_s = min(p["end_unix_s"] for p in pieces), max(c["end_unix_s"] for c in chunks)
+        if first_s < last_s:
+            break
+    assert first_s < last_s
+
+
+def all_phases(cluster: Cluster, salt: str) -> list[dict[str, Any]]:
+    """The timeline of a request, once both servers have told their parts, which may come after its answer."""
     body = {"model": cluster.model, "prompt": list(range(1000, 1300)), "max_tokens": 4, "temperature": 0}
-    body["cache_salt"] = "nobody else's: all of it is computed"
-    reply = httpx.post(f"{cluster.http}/v1/completions", json=body, timeout=240)
-    request_id = reply.headers["x-request-id"]
-    events = httpx.get(f"{cluster.http}/debug/timeline", params={"request_id": request_id}, timeout=60).json()["events"]
-    chunks = [event for event in events if event["name"] == "prefill-0/chunk"]
-    pieces = [event for event in events if event["name"] == "decode-0/piece"]
-    assert len(chunks) == 5  # 300 tokens in chunks of 64
-    assert min(p["end_unix_s"] for p in pieces) < max(c["end_unix_s"] for c in chunks)
+    reply = httpx.post(f"{cluster.http}/v1/completions", json={**body, "cache_salt": salt}, timeout=240)
+    asked = {"request_id": reply.headers["x-request-id"]}
     phases = {"queued", "chunk", "first_token", "grant", "piece", "transfer", "decode"}
-    assert phases <= {event["name"].rpartition("/")[2] for event in events}
+
+    def told() -> list[dict[str, Any]]:
+        events = httpx.get(f"{cluster.http}/debug/timeline", params=asked, timeout=60).json()["events"]
+        return events if phases <= {event["name"].rpartition("/")[2] for event in events} else []
+
+    return cluster.wait(told, 60, "the parts of both servers")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,10 @@ def sockets_over_ipv6(pid: int) -> set[str]:
     lines = [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
     here = "00000000000000000000000001000000"  # ::1, as the kernel writes it
     established = {each[9] for each in lines if each[3] == "01" and each[1].startswith(here)}
-    links = (os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir())
+    links: list[str] = []
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            links.append(os.readlink(each))
     return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")} & established
 
 

@@ -108,7 +108,7 @@ def run(case: Case, tmp_path: Path, policies: tuple[str, ...]) -> None:
             assert bool(gave_way) != POLICIES[policy].reserves, f"{gave_way} preemptions under {policy}"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_mixed_server_says_what_transformers_says(tmp_path: Path) -> None:
     run(QUICK, tmp_path, ("sarathi",))
 

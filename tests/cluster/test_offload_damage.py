@@ -22,7 +22,7 @@ from disagg.offload.objects import decode_span
 from disagg.offload.store import open_store
 from disagg.offload.tier import StorageTier
 from tests.cluster.cluster import Cluster
-from tests.cluster.stored import PAGE, check_all_answered, disagg, fill_pools, misses, remember
+from tests.cluster.stored import PAGE, check_all_answered, disagg, fill_pools, legs, misses, remember
 from tests.cluster.talks import Talk, ask, hold
 from tests.offload.pages import chain, store_span
 
@@ -130,12 +130,17 @@ def test_damage_is_found_by_verify_is_a_miss_by_its_cause_and_changes_no_answer(
     damaged = {salt: harm(whole[salt]) for salt, harm in DAMAGE.items()}
     check_verify_finds(store, damaged)
     for salt, files in damaged.items():
-        before = misses(cluster)
+        before, ended = misses(cluster), legs(cluster)
         heard = ask(cluster, talk[-1], salt)
+
+        def told(ended: dict[str, float] = ended) -> bool:
+            return all(count > ended[name] for name, count in legs(cluster).items())
 
         def counted(before: dict[str, float] = before) -> dict[str, float]:
             return {cause: n - before.get(cause, 0) for cause, n in misses(cluster).items() if n > before.get(cause, 0)}
 
+        # All that both servers missed, so that none of it counts for the next salt.
+        cluster.wait(told, 120, f"what both servers tell of {salt}")
         cluster.wait(counted, 120, f"a counted miss for {salt}")
         assert set(counted()) == set(files.values()), f"{salt} counts {counted()}"
         assert heard.cached_tokens <= known[salt], f"{salt}: {heard.cached_tokens} tokens are cached"
@@ -151,6 +156,7 @@ def test_damage_is_found_by_verify_is_a_miss_by_its_cause_and_changes_no_answer(
         return all(any(tenant_of(salt) in each["path"] for salt in others) for each in told)
 
     cluster.wait(mended, 180, "all that is damaged to be stored again")
+    cluster.wait_offloaded()  # what is being written is not whole yet, for whoever verifies
     assert disagg("cache", "gc", "--storage", url)[0] == 0
     assert all(file.exists() for salt in others for file in damaged[salt])
     for salt in others:  # what it cannot mend, an operator removes: here with the tenant's whole folder
@@ -202,6 +208,7 @@ def test_gc_keeps_the_budget_while_servers_read_and_write(
         print(f"{2 * reader.result()} rounds of talks while the store shrank from {whole_bytes} bytes")
     check_all_answered(cluster)
     cluster.check_adds_up()
+    cluster.wait_offloaded()  # else the last of it is stored when the budget has been kept
     budget = whole_bytes * 3 // 10
     assert disagg("cache", "gc", "--storage", url, "--budget", str(budget))[0] == 0
     assert disagg("cache", "stats", "--storage", url)[1]["object_bytes"] <= budget

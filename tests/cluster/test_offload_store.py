@@ -212,8 +212,9 @@ def test_a_full_disk_costs_no_answer_and_is_written_again_when_it_has_room(
     fill_pools(cluster, talks, "after it was full")
     read = cluster.metrics("prefill-0").get(READ, 0)
     hold(cluster, [talk[-1:] for talk in talks], "before it is full")
-    assert cluster.metrics("prefill-0").get(READ, 0) > read
+    cluster.wait(lambda: cluster.metrics("prefill-0").get(READ, 0) > read, 30, "the count of what was read")
     check_all_answered(cluster)
     cluster.check_adds_up()
+    cluster.wait_offloaded()
     status, found = disagg("cache", "verify", "--storage", f"file://{directory}/kv")
     assert (status, found["damage"]) == (0, []), found
