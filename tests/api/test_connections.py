@@ -14,6 +14,7 @@ import pytest
 from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from disagg.api import crowd
@@ -26,6 +27,7 @@ from tests.api.fakes import MODEL, FakeChatTemplate, FakeRouter
 
 DEADLINE_S = 30.0
 BOUNDS = Bounds(max_connections=8, head_s=0.4, body_s=0.4, idle_s=0.6, stall_s=0.8)
+PATIENT = replace(BOUNDS, head_s=DEADLINE_S, body_s=DEADLINE_S)  # for what comes in parts, and is not to be too slow
 
 
 class Port:
@@ -67,9 +69,14 @@ class Port:
 
 
 @pytest.fixture
-async def port(app: FastAPI, router: FakeRouter) -> AsyncIterator[Port]:
+def bounds() -> Bounds:
+    return BOUNDS
+
+
+@pytest.fixture
+async def port(app: FastAPI, router: FakeRouter, bounds: Bounds) -> AsyncIterator[Port]:
     registry = CollectorRegistry()
-    server = await serve(app, "127.0.0.1", 0, BOUNDS, HttpMetrics(registry), router.note_refused)
+    server = await serve(app, "127.0.0.1", 0, bounds, HttpMetrics(registry), router.note_refused)
     made = Port(server, registry)
     yield made
     made.close()
@@ -235,6 +242,7 @@ async def test_who_is_being_served_stays_and_who_comes_is_told(port: Port, route
         assert b" one two three" in await reader.readuntil(b"]")
 
 
+@pytest.mark.parametrize("bounds", [PATIENT])
 async def test_unfinished_bodies_have_one_budget_and_the_slowest_gives_way(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,6 +522,7 @@ UPGRADES = (
 )
 
 
+@pytest.mark.parametrize("bounds", [PATIENT])
 @pytest.mark.parametrize("upgrade", UPGRADES)
 @pytest.mark.parametrize("part_bytes", [1, 7, 10_000])
 async def test_who_asks_for_another_protocol_is_answered_in_this_one(

@@ -35,6 +35,7 @@ from tests.router.test_grpc_face import model_dir, read_to_end  # noqa: F401  # 
 
 LENGTH = 200
 LOGPROBS = 2  # makes much of few tokens
+HALF = [LENGTH // 2] * 16  # tokens of each choice, after which the engine waits
 
 
 class Faces:
@@ -173,7 +174,8 @@ async def test_a_stream_that_does_not_end_in_time_ends_with_an_error_event(faces
     async with asyncio.timeout(DEADLINE_S):
         while not faces.servers["d0"].started:
             await asyncio.sleep(0.01)
-    await asyncio.sleep(0.5)
+        while [request["accepted_tokens"] for request in (await faces.running.router.dump())["requests"]] != [HALF]:
+            await asyncio.sleep(0.01)
     await asyncio.wait_for(end_faces(faces.running, faces.http, 0.5), DEADLINE_S)
     texts, last = texts_of(await reader.read())
     error = json.loads(last)["error"]

@@ -50,7 +50,10 @@ def test_others_are_served_while_thousands_of_connections_do_nothing(watched: Ta
             for number in flood(watched.address, LITTLE, stack):
                 if number % ASKED_EVERY == 0:
                     began_s = time.monotonic()
-                    assert httpx.get(f"{watched.running.url}/health", trust_env=False).status_code == 200
+                    assert (
+                        httpx.get(f"{watched.running.url}/health", trust_env=False, timeout=DEADLINE_S).status_code
+                        == 200
+                    )
                     slowest_s = max(slowest_s, time.monotonic() - began_s)
             assert watched.metric("disagg_router_http_connections") <= 2048 + 256
 

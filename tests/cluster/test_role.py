@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.cluster import CLI, Cluster
-from tests.cluster.test_drain import POOLS, asked, moved, recomputed
+from tests.cluster.test_drain import POOLS, asked, decoded_before, moved, recomputed, wait_begun
 from tests.models.tiny import make_tiny
 
 OUTPUTS = 300  # at least; each request asks for another number, so that answers do not all begin at once
@@ -59,9 +59,10 @@ def test_a_decode_server_becomes_a_prefill_server_and_back_under_load(tmp_path: 
 
         undisturbed = list(pool.map(ask, range(len(requests))))
         before = cluster.server("decode-1")["incarnation"]
+        decoded = decoded_before(cluster, "decode-1")  # else what it had to do before could be taken for work of now
         asking = [pool.submit(keep_asking, number) for number in range(len(requests))]
         stack.callback(enough.set)
-        at_work("decode-1")
+        wait_begun(cluster, "decode-1", decoded)
         becomes("prefill")
         assert moved(cluster) > 0 and recomputed(cluster) == 0
         assert cluster.servers("prefill") == ["prefill-0", "decode-1"] and cluster.servers("decode") == ["decode-0"]

@@ -231,13 +231,15 @@ class Trio:
     def lost(self, reason: str) -> float:
         return self.cluster.metrics("decode-0").get(f'disagg_transfer_failures_total{{reason="{reason}"}}', 0.0)
 
-    def wait_for_the_other(self) -> None:
-        """Until prefill-1 has sent more pieces: what waits for prefill-0 is its own queue."""
+    def ask_the_other(self, asked: list[Future[None]], pool: ThreadPoolExecutor, first: int) -> None:
+        """Asks, until prefill-1 has sent more pieces: what waits for prefill-0 is its own queue. It counts from before they are
+        asked: all of them may be sent before the first look."""
 
         def sent() -> float:
             return self.cluster.metrics("prefill-1")['disagg_transfer_pieces_total{direction="sent"}']
 
         before = sent()
+        asked.append(pool.submit(self.ask, first))
         self.cluster.wait(lambda: sent() >= before + 4, 120, "pieces of another link")
 
     def ask(self, first: int) -> None:
@@ -282,8 +284,7 @@ def test_what_a_write_may_still_reach_comes_back_when_the_writer_has_answered(tr
         asked = trio.ask_until(frozen, pool, 1000)
         pid = trio.frozen_pid
         cluster.wait(lambda: trio.lost("peer_lost") > given_up, 120, "a receiver that has given up")
-        asked.append(pool.submit(trio.ask, 2000))
-        trio.wait_for_the_other()
+        trio.ask_the_other(asked, pool, 2000)
         time.sleep(2 * IDLE_S)
         assert trio.arena("leased") > 0, "segments came back while half a write was to come"
         assert trio.arena("quarantined") == 0, "the link is up: nobody's fate is unknown"
@@ -306,8 +307,7 @@ def test_only_segments_of_a_writer_of_unknown_fate_are_quarantined_until_it_is_q
         cluster.kill(server, signal.SIGSTOP)
         cluster.wait(lambda: trio.arena("quarantined"), 120, "a lost link")
         cluster.kill(server, signal.SIGCONT)  # or it would be taken for hung, and killed with its worker
-        asked.append(pool.submit(trio.ask, 4000))
-        trio.wait_for_the_other()
+        trio.ask_the_other(asked, pool, 4000)
         assert trio.arena("quarantined") == LINK_BYTES
         cluster.kill(worker, signal.SIGCONT)
         cluster.wait(lambda: frozen.resumed, 120, "the other half of the write")

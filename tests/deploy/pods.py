@@ -124,6 +124,10 @@ class Pod:
             assert time.monotonic() < deadline, f"{self.name}: no {kind} within {timeout_s:g} s:\n{self.tail()}"
             time.sleep(0.1)
 
+    def lives(self) -> bool:
+        """What the kubelet goes by: not one probe that was late, but as many in a row as end a container."""
+        return any(self.probe("liveness") for _ in range(self.process.container["livenessProbe"]["failureThreshold"]))
+
     def startup_s(self) -> float:
         """What the kubelet gives it before it kills it."""
         probe = self.process.container["startupProbe"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +18,7 @@ from disagg.cli.rundir import pick_ports
 from disagg.convert.model_dir import resolve
 from tests.auth.certs import Authority
 from tests.cluster.cluster import parse_metrics
-from tests.deploy.chart import NAMESPACE, RELEASE, ROOT, of_kind, processes, rendered
+from tests.deploy.chart import NAMESPACE, RELEASE, ROOT, Manifest, of_kind, processes, rendered
 from tests.deploy.pods import IP, Pod
 from tests.discovery.fake_api import ApiThread
 
@@ -94,12 +95,12 @@ def pods(
             pod.start()
         for pod in found.values():
             pod.probe_until("startup", pod.startup_s())
-            assert pod.probe("liveness")
+            assert pod.lives()
         # Whoever answers and loads lives and is not ready: a router waits for servers, which wait for their workers.
         assert not found["router"].probe("readiness")
         for _, pod in sorted(found.items(), key=lambda each: each[0] == "router"):  # the router last
             pod.probe_until("readiness", READY_S)
-            assert pod.probe("liveness")
+            assert pod.lives()
             api.put(pod.process.as_pod(pod.name, IP))
         yield found
 
@@ -130,8 +131,11 @@ def test_prometheus_finds_metrics_where_the_chart_sends_it_and_kv_has_crossed(
     pods: dict[str, Pod], values: Path, secrets: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
     monitors = of_kind(rendered("helm-4", values), "ServiceMonitor")
-    scraped = {}
-    for monitor in monitors:
+
+    def scrape() -> dict[str, dict[str, float]]:
+        return dict(scraped_by(monitor) for monitor in monitors)
+
+    def scraped_by(monitor: Manifest) -> tuple[str, dict[str, float]]:
         role = monitor["metadata"]["labels"]["disagg/role"]
         [endpoint] = monitor["spec"]["endpoints"]
         headers = {}
@@ -146,11 +150,20 @@ def test_prometheus_finds_metrics_where_the_chart_sends_it_and_kv_has_crossed(
             verify = trusting(tmp_path / "ca")
         where = f"{endpoint.get('scheme', 'http')}://{where}"
         reply = httpx.get(where, headers=headers, timeout=30, trust_env=False, verify=verify)
-        scraped[role] = parse_metrics(reply.text)
+        return role, parse_metrics(reply.text)
+
+    scraped = scrape()
     assert set(scraped) == set(pods)
     assert scraped["router"]["disagg_router_completion_tokens_total"] > 0
-    sent = scraped["prefill"]['disagg_transfer_payload_bytes_total{direction="sent"}']
-    assert sent == scraped["decode"]['disagg_transfer_payload_bytes_total{direction="received"}'] > 0
+    until_s = time.monotonic() + 60
+    while not 0 < crossed(scraped, "prefill", "sent") == crossed(scraped, "decode", "received"):
+        assert time.monotonic() < until_s, scraped
+        time.sleep(0.1)  # each is exported by a beat of its own
+        scraped = scrape()
+
+
+def crossed(scraped: dict[str, dict[str, float]], role: str, direction: str) -> float:
+    return scraped[role][f'disagg_transfer_payload_bytes_total{{direction="{direction}"}}']
 
 
 def test_servers_have_the_names_of_their_pods(pods: dict[str, Pod], trusted: ssl.SSLContext) -> None:

@@ -57,7 +57,8 @@ async def test_pods_come_change_and_go(api: FakeApi, tmp_path: Path) -> None:
     for number in range(5):  # more than one page
         api.put(pod(f"d{number}"))
     api.put(pod("elsewhere", app="y"))
-    watched = Watched(api, tmp_path)
+    # Neither a watch nor the time to the next list ends before this test, however late it is.
+    watched = Watched(api, tmp_path, Timing(first_backoff_s=0.02, max_backoff_s=0.1))
     try:
         await watched.until({f"d{number}" for number in range(5)})
         api.delete("d1")

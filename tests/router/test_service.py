@@ -634,7 +634,8 @@ async def test_a_server_whose_process_came_back_with_other_weights_is_said_to_ha
     def reason() -> str:
         return next(server["reason"] for server in cluster.router.status()["servers"] if server["name"] == "d0")
 
-    await cluster.up(NORMAL, hello={"p0": {"weights_hash": "a" * 64}, "d0": {"weights_hash": "a" * 64}})
+    hello = {"p0": {"weights_hash": "a" * 64}, "d0": {"weights_hash": "a" * 64}}
+    await cluster.up(NORMAL, hello=hello, lease_s=3.0)
     d0 = cluster.servers["d0"]
     await d0.kill()
     await cluster.until(lambda: cluster.state("d0") == "dead")

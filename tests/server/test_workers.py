@@ -21,14 +21,15 @@ from disagg.types.errors import ConfigError
 from tests.small_disk import small_disk as small_disk
 
 SILENT_S = 1.0
+LONG_S = 60.0  # for those that are not to be taken for silent, however late a busy machine lets them answer
 WORKER = Path(__file__).with_name("slow_worker.py")
 
 
 @asynccontextmanager
-async def workers_of(reply_after_s: float) -> AsyncIterator[Workers]:
+async def workers_of(reply_after_s: float, silent_s: float = SILENT_S) -> AsyncIterator[Workers]:
     ignore: Callable[..., None] = lambda *_: None  # noqa: E731
     command = (sys.executable, str(WORKER), str(reply_after_s))
-    workers = Workers("test", WorkerConfig(command=command, silent_s=SILENT_S), LogConfig(), 1, ignore, ignore)
+    workers = Workers("test", WorkerConfig(command=command, silent_s=silent_s), LogConfig(), 1, ignore, ignore)
     workers.start()
     try:
         yield workers
@@ -87,7 +88,7 @@ async def test_a_rank_that_exits_without_a_word_is_told_from_one_that_is_killed_
         workers._processes[0].kill()
         await asyncio.wait_for(workers.wait_lost(), 30.0)
         assert workers.silent_exit == ""
-    async with workers_of(0.0) as workers:
+    async with workers_of(0.0, LONG_S) as workers:
         await workers.call(Dump(), 30.0)
         workers._exited_with(0, 1)
         assert workers.silent_exit == ""
@@ -106,7 +107,7 @@ async def test_a_rank_may_not_be_stopped_while_it_does_what_it_was_called_for() 
 
 
 async def test_a_dump_and_another_call_get_their_own_answers() -> None:
-    async with workers_of(0.1) as workers:
+    async with workers_of(0.1, LONG_S) as workers:
         for _ in range(3):
             profiled, dumped = await asyncio.gather(workers.call(Profile(1, 1), 30.0), workers.call(Dump(), 30.0))
             assert profiled == [Profiled(0, 5, 3)]
@@ -114,7 +115,7 @@ async def test_a_dump_and_another_call_get_their_own_answers() -> None:
 
 
 async def test_an_answer_that_comes_after_its_time_is_not_taken_for_the_next_ones() -> None:
-    async with workers_of(0.5) as workers:
+    async with workers_of(0.5, LONG_S) as workers:
         await workers.call(Profile(1, 1), 30.0)  # it has started
         with pytest.raises(WorkersLost, match="no answer to Dump in time"):
             await workers.call(Dump(), 0.1)

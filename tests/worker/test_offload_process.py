@@ -51,7 +51,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.reports: asyncio.Queue[TierEvent] = asyncio.Queue()
-        self.workers = Workers("test", WorkerConfig(), LogConfig(), 1, lambda _: None, self._heard)
+        self.workers = Workers("test", WorkerConfig(silent_s=PATIENCE_S), LogConfig(), 1, lambda _: None, self._heard)
         self.scope: Scope
         self.layout: PoolLayout
 
@@ -163,7 +163,7 @@ async def test_pages_go_from_storage_to_the_pool_and_back(tmp_path: Path) -> Non
         (dumped,) = await worker.workers.call(Dump(), PATIENCE_S)
         assert isinstance(dumped, Dumped)
         assert "offload: plain: there is no GPU, 2 copies made, 0 waiting" in dumped.text
-        await asyncio.wait_for(worker.workers.stop(), 10.0)
+        await asyncio.wait_for(worker.workers.stop(), PATIENCE_S)
         assert [process.returncode for process in worker.workers._processes] == [0]
 
 

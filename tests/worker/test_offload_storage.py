@@ -28,7 +28,7 @@ from disagg.offload.store import ObjectStore, StoreError, open_store
 from disagg.worker.offload_driver import NO_STORAGE
 from disagg.worker.rank_storage import MAX_TIERS, UPLOADS, Budget, _all, _beside
 from tests.offload.pages import FULL, PAGE_TOKENS, STATE, WINDOW, chain
-from tests.worker.offload_ranks import Rank, StoredPages, tier_at
+from tests.worker.offload_ranks import PATIENCE_S, Rank, StoredPages, tier_at
 
 # Two heads and six: of three ranks' size, and with more ranks than heads.
 FEW_HEADS = LayerGroup("few", (0, 2), 2, 4, "bfloat16")
@@ -307,13 +307,10 @@ def test_a_store_that_hangs_delays_neither_copies_nor_the_end(store: FakeStore) 
     store.gates[""] = threading.Event()
     rank.tell(*(sequence().writing(op, rank) for op in range(10)))
     until(lambda: len(store.begun) == UPLOADS)
-    for op in range(5):
-        started = time.monotonic()
+    for op in range(5):  # the store hangs for ever, so whatever waits for it is not done at all
         assert rank.ask(CopyOut(op, (PageMove(0, 0, 0),)), CopiedOut).last == op
-        assert time.monotonic() - started < 1.0
-    started = time.monotonic()
-    rank.close()
-    assert time.monotonic() - started < 2.5
+    rank.driver.close()
+    rank.driver.join(PATIENCE_S)
     assert not rank.driver._storage._thread.is_alive()  # type: ignore[union-attr]
 
 
@@ -323,19 +320,18 @@ def test_a_store_that_keeps_its_thread_does_not_keep_the_end(store: FakeStore) -
 
     async def create(path: str, buffers: Any) -> bool:
         store.begun.append(path)
-        let_go.wait(20.0)
+        let_go.wait(60.0)
         return True
 
     store.create = create  # type: ignore[method-assign]
     rank.tell(sequence().writing(0, rank))
     until(lambda: bool(store.begun))
     assert rank.ask(CopyOut(0, (PageMove(0, 0, 0),)), CopiedOut).last == 0
-    started = time.monotonic()
     rank.driver.close()
     rank.driver.join(0.5)
-    assert time.monotonic() - started < 1.0
+    assert rank.driver._storage._thread.is_alive(), "it was not waited for"  # type: ignore[union-attr]
     let_go.set()
-    rank.driver.join(10.0)
+    rank.driver.join(PATIENCE_S)
 
 
 def test_a_read_that_failed_waits_for_none_of_its_other_parts(url: str, store: FakeStore, made: list[Rank]) -> None:
@@ -345,9 +341,8 @@ def test_a_read_that_failed_waits_for_none_of_its_other_parts(url: str, store: F
     span = pages.store(made, tier, 0)
     flip(Path(url.removeprefix("file://")) / span.shares[0].parts[0].path)
     store.gates[span.shares[1].parts[0].path] = threading.Event()
-    started = time.monotonic()
+    # It would wait for ever, since nobody opens that gate.
     assert pages.load(0, tier, span, made[0], place=1).error.startswith("corrupt: ")
-    assert time.monotonic() - started < 5.0
 
 
 async def test_whoever_is_given_up_has_let_go_of_its_pages() -> None:
