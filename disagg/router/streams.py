@@ -28,6 +28,7 @@ from disagg.router.known_kv import KnownKv, Stores
 from disagg.router.outstanding import Outstanding
 from disagg.router.speeds import Speed
 from disagg.router.view import Circuit, ServerView, Work, others_prompts
+from disagg.streams.awake import Awake
 from disagg.streams.state import Queue, Verdict
 from disagg.streams.stream import ResumableStream
 from disagg.text.model_files import differing
@@ -391,9 +392,11 @@ class ServerStream:
     # ---- verdicts
 
     async def _watch_lease(self) -> None:
+        awake = Awake()
         while True:
             await asyncio.sleep(self._tick_s)
-            verdict = self._stream.state.verdict(self._lease_s, self._clock())
+            now_s = self._clock()
+            verdict = self._stream.state.verdict(self._lease_s, now_s, awake=awake.look(now_s))
             if self.hello is None or self.lost or verdict is None:
                 continue
             if self._attach is not None:

@@ -24,6 +24,7 @@ from disagg.messages.legs import PeerRef
 from disagg.messages.link import LinkHello, LinkMessage
 from disagg.server.door import Door, Rivals
 from disagg.server.pids import ProcessWatch, host_id
+from disagg.streams.awake import Awake
 from disagg.streams.state import Queue, Verdict
 from disagg.streams.stream import ResumableStream
 from disagg.types.bounded import forget_oldest
@@ -108,6 +109,7 @@ class Links(PeerServicer):
         reason). on_gone: a lost link's peer has exited.
         """
         self._lease_s = lease_s
+        self._awake = Awake()
         self._greeting = greeting
         self._on_up = on_up
         self._on_message = on_message
@@ -163,8 +165,9 @@ class Links(PeerServicer):
     def tick(self) -> None:
         """Lose links that are silent for too long or leave too much unacknowledged; learn which lost peers have exited."""
         now = time.monotonic()
+        awake = self._awake.look(now)
         for generation, link in list(self._links.items()):
-            name, verdict = link.peer.name, link.stream.state.verdict(self._lease_s, now)
+            name, verdict = link.peer.name, link.stream.state.verdict(self._lease_s, now, awake=awake)
             if link.gone:
                 self._lose(generation, link, f"the workers of {name} have exited")
             elif verdict is Verdict.SILENT:

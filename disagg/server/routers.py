@@ -32,6 +32,7 @@ from disagg.messages.legs import (
 )
 from disagg.server.door import Door, Rivals
 from disagg.server.kv_feed import KvFeeds
+from disagg.streams.awake import Awake
 from disagg.streams.state import Verdict, frame_length
 from disagg.streams.stream import ResumableStream
 from disagg.types.errors import ProtocolError
@@ -155,6 +156,7 @@ class RouterStreams(ServerServicer):
         dump: Callable[[], Any],
     ) -> None:
         self._lease_s = lease_s
+        self._awake = Awake()
         self._heartbeat_s = heartbeat_s
         self._hello = hello
         self._load = load
@@ -209,8 +211,9 @@ class RouterStreams(ServerServicer):
     def tick(self) -> None:
         """End the leases of routers that have been silent for too long."""
         now = time.monotonic()
+        awake = self._awake.look(now)
         for lease in list(self._leases.values()):
-            if lease.stream.state.verdict(self._lease_s, now) is Verdict.SILENT:
+            if lease.stream.state.verdict(self._lease_s, now, awake=awake) is Verdict.SILENT:
                 self.lease_expiries += 1
                 self._end(lease, f"nothing was heard from it for {self._lease_s:g} s")
 

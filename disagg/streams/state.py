@@ -244,9 +244,9 @@ class StreamState(Generic[S, R]):
     def overfull(self) -> bool:
         return self.kept > self._max_kept or len(self.outbox) + self._sent_messages > MAX_KEPT_MESSAGES
 
-    def verdict(self, lease_s: float, now_s: float) -> Verdict | None:
-        """Whether the other end is to be given up."""
-        if now_s - self.heard_s > lease_s:
+    def verdict(self, lease_s: float, now_s: float, *, awake: bool = True) -> Verdict | None:
+        """Whether the other end is to be given up. awake: this end has been able to hear (`Awake`)."""
+        if awake and now_s - self.heard_s > lease_s:
             return Verdict.SILENT
         if self.overfull:
             return Verdict.OVERFULL

@@ -385,6 +385,16 @@ async def test_a_name_is_free_when_the_lease_of_its_holder_is_over() -> None:
         await second.close()
 
 
+async def test_a_server_that_stood_still_reads_before_it_ends_a_lease() -> None:
+    async with Server(lease_s=0.3) as server:
+        router = await attach(server)
+        server.streams.tick()
+        time.sleep(1.0 + 0.3)  # noqa: ASYNC251  # everything stands still, as after SIGSTOP
+        server.streams.tick()
+        assert not server.ended and not server.streams.lease_expiries
+        await router.close()
+
+
 def router_of(server: Server, name: str = "") -> WholeRouter:
     """The whole of a router, its status too, with this one server."""
     ref = ServerRef(name="d0", role="decode", address=f"127.0.0.1:{server.port}")
