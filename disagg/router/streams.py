@@ -276,6 +276,8 @@ class ServerStream:
                 backoff_s = 0.0
                 continue
             backoff_s = min(MAX_BACKOFF_S, max(FIRST_BACKOFF_S, backoff_s * 2))
+            if isinstance(failure, Refused) and self.hello is not None and not self.lost:
+                backoff_s = FIRST_BACKOFF_S  # who refuses again at once is gone
             await asyncio.sleep(backoff_s)
 
     @staticmethod

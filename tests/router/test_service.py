@@ -418,6 +418,18 @@ async def test_a_server_that_keeps_ending_the_stream_is_not_dialled_without_a_pa
     assert asyncio.get_running_loop().time() - began_s >= 3 * FIRST_BACKOFF_S
 
 
+async def test_a_server_that_is_gone_is_known_to_be_long_before_its_lease_ends_however_often_its_streams_broke(
+    cluster: Cluster,
+) -> None:
+    await cluster.up(NORMAL, lease_s=3600.0)
+    server = cluster.servers["d0"]
+    for number in range(1, 6):  # after which pauses are as long as they get
+        await cluster.until(lambda number=number: len(server.greetings) >= number and cluster.state("d0") == "ready")
+        server.break_streams()
+    await server.kill()
+    await cluster.until(lambda: cluster.state("d0") == "dead")
+
+
 async def test_a_server_that_forgot_the_stream_lost_its_requests(cluster: Cluster) -> None:
     async def forgets_once(server: FakeServer, leg: StartLeg) -> None:
         if len(server.started) > 1:
@@ -635,7 +647,7 @@ async def test_a_server_whose_process_came_back_with_other_weights_is_said_to_ha
         return next(server["reason"] for server in cluster.router.status()["servers"] if server["name"] == "d0")
 
     hello = {"p0": {"weights_hash": "a" * 64}, "d0": {"weights_hash": "a" * 64}}
-    await cluster.up(NORMAL, hello=hello, lease_s=3.0)
+    await cluster.up(NORMAL, hello=hello)
     d0 = cluster.servers["d0"]
     await d0.kill()
     await cluster.until(lambda: cluster.state("d0") == "dead")
