@@ -421,6 +421,17 @@ def test_what_is_learned_from_records_is_what_made_them(tmp_path: Path) -> None:
     assert all(math.isclose(ratio, 1.0, rel_tol=0.05) for ratio in facts.cost.ratios)
 
 
+def test_steps_much_larger_than_any_that_was_measured_are_warned_of(tmp_path: Path) -> None:
+    """As of a goodput far above the load under which was recorded."""
+    record(tmp_path)
+    trace = write_trace(tmp_path / "trace.jsonl", 120)
+    flags = ("--slo", "ttft=2s,itl=200ms", "--record", str(tmp_path), "--prefill", "1", "--decode", "1")
+    done = CliRunner().invoke(cli, ["plan", "--trace", str(trace), *flags])
+    assert done.exit_code == 0, done.output
+    assert "WARNING: the largest step that was measured had 1 sequence, and up to 7 are simulated in one" in done.stderr
+    assert "is a guess" not in planned(tmp_path, "--slo", "ttft=2s,itl=200ms", requests=120)[2], "nothing was measured"
+
+
 def test_of_very_many_steps_the_last_of_every_server_are_learned_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

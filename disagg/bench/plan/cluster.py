@@ -113,6 +113,7 @@ class Server:
         self._granted = 0  # sequences that decode here, or will
         self._places = 0
         self._decoding = 0
+        self.most_decoding = 0
         self._attended = 0.0  # contexts of those that decode
         self._lasts: list[tuple[int, int, Job]] = []  # by their last step
         self._leaving: deque[Job] = deque()  # in a plan with their last token
@@ -195,6 +196,7 @@ class Server:
             return None
         prompts, decodes = self._prompt_facts.cost, self._decode_facts.cost
         seconds, noise, fixed_s = 0.0, self._decode_noise, 0.0
+        self.most_decoding = max(self.most_decoding, decoding)
         if decoding:
             seconds, fixed_s = decodes.work_s(decoding, attended), decodes.fixed_s
         if tokens:

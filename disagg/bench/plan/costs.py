@@ -22,13 +22,16 @@ MOST_STEP_S = 3600.0
 
 
 class StepCost(Struct, frozen=True):
-    """Of one server. ratios: measured seconds by those of the line, as steps followed each other. steps: that were measured."""
+    """Of one server. ratios: measured seconds by those of the line, as steps followed each other. steps: that were measured.
+    most_decoding: sequences that decoded in the largest of them; 0 where that is not known.
+    """
 
     fixed_s: float
     token_s: float
     attended_s: float
     ratios: tuple[float, ...] = (1.0,)
     steps: int = 0
+    most_decoding: int = 0
 
     @property
     def ratio(self) -> float:

@@ -206,7 +206,8 @@ def _cost(role: str, parts: Sequence[Steps]) -> StepCost | None:
     fixed_s, token_s, attended_s = fit((t, a, s) for t, a, s in medians(chosen[:, :3]).tolist())
     followed = np.concatenate([_evenly(each) for each in kinds])
     off = followed[:, 2] / (fixed_s + token_s * followed[:, 0] + attended_s * followed[:, 1])
-    return StepCost(fixed_s, token_s, attended_s, tuple(off.tolist()), len(rows))
+    most_decoding = max(int((part.tokens - part.prompt_tokens).max()) for part in parts)
+    return StepCost(fixed_s, token_s, attended_s, tuple(off.tolist()), len(rows), most_decoding)
 
 
 def medians(rows: np.ndarray) -> np.ndarray:

@@ -38,6 +38,7 @@ MOST_OUTPUT_TOKENS = 20_000_000  # of all requests: a number is kept for each
 MOST_SPEED = 1e4  # of the trace; what is within the SLO there is so at any speed
 GOODPUT_TOLERANCE = 0.02
 GOODPUT_TRIALS = 24
+FAR_BEYOND = 1.5  # times the sequences of the largest measured step: beyond it times are the line's, and nobody's
 Say = Callable[[str], None]
 
 
@@ -115,6 +116,7 @@ def run_plan(options: PlanOptions, say: Say, result: Say) -> int:
         if options.as_json:
             result(msgspec.json.format(msgspec.json.encode(none.kept)).decode())
         raise
+    planner.warn_of_larger_steps()
     if not kept["complete"]:
         say(f"WARNING: {planner.time_up}. This is the best so far: fewer servers may do, and goodput may be higher")
     if options.plot_file is not None:
@@ -219,6 +221,8 @@ class _Planner:
         self._until_s = time.monotonic() + options.limit_s
         self.chosen = Simulated([], 0.0, {})
         self.time_up: TimeUp | None = None
+        self._most_decoding = 0  # in one step of what is reported
+        self._largest_measured = 0
         span_s = asked[-1].at_s - asked[0].at_s
         self._rate = (len(asked) - 1) / span_s if span_s > 0 else math.inf
 
@@ -330,6 +334,10 @@ class _Planner:
         """What is reported of the one that was chosen."""
         options, cluster = self._options, verdict.cluster
         self.chosen = verdict.result
+        measured = self._measured
+        pool = mixed_facts(measured)[cluster.mixed_tp].decode if cluster.mixed else measured.decode[cluster.decode_tp]
+        self._largest_measured = pool.cost.most_decoding
+        self._note_most(verdict)
         found = figures_of(cluster, verdict.result, self._slo)
         rates = RouterRates(options.router_requests, options.router_tokens)
         largest = Cluster(64, 256, 0)
@@ -352,6 +360,19 @@ class _Planner:
             **self._given(),  # goodput first: --limit may run out meanwhile
         }
 
+    def _note_most(self, verdict: Verdict) -> None:
+        self._most_decoding = max(self._most_decoding, *(use.most_decoding for use in verdict.result.pools.values()))
+
+    def warn_of_larger_steps(self) -> None:
+        """Where much larger steps were simulated than were measured."""
+        most, known = self._most_decoding, self._largest_measured
+        if known and most > FAR_BEYOND * known:
+            self._say(
+                f"WARNING: the largest step that was measured had {known} sequence{'s' * (known > 1)}, and up to {most} are "
+                "simulated in one (of the goodput, too): what such steps take is a guess. Record under a load like the one that "
+                "is planned for"
+            )
+
     def _goodput(self, cluster: Cluster) -> float | None:
         """The highest rate at which the trace's requests are within the SLO, coming in the same pattern; None of a trace whose
         requests all come at once, or would all be within the SLO if they did, or where no rate is."""
@@ -360,9 +381,12 @@ class _Planner:
         search = RateSearch(1.0, GOODPUT_TOLERANCE, 1e-3, MOST_SPEED)
         while (speed := search.rate) is not None and search.trials < GOODPUT_TRIALS:
             try:
-                search.judged(judge(cluster, self._simulate(cluster, self._slo, speed), self._slo).within)
+                verdict = judge(cluster, self._simulate(cluster, self._slo, speed), self._slo)
             except TimeUp:
                 break
+            search.judged(verdict.within)
+            if verdict.within:
+                self._note_most(verdict)
         if search.good == MOST_SPEED:
             self._say(
                 "WARNING: all requests of the trace at once are within the SLO, so it is too short to tell the goodput"

@@ -48,13 +48,14 @@ class Cluster(Struct, frozen=True, order=True):
 
 class PoolUse(Struct, frozen=True):
     """Of the servers of a pool: share of the time in which they compute steps, of all and of the busiest, and steps. One that
-    decodes anything always computes one: this is no share of what they could take.
+    decodes anything always computes one: this is no share of what they could take. most_decoding: sequences in one step.
     """
 
     busy: float
     busiest: float
     steps: int
     prompt_tokens: int
+    most_decoding: int = 0
 
 
 class Simulated(Struct):
@@ -104,7 +105,8 @@ class _Pool:
     def use(self, duration_s: float) -> PoolUse:
         busy = [server.busy_s / duration_s if duration_s > 0 else 0.0 for server in self.servers]
         steps, tokens = sum(s.steps for s in self.servers), sum(s.prompt_tokens for s in self.servers)
-        return PoolUse(sum(busy) / len(busy), max(busy), steps, tokens)
+        most = max(server.most_decoding for server in self.servers)
+        return PoolUse(sum(busy) / len(busy), max(busy), steps, tokens, most)
 
 
 class Simulation:
