@@ -118,14 +118,18 @@ def _change(server: ServerView | None) -> RoleChange | None:
 
 
 def _others(view: ClusterView, server: ServerView, leaving: Container[str]) -> list[ServerView]:
-    """Servers that do the same work, and would go on doing it, as far as was heard lately: those of its role; beside a prefill or
-    decode server also mixed ones, which take whole requests; beside a mixed one also pairs.
+    """Servers that do the same work, and would go on doing it, as far as was heard lately: those of its role, and of them only
+    such as fit one of the other role, if it does; beside a prefill or decode server also mixed ones, which take whole requests;
+    beside a mixed one also pairs.
     """
     stay = [each for each in view.servers if each.name != server.name and each.name not in leaving]
     stay = [each for each in stay if each.usable and each.fresh]
     if server.role is Role.MIXED:
         return [each for each in stay if each.role is Role.MIXED or any(each.fits(other) for other in stay)]
-    return [each for each in stay if each.role in (server.role, Role.MIXED)]
+    alike = [each for each in stay if each.role is server.role]
+    if any(server.fits(other) for other in stay):
+        alike = [each for each in alike if any(each.fits(other) for other in stay)]
+    return [*alike, *(each for each in stay if each.role is Role.MIXED)]
 
 
 def _last(view: ClusterView, server: ServerView, leaving: Container[str]) -> str:
@@ -139,6 +143,13 @@ def _last(view: ClusterView, server: ServerView, leaving: Container[str]) -> str
         f"{other.name} has been silent for {other.silent_s:.0f} s"
         for other in alike
         if other.usable and not other.fresh
+    ]
+    stay = [other for other in view.servers if other.usable and other.fresh and other.name not in leaving]
+    other_role = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(server.role)
+    why += [
+        f"{other.name} fits no {other_role.value} server"
+        for other in alike
+        if other_role is not None and other in stay and not any(other.fits(each) for each in stay)
     ]
     others = "".join(f"; {each}" for each in why)
     return (

@@ -62,6 +62,19 @@ def test_the_last_ready_server_of_its_role_drains_only_by_force() -> None:
             check_drain(ClusterView((*POOLS[:2], unheard)), "d1", force=True)
 
 
+def test_a_server_that_fits_nobody_is_no_substitute() -> None:
+    p0, d0, d1 = POOLS
+    odd = replace(d1, hello=replace(d1.hello, fingerprint="of another model"))
+    view = ClusterView((p0, d0, odd))
+    words = r"d0 is the last decode server that is ready; d1 fits no prefill server, and requests may need one; allowed are d1,"
+    with pytest.raises(InvalidRequest, match=words):
+        check_drain(view, "d0", force=False)
+    with pytest.raises(InvalidRequest, match=words):
+        asked("d0", Role.MIXED, *view.servers)
+    assert check_drain(view, "d1", force=False).name == "d1", "nothing goes there"
+    assert check_drain(ClusterView((replace(p0, hello=replace(p0.hello, fingerprint="b")), d0, odd)), "d0", force=False)
+
+
 def test_the_last_of_its_role_may_leave_where_mixed_servers_or_in_their_place_a_pair_do_its_work() -> None:
     m0, m1 = (with_change(server(name, Role.MIXED)) for name in ("m0", "m1"))
     p0, d0, _ = POOLS
