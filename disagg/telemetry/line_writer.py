@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import stat
 import threading
 import time
 from collections import deque
@@ -58,15 +59,27 @@ class Target:
 
 
 class DescriptorWriter:
-    """Writes to a descriptor, whichever mode it is in; waits for its reader, so it belongs into a thread."""
+    """Writes to a descriptor, whichever mode it is in; waits for its reader, so it belongs into a thread.
+
+    Others may write to the same pipe, as stdout and stderr often are one. What is at most PIPE_BUF is there whole or not at all,
+    so that no line of theirs comes into the middle of one of ours, but for lines that are longer.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self._is_pipe = _is_pipe(fd)
         self._torn = False  # the last line is there in part
 
     def __call__(self, data: bytes) -> None:
-        left = memoryview(b"\n" + data if self._torn else data)
-        whole = len(left)
+        data = b"\n" + data if self._torn else data
+        start = 0
+        while start < len(data):
+            stop = _end_of_piece(data, start) if self._is_pipe else len(data)
+            self._write(memoryview(data)[start:stop])
+            start = stop
+
+    def _write(self, piece: memoryview) -> None:
+        left, whole = piece, len(piece)
         while left:
             try:
                 left = left[os.write(self._fd, left) :]
@@ -78,6 +91,22 @@ class DescriptorWriter:
                 self._torn = self._torn or len(left) < whole
                 raise
         self._torn = False
+
+
+def _is_pipe(fd: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    except OSError:  # which whoever writes is told
+        return False
+
+
+def _end_of_piece(data: bytes, start: int) -> int:
+    """Behind the last line that ends within PIPE_BUF of the start; of a longer one behind its own end."""
+    most = start + select.PIPE_BUF
+    if len(data) <= most:
+        return len(data)
+    end = data.rfind(b"\n", start, most) + 1 or data.find(b"\n", most) + 1
+    return end or len(data)
 
 
 class LineWriter:

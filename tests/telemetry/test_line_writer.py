@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import select
 import threading
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.telemetry.line_budget import LineBudget
-from disagg.telemetry.line_writer import DescriptorWriter, LineWriter, Target
+from disagg.telemetry.line_writer import DescriptorWriter, LineWriter, Target, _end_of_piece
 
 
 def notice(lines: int, why: str) -> bytes:
@@ -117,6 +119,46 @@ def test_a_pipe_that_does_not_block_gets_every_byte_too() -> None:
     reader.join(60)
     os.close(reading)
     assert b"".join(read) == data
+
+
+def test_lines_of_two_writers_to_one_pipe_are_never_mixed() -> None:
+    """As of stdout and stderr of a process that are one pipe, whose reader is slow."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    read: list[bytes] = []
+
+    def reads() -> None:
+        while data := os.read(reading, 999):
+            read.append(data)
+
+    rng = random.Random(5)
+    said = [b"".join(name * rng.randrange(1, 3000) + b"\n" for _ in range(300)) for name in (b"a", b"b")]
+    writers = [threading.Thread(target=DescriptorWriter(writing), args=(data,)) for data in said]
+    for thread in writers:
+        thread.start()
+    reader = threading.Thread(target=reads)
+    reader.start()
+    for thread in writers:
+        thread.join(60)
+    os.close(writing)
+    reader.join(60)
+    os.close(reading)
+    lines = b"".join(read).split(b"\n")[:-1]
+    assert all(len(set(line)) == 1 for line in lines)
+    assert [b"".join(line + b"\n" for line in lines if line[:1] == name) for name in (b"a", b"b")] == said
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 9000), max_size=12), st.booleans())
+def test_what_is_cut_is_all_of_it_at_the_ends_of_lines(lengths: list[int], ends: bool) -> None:
+    data = b"\n".join(b"x" * length for length in lengths) + b"\n" * ends
+    start = 0
+    while start < len(data):
+        stop = _end_of_piece(data, start)
+        piece = data[start:stop]
+        assert piece and (stop == len(data) or piece.endswith(b"\n"))
+        assert len(piece) <= select.PIPE_BUF or b"\n" not in piece[:-1]
+        start = stop
 
 
 def test_nobody_reading_is_an_error_for_the_target_only() -> None:
