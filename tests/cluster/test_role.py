@@ -62,7 +62,7 @@ def test_a_decode_server_becomes_a_prefill_server_and_back_under_load(tmp_path: 
         decoded = decoded_before(cluster, "decode-1")  # else what it had to do before could be taken for work of now
         asking = [pool.submit(keep_asking, number) for number in range(len(requests))]
         stack.callback(enough.set)
-        wait_begun(cluster, "decode-1", decoded)
+        wait_begun(cluster, "decode-1", decoded, asking)
         becomes("prefill")
         assert moved(cluster) > 0 and recomputed(cluster) == 0
         assert cluster.servers("prefill") == ["prefill-0", "decode-1"] and cluster.servers("decode") == ["decode-0"]
