@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from disagg.messages.legs import RoleChange, ServerState
 from disagg.router.view import ClusterView, ServerView
@@ -122,14 +122,22 @@ def _others(view: ClusterView, server: ServerView, leaving: Container[str]) -> l
     such as fit one of the other role, if it does; beside a prefill or decode server also mixed ones, which take whole requests;
     beside a mixed one also pairs.
     """
-    stay = [each for each in view.servers if each.name != server.name and each.name not in leaving]
-    stay = [each for each in stay if each.usable and each.fresh]
+    stay = [each for each in _staying(view, leaving) if each.name != server.name]
     if server.role is Role.MIXED:
-        return [each for each in stay if each.role is Role.MIXED or any(each.fits(other) for other in stay)]
+        return [each for each in stay if each.role is Role.MIXED or _has_peer(each, stay)]
     alike = [each for each in stay if each.role is server.role]
-    if any(server.fits(other) for other in stay):
-        alike = [each for each in alike if any(each.fits(other) for other in stay)]
+    if _has_peer(server, stay):
+        alike = [each for each in alike if _has_peer(each, stay)]
     return [*alike, *(each for each in stay if each.role is Role.MIXED)]
+
+
+def _staying(view: ClusterView, leaving: Container[str]) -> list[ServerView]:
+    """Servers that work and go on doing it, as far as was heard lately."""
+    return [each for each in view.servers if each.name not in leaving and each.usable and each.fresh]
+
+
+def _has_peer(server: ServerView, others: Iterable[ServerView]) -> bool:
+    return any(server.fits(other) for other in others)
 
 
 def _last(view: ClusterView, server: ServerView, leaving: Container[str]) -> str:
@@ -144,12 +152,12 @@ def _last(view: ClusterView, server: ServerView, leaving: Container[str]) -> str
         for other in alike
         if other.usable and not other.fresh
     ]
-    stay = [other for other in view.servers if other.usable and other.fresh and other.name not in leaving]
+    stay = _staying(view, leaving)
     other_role = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(server.role)
     why += [
         f"{other.name} fits no {other_role.value} server"
         for other in alike
-        if other_role is not None and other in stay and not any(other.fits(each) for each in stay)
+        if other_role is not None and other in stay and not _has_peer(other, stay)
     ]
     others = "".join(f"; {each}" for each in why)
     return (

@@ -18,9 +18,7 @@ from disagg.types.sampling import SamplingParams
 from tests.router.fake_server import MODEL, TOKENIZER, FakeServer, Script, decode, prefill
 
 # Router and servers share one event loop: a lease must outlast whatever the machine does with it meanwhile.
-CONFIG = RouterConfig(
-    lease_s=30.0, heartbeat_s=0.05, request_deadline_s=60.0
-)  # a lease that a machine which stands still does not end
+CONFIG = RouterConfig(lease_s=30.0, heartbeat_s=0.05, request_deadline_s=60.0)
 SHORT_LEASE_S = 1.0  # for tests that wait for its end
 DEADLINE_S = 30.0
 
