@@ -51,6 +51,14 @@ class Reloaded(Generic[T]):
                 logger.error("%s has changed and cannot be used, so what was read before stays: %s", self._what, error)
             self._wrong = str(error)
             return False
+        except Exception as error:
+            # What a parser raises for content that nobody thought of must not end the task that looks: then no key could be
+            # revoked and no certificate renewed any more.
+            wrong = f"{type(error).__name__}: {str(error)[:400]}"
+            if changed or wrong != self._wrong:
+                logger.exception("%s has changed and cannot be used, so what was read before stays", self._what)
+            self._wrong = wrong
+            return False
         self._wrong = ""
         logger.info("%s has changed and was read again", self._what)
         return True

@@ -115,6 +115,12 @@ def _common_config(gguf: GgufFile) -> dict[str, Any]:
         "use_cache": True,
     }
     head_dim = gguf.metadata.get(f"{prefix}.attention.key_length", config["hidden_size"] // heads)
+    rotated = gguf.metadata.get(f"{prefix}.rope.dimension_count", head_dim)
+    if rotated != head_dim:  # the modules of transformers that these become rotate whole heads
+        raise ConfigError(
+            f"{gguf.path} rotates {rotated} of the {head_dim} dimensions of a head ({prefix}.rope.dimension_count), which "
+            "cannot be converted"
+        )
     return {**config, "head_dim": head_dim}
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 from msgspec import Struct
 
@@ -20,7 +21,7 @@ LOOKUP_S = 10.0
 MISSES = 3  # lookups in a row that find no such name, before it is believed that nothing is there
 MAX_ADDRESSES = 4096  # of one name
 
-Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
+Lookup = Callable[[str, int], Coroutine[Any, Any, Sequence[str]]]
 
 
 class Name(Struct, frozen=True):
@@ -49,25 +50,38 @@ async def addresses(host: str, port: int) -> list[str]:
 
 
 class DnsDiscovery:
-    def __init__(self, names: Sequence[Name], *, every_s: float = EVERY_S, lookup: Lookup = addresses) -> None:
+    def __init__(
+        self,
+        names: Sequence[Name],
+        *,
+        every_s: float = EVERY_S,
+        lookup_s: float = LOOKUP_S,
+        lookup: Lookup = addresses,
+    ) -> None:
         self._names = tuple(names)
         self._every_s = every_s
+        self._lookup_s = lookup_s
         self._lookup = lookup
         self._found: dict[Name, tuple[str, ...]] = dict.fromkeys(self._names, ())
         self._misses: dict[Name, int] = dict.fromkeys(self._names, 0)
         self._errors: dict[Name, str] = dict.fromkeys(self._names, "")
+        self._asked: dict[Name, asyncio.Future[Sequence[str]]] = {}  # that have no answer yet
 
     async def run(self, publish: Publish) -> None:
-        while True:
-            await asyncio.gather(*map(self._look, self._names))
-            publish(
-                by_key(
-                    Found(name="", role=name.role, address=address)
-                    for name, found in self._found.items()
-                    for address in found
+        try:
+            while True:
+                await asyncio.gather(*map(self._look, self._names))
+                publish(
+                    by_key(
+                        Found(name="", role=name.role, address=address)
+                        for name, found in self._found.items()
+                        for address in found
+                    )
                 )
-            )
-            await asyncio.sleep(self._every_s)
+                await asyncio.sleep(self._every_s)
+        finally:
+            for asked in self._asked.values():
+                asked.cancel()
 
     def faults(self) -> Mapping[str, str]:
         return {}
@@ -79,17 +93,26 @@ class DnsDiscovery:
         """Where nobody answers, what was known stays."""
         error = ""
         try:
-            async with asyncio.timeout(LOOKUP_S):
-                self._found[name] = tuple((await self._lookup(name.host, name.port))[:MAX_ADDRESSES])
+            self._found[name] = tuple((await self._addresses(name))[:MAX_ADDRESSES])
             self._misses[name] = 0
         except NoSuchName:
             self._misses[name] += 1
             if self._misses[name] >= MISSES:
                 self._found[name] = ()
             error = "it has no address"
-        except (OSError, TimeoutError) as failure:
-            error = str(failure) or f"no answer within {LOOKUP_S:g} s"
+        except (OSError, UnicodeError, TimeoutError) as failure:  # UnicodeError: it is too long for a name
+            error = str(failure) or f"no answer within {self._lookup_s:g} s"
         if error != self._errors[name]:
             log = logger.warning if error else logger.info
             log("router.selector: %s: %s", name.host, error or "it has addresses again")
             self._errors[name] = error
+
+    async def _addresses(self, name: Name) -> Sequence[str]:
+        """Raises as `addresses`, and TimeoutError. A lookup that hangs keeps its thread, so the next one waits for the same."""
+        asked = self._asked.pop(name, None) or asyncio.ensure_future(self._lookup(name.host, name.port))
+        self._asked[name] = asked
+        done, _ = await asyncio.wait({asked}, timeout=self._lookup_s)
+        if not done:
+            raise TimeoutError
+        del self._asked[name]
+        return asked.result()

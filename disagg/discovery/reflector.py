@@ -109,6 +109,13 @@ class Reflector:
             except (SourceError, TimeoutError) as error:
                 self._failed(str(error) or "no answer in time")
                 await self._pause()
+            except Exception as error:
+                # Whatever the client's library raises, or a pod that nobody thought of: without this task no server would
+                # ever be seen to come or go. An event may have been lost, so all are listed again.
+                logger.exception("pods are listed again, after what should not happen")
+                self._version = ""
+                self._failed(f"{type(error).__name__}: {str(error)[:400]}")
+                await self._pause()
 
     async def _list(self) -> None:
         async with asyncio.timeout(self._timing.list_s):

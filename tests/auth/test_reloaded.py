@@ -72,3 +72,17 @@ async def test_it_looks_again_and_again(tmp_path: Path) -> None:
     finally:
         looking.cancel()
         await asyncio.gather(looking, return_exceptions=True)
+
+
+def test_a_reader_that_fails_as_nobody_thought_of_is_said_once_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("1")
+    value = Reloaded((path,), lambda: 12 // int(path.read_text()), "a number")
+    with caplog.at_level(logging.ERROR):
+        path.write_text("00")
+        assert not value.look() and not value.look()
+    assert len(caplog.records) == 1 and "ZeroDivisionError" in str(caplog.records[0].exc_info)
+    path.write_text("003")
+    assert value.look() and value.value == 4

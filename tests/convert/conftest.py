@@ -57,6 +57,7 @@ def write_llama(
     architecture: str = "llama",
     extra_tensor: str | None = None,
     rope_scaling: str | None = None,
+    rotated: int | None = None,
     tokenizer: str = "llama",
     eot_token_id: int | None = None,
 ) -> Path:
@@ -71,6 +72,8 @@ def write_llama(
     writer.add_rope_freq_base(10_000.0)
     if rope_scaling is not None:
         writer.add_string(f"{architecture}.rope.scaling.type", rope_scaling)
+    if rotated is not None:
+        writer.add_rope_dimension_count(rotated)
     writer.add_tokenizer_model(tokenizer)
     writer.add_token_list(TOKENS)
     writer.add_token_scores([0.0] * 260 + [-1.0, -1.0, -2.0, -4.0, -3.0])

@@ -22,7 +22,7 @@ from disagg.convert.model_dir import resolve
 from disagg.convert.safetensors_file import write_weights
 from disagg.types.errors import ConfigError
 from tests.campaigns import Campaign, sizes
-from tests.convert.conftest import llama_weights, write_llama
+from tests.convert.conftest import HEAD_DIM, llama_weights, write_llama
 
 
 def test_a_float32_gguf_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -146,14 +146,21 @@ def test_every_end_of_text_is_written_where_workers_look_for_it(tmp_path: Path) 
         ({"extra_tensor": "blk.0.attn_q.bias"}, r"blk\.0\.attn_q\.bias"),
         ({"extra_tensor": "blk.9.attn_norm.weight"}, r"blk\.9\.attn_norm\.weight, and says that it has 2 layers"),
         ({"rope_scaling": "yarn"}, "rope scaling"),
+        ({"rotated": HEAD_DIM // 2}, r"rotates \d+ of the \d+ dimensions of a head"),
         ({"tokenizer": "bert"}, "'bert'"),
     ],
 )
-def test_what_cannot_be_converted_faithfully_is_refused(tmp_path: Path, change: dict[str, str], message: str) -> None:
-    path = write_llama(tmp_path / "tiny.gguf", **change)  # type: ignore[arg-type]
+def test_what_cannot_be_converted_faithfully_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = write_llama(tmp_path / "tiny.gguf", **change)
     with pytest.raises(ConfigError, match=message):
         resolve(str(path), tmp_path / "cache")
     assert [entry.name for entry in (tmp_path / "cache").iterdir() if entry.suffix != ".lock"] == []
+
+
+def test_a_file_that_says_that_whole_heads_are_rotated_is_converted(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "tiny.gguf", rotated=HEAD_DIM)
+    config = json.loads((resolve(str(path), tmp_path / "cache") / "config.json").read_text())
+    assert config["head_dim"] == HEAD_DIM
 
 
 @given(keep=st.floats(0, 0.999))

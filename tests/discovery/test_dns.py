@@ -56,6 +56,36 @@ async def test_a_name_without_addresses_is_believed_when_it_has_said_so_often_en
     assert await published([["a:1"], nothing, ["a:1"], *[nothing] * (MISSES - 1)]) == [{"a:1"}] * (2 + MISSES)
 
 
+async def test_a_lookup_that_hangs_is_not_begun_again_and_its_late_answer_counts() -> None:
+    """Each has a thread of the loop's own few, which reads of files and all other lookups need, too."""
+    begun, answers = 0, asyncio.Event()
+    out: list[set[str]] = []
+
+    async def lookup(host: str, port: int) -> Sequence[str]:
+        nonlocal begun
+        begun += 1
+        await answers.wait()
+        return ["a:1"]
+
+    discovery = DnsDiscovery([Name("decode", "d", 1)], every_s=0.0, lookup_s=0.01, lookup=lookup)
+    running = asyncio.create_task(discovery.run(lambda found: out.append(set(found))))
+    while len(out) < 5:
+        await asyncio.sleep(0)
+    assert begun == 1 and out[-1] == set()
+    answers.set()
+    while out[-1] != {"a:1"}:
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_name_that_cannot_be_one_ends_nothing() -> None:
+    with pytest.raises((OSError, NoSuchName, UnicodeError)):
+        await addresses("a" * 300, 7)
+    wrong = UnicodeEncodeError("idna", "a", 0, 1, "label too long")
+    assert await published([["a:1"], wrong, ["b:1"]]) == [{"a:1"}, {"a:1"}, {"b:1"}]
+
+
 async def test_real_names() -> None:
     assert await addresses("127.0.0.1", 7) == ["127.0.0.1:7"]
     assert "127.0.0.1:7" in await addresses("localhost", 7)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from disagg.discovery.found import Found
 from disagg.discovery.kubernetes import KubernetesDiscovery
 from disagg.discovery.pods import found_in
-from disagg.discovery.reflector import Timing
+from disagg.discovery.reflector import Event, Pod, Reflector, Timing
 from disagg.types.errors import ConfigError
 from tests.discovery.fake_api import KEPT_EVENTS, NAMESPACE, FakeApi, pod
 
@@ -323,3 +323,37 @@ def test_whatever_happens_what_is_found_comes_to_be_what_is_there(
             await api.close()
 
     asyncio.run(run())
+
+
+async def test_an_error_that_nobody_thought_of_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as that of a token which the client's library cannot refresh, or of a reader of what is published."""
+    lists = 0
+    published: list[set[str]] = []
+
+    class Odd:
+        async def list(self) -> tuple[list[Pod], str]:
+            nonlocal lists
+            lists += 1
+            if lists == 1:
+                raise KeyError("token")
+            return [pod("d0")], "1"
+
+        async def watch(self, version: str, timeout_s: float) -> AsyncIterator[Event]:
+            if lists == 2:
+                yield Event("ADDED", pod("d1"))
+            await asyncio.Event().wait()
+
+    def publish(found: Mapping[str, Found]) -> None:
+        if "d1" in found:
+            raise RuntimeError("odd")
+        published.append(set(found))
+
+    reflector = Reflector(Odd(), publish, TIMING)
+    running = asyncio.create_task(reflector.run())
+    async with asyncio.timeout(WITHIN_S):
+        while lists < 3 or len(published) < 2:
+            await asyncio.sleep(0.01)
+    assert published == [{"d0"}, {"d0"}] and not running.done()
+    assert sum("what should not happen" in record.message for record in caplog.records) == 2
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
