@@ -89,29 +89,33 @@ def list_spans(file: Path | None, overrides: Mapping[str, object], as_json: bool
     console.print(table if rows else "no spans")
 
 
-def verify_storage(file: Path | None, overrides: Mapping[str, object], as_json: bool) -> int:
-    """The exit code: 1 if anything is damaged."""
-    from disagg.offload.survey import Damage, Survey, survey, verify
+def verify_storage(file: Path | None, overrides: Mapping[str, object], as_json: bool, remove: bool) -> int:
+    """The exit code: 1 if anything is damaged. remove: takes it away."""
+    from disagg.offload.survey import Collected, Damage, Survey, remove_damaged, survey, verify
 
-    async def run(store: ObjectStore) -> tuple[Survey, list[Damage]]:
+    async def run(store: ObjectStore) -> tuple[Survey, list[Damage], Collected | None]:
         found = await survey(store, _Progress())
-        return found, await verify(store, found, _Progress())
+        damage = await verify(store, found, _Progress())
+        return found, damage, await remove_damaged(store, found, damage) if remove else None
 
-    found, damage = _with_store(load_config(file, overrides), run)
+    found, damage, removed = _with_store(load_config(file, overrides), run)
     parts = sum(len(each.parts) for each in found.spans)
     if as_json:
         listed = [msgspec.structs.asdict(each) for each in damage]
-        _print_json({"spans": len(found.spans), "parts": parts, "damage": listed})
+        gone = {} if removed is None else {"removed": msgspec.structs.asdict(removed)}
+        _print_json({"spans": len(found.spans), "parts": parts, "damage": listed, **gone})
         return int(bool(damage))
     for each in damage:
         print(f"{each.cause}: {each.path}: {each.why}")
     whole = "all whole" if found.spans else "nothing is stored there"
     print(f"{len(found.spans)} spans with {parts} parts: {f'{len(damage)} damaged' if damage else whole}")
+    if removed is not None and damage:
+        print(f"removed {removed.spans} spans, {removed.objects} objects in all{removed.reasons(0)}")
     return int(bool(damage))
 
 
-def collect_garbage(file: Path | None, overrides: Mapping[str, object], as_json: bool) -> None:
-    """Says what was removed, and what is left."""
+def collect_garbage(file: Path | None, overrides: Mapping[str, object], as_json: bool) -> int:
+    """Says what was removed, and what is left. The exit code: 1 if something could not be removed."""
     from disagg.offload.survey import collect
 
     config = load_config(file, overrides)
@@ -119,12 +123,13 @@ def collect_garbage(file: Path | None, overrides: Mapping[str, object], as_json:
     done = _with_store(config, lambda store: collect(store, budget_bytes, _Progress()))
     if as_json:
         _print_json({**msgspec.structs.asdict(done), "budget_bytes": budget_bytes})
-        return
+        return int(bool(done.undeleted))
     budget = f"of a budget of {format_size(budget_bytes)}" if budget_bytes else "without a budget"
     print(
         f"removed {done.spans} spans, {done.objects} objects in all, {show_bytes(done.freed_bytes)}; "
-        f"{show_bytes(done.left_bytes)} are left, {budget}"
+        f"{show_bytes(done.left_bytes)} are left, {budget}{done.reasons(budget_bytes)}"
     )
+    return int(bool(done.undeleted))
 
 
 def _with_store(config: Config, work: Callable[[ObjectStore], Awaitable[T]]) -> T:

@@ -47,12 +47,13 @@ def cache_ls(storage: str | None, as_json: bool, file: Path | None, sets: tuple[
 
 
 @cache.command("verify")
+@click.option("--remove", is_flag=True, help="Remove what is damaged, with the spans that name it.")
 @_cache_options
-def cache_verify(storage: str | None, as_json: bool, file: Path | None, sets: tuple[str, ...]) -> None:
+def cache_verify(storage: str | None, as_json: bool, file: Path | None, sets: tuple[str, ...], remove: bool) -> None:
     """Read every object to its end and check it. Exits with 1 if one is damaged or missing, and names it."""
     from disagg.cli.cache import verify_storage
 
-    sys.exit(verify_storage(file, _cache_settings(storage, sets), as_json))
+    sys.exit(verify_storage(file, _cache_settings(storage, sets), as_json, remove))
 
 
 @cache.command("gc")
@@ -70,4 +71,5 @@ def cache_gc(
     """Remove what cannot be used, and then the least recently used until the budget is kept. Servers may go on meanwhile."""
     from disagg.cli.cache import collect_garbage
 
-    collect_garbage(file, {**_cache_settings(storage, sets), "storage.budget_bytes": budget_bytes}, as_json)
+    settings = {**_cache_settings(storage, sets), "storage.budget_bytes": budget_bytes}
+    sys.exit(collect_garbage(file, settings, as_json))

@@ -1,8 +1,9 @@
 """The objects of a store that is a directory, as the system says them: whatever else lies there does not end a listing.
 
 Listed are regular files, also those that are not whole: what is being written, and what was when its writer was killed. Links
-are followed, and a folder that is reached twice is listed once, so a loop of links ends; a link that leads nowhere, a pipe, or
-what is removed meanwhile is passed over. Knows files; nothing of KV.
+are followed, and a folder that is reached twice is listed once, so a loop of links ends; folders deeper than any object are not
+looked into, so a link to elsewhere does not take a listing through the machine. A link that leads nowhere, a pipe, or what is
+removed meanwhile is passed over. Knows files; nothing of KV.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ class Entry(Struct, frozen=True):
     modified_s: float
 
 
-def walk(root: Path, prefix: str, chunk: int) -> Iterator[list[Entry]]:
-    """Every object below a folder of it, at most so many at a time. Raises OSError for what may not be looked at."""
+def walk(root: Path, prefix: str, chunk: int, deepest: int) -> Iterator[list[Entry]]:
+    """Every object below a folder of it, at most `chunk` at a time. deepest: names in the path of the deepest object.
+
+    Raises OSError for what may not be looked at.
+    """
     found: list[Entry] = []
     seen: set[tuple[int, int]] = set()
     folders = [prefix.strip("/")]
@@ -51,7 +55,8 @@ def walk(root: Path, prefix: str, chunk: int) -> Iterator[list[Entry]]:
                     raise
                 continue
             if stat.S_ISDIR(info.st_mode):
-                folders.append(path)
+                if path.count("/") + 1 < deepest:
+                    folders.append(path)
             elif stat.S_ISREG(info.st_mode):
                 found.append(Entry(path, info.st_size, info.st_mtime))
                 if len(found) == chunk:

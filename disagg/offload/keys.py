@@ -25,6 +25,7 @@ from disagg.messages.layout import LayerGroup
 
 LAYOUT = "v1"
 SPANS, PARTS, READS = "spans", "parts", "reads"
+DEEPEST = 6  # names in the path of an object
 _ID_CHARS = 16
 _PATH = re.compile(
     rf"{LAYOUT}/(?P<model>[0-9a-f]{{{_ID_CHARS}}})/(?P<tenant>[0-9a-f]{{{_ID_CHARS}}})/"

@@ -14,6 +14,9 @@ as stored, seeded with what it is of: it is verified before it is decompressed. 
 
 What decoding costs at most: MAX_HEADER_BYTES of header, ten times that in objects of Python, and the raw units that the
 reader asked for.
+
+Later versions keep the frame, and seed the checksum of the header with their number (`_seed`): so an object of another version
+can be told from one of this whose version has been damaged.
 """
 
 from __future__ import annotations
@@ -75,10 +78,14 @@ _DECODERS: dict[type[Any], Any] = {kind: msgspec.msgpack.Decoder(kind, strict=Tr
 # ---- the frame
 
 
+def _seed(version: int) -> int:
+    return _HEADER_SEED + version - 1
+
+
 def _framed(header: Span | PartHeader) -> bytes:
     data = msgspec.msgpack.encode(header)
     assert len(data) <= MAX_HEADER_BYTES, f"a header of {len(data)} bytes"
-    return _FRAME.pack(MAGIC, VERSION, len(data), sum_bytes(data, _HEADER_SEED)) + data
+    return _FRAME.pack(MAGIC, VERSION, len(data), sum_bytes(data, _seed(VERSION))) + data
 
 
 def header_end(data: bytes | memoryview) -> int:
@@ -95,12 +102,21 @@ def header_end(data: bytes | memoryview) -> int:
     return FRAME_BYTES + int(length)
 
 
+def only_says_another_version(data: bytes | memoryview) -> bool:
+    """Whether a span says that it is of another version, and its header is one of this: a bit has been flipped."""
+    if len(data) < FRAME_BYTES:
+        return False
+    magic, version, length, total = _FRAME.unpack_from(data)
+    own = (magic, len(data)) == (MAGIC, FRAME_BYTES + length) and version != VERSION
+    return own and sum_bytes(memoryview(data)[FRAME_BYTES:], _seed(VERSION)) == total
+
+
 def _header(data: bytes | memoryview, kind: type[T]) -> tuple[T, int]:
     end = header_end(data)
     if len(data) < end:
         raise BadObject(Cause.TRUNCATED, f"it has {len(data)} bytes; its header alone ends at {end}")
     encoded = memoryview(data)[FRAME_BYTES:end]
-    if sum_bytes(encoded, _HEADER_SEED) != _FRAME.unpack_from(data)[3]:
+    if sum_bytes(encoded, _seed(VERSION)) != _FRAME.unpack_from(data)[3]:
         raise BadObject(Cause.CORRUPT, "the checksum of its header is wrong")
     try:
         header: T = _DECODERS[kind].decode(encoded)

@@ -175,9 +175,7 @@ def storage_target(url: str, options: Mapping[str, OptionValue]) -> StorageTarge
             client[name] = text
     for name in ("endpoint", "aws_endpoint_url_s3"):
         if store.get(name, "").startswith("http:") and client.get("allow_http", "false") != "true":
-            raise ConfigError(
-                f"storage.options.{name} = {quoted(store[name])}: http needs storage.options.allow_http = true"
-            )
+            raise ConfigError(f"storage.options.{name}: http needs storage.options.allow_http = true")
     return StorageTarget(url.rstrip("/"), scheme, store, client, retry)
 
 
@@ -220,7 +218,7 @@ def _check_address(path: str, text: str) -> None:
     except ValueError:
         fine = False
     if not fine or not text.isprintable() or " " in text:
-        raise ConfigError(f"{path} = {quoted(text)}: it must be a URL, as https://host:port is")
+        raise ConfigError(f"{path}: it must be a URL, as https://host:port is")
 
 
 def _unknown(name: str, scheme: str, known: Mapping[str, Kind]) -> str:
@@ -234,10 +232,9 @@ def _read(name: str, kind: Kind, value: OptionValue) -> str:
     path = f"storage.options.{name}"
     if isinstance(value, str) and len(value) > MAX_VALUE_CHARS:
         raise ConfigError(f"{path} has {len(value)} characters; at most {MAX_VALUE_CHARS} are allowed")
-    shown = "..." if is_secret(name) else quoted(str(value))
     if kind == "text":
         if isinstance(value, bool):
-            raise ConfigError(f"{path} = {shown}: it must be a text")
+            raise ConfigError(f"{path}: it must be a text")
         return str(value)
     if kind == "address":
         _check_address(path, str(value))
@@ -245,7 +242,7 @@ def _read(name: str, kind: Kind, value: OptionValue) -> str:
     if kind == "switch":
         text = str(value).lower()
         if text not in ("true", "false"):
-            raise ConfigError(f"{path} = {shown}: it must be true or false")
+            raise ConfigError(f"{path}: it must be true or false")
         return text
     try:
         number = float("nan") if isinstance(value, bool) else float(value)
@@ -253,8 +250,8 @@ def _read(name: str, kind: Kind, value: OptionValue) -> str:
         number = float("nan")
     if kind == "count":
         if not (0 <= number <= 1000 and number == int(number)):
-            raise ConfigError(f"{path} = {shown}: it must be a whole number from 0 to 1000")
+            raise ConfigError(f"{path}: it must be a whole number from 0 to 1000")
         return str(int(number))
     if not 0 < number <= MAX_SECONDS:
-        raise ConfigError(f"{path} = {shown}: it must be a number of seconds, at most {MAX_SECONDS:.0f}")
+        raise ConfigError(f"{path}: it must be a number of seconds, at most {MAX_SECONDS:.0f}")
     return f"{max(1, round(number * 1000))}ms"

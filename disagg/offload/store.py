@@ -14,9 +14,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -28,6 +30,7 @@ from obstore.store import from_url
 from disagg.offload.breaker import Breaker, StoreState
 from disagg.offload.causes import Cause
 from disagg.offload.directory import Entry, walk
+from disagg.offload.keys import DEEPEST
 from disagg.offload.options import OptionValue, StorageTarget, storage_target
 from disagg.types.errors import ConfigError
 from disagg.types.plain import one_line
@@ -36,12 +39,15 @@ CALL_S = 10.0  # for an answer, and for so many bytes of it
 BYTES_PER_S = 4 << 20  # a store that is slower than this is not worth waiting for: computing KV again is faster
 LIST_CHUNK = 1000
 DELETE_CHUNK = 500
+DELETES_AT_ONCE = 16  # where a store has to be asked for each
 PANIC = "PanicException"  # of the client; no Exception, and not importable
 # What stores say when it is not the object that is missing but what it would be in.
 _NO_CONTAINER = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist", "notFound: bucket")
 
 # What a file system without hard links says, such as SMB, FAT and many of FUSE.
 _NO_LINKS = tuple(f"(os error {code})" for code in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS))
+
+_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.EIO)
 
 T = TypeVar("T")
 
@@ -86,7 +92,24 @@ def _directory(target: StorageTarget, make: bool) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
     if not directory.is_dir():
         raise ConfigError(f"storage.url = {target.url!r}: there is no directory {directory}")
+    if make:
+        _check_writes(target, directory)
     return directory
+
+
+def _check_writes(target: StorageTarget, directory: Path) -> None:
+    """Raises ConfigError where no file can ever be made, such as in /proc. A full disk, or one that this user may not write to,
+    degrades the store as it does later.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        if error.errno in _MAY_PASS:
+            return
+        raise ConfigError(
+            f"storage.url = {target.url!r}: no file can be made in the directory {directory}: {error.strerror}"
+        ) from error
 
 
 class ObjectStore:
@@ -105,6 +128,7 @@ class ObjectStore:
         self.breaker = breaker or Breaker()
         self._store = store
         self._directory = directory
+        self._mounted = directory is not None and directory.is_mount()
         self._has_links = True  # as far as is known; without them a directory cannot create files, only replace them
         self._clock = clock
         self._call_s = call_s
@@ -194,8 +218,17 @@ class ObjectStore:
         await self._call(put, sum(map(len, buffers)), writes=True)
 
     async def _put(self, path: str, buffers: Sequence[Any], mode: Any) -> None:
+        if self._directory is not None:
+            await asyncio.to_thread(self._check_directory, self._directory)
         data = b"".join(memoryview(each) for each in buffers)
         await obstore.put_async(self._store, path, data, mode=mode, use_multipart=False)
+
+    def _check_directory(self, directory: Path) -> None:
+        """The client would make it anew, and fill the file system under a mount that has dropped. Raises OSError."""
+        if not directory.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the directory of the store is not there any more", str(directory))
+        if self._mounted and not directory.is_mount():
+            raise OSError(errno.ENODEV, "nothing is mounted any more at the directory of the store", str(directory))
 
     async def delete(self, paths: Sequence[str]) -> None:
         """Those that are not there are not there, either way."""
@@ -211,6 +244,34 @@ class ObjectStore:
                         await obstore.delete_async(self._store, path)
 
             await self._call(remove, 0)
+
+    async def delete_each(self, paths: Sequence[str]) -> dict[str, str]:
+        """As `delete`, but goes on behind what cannot be deleted: the paths, and why. StoreError where of several none can be."""
+        failed: dict[str, str] = {}
+        for first in range(0, len(paths), DELETE_CHUNK):
+            chunk = list(paths[first : first + DELETE_CHUNK])
+            failed |= await self._call(partial(self._delete_each, chunk), 0)
+        return failed
+
+    async def _delete_each(self, chunk: list[str]) -> dict[str, str]:
+        with contextlib.suppress(BaseError, OSError, ValueError):
+            await obstore.delete_async(self._store, chunk)
+            return {}
+        failed: dict[str, Exception] = {}
+
+        async def remove(path: str) -> None:
+            try:
+                await obstore.delete_async(self._store, path)
+            except FileNotFoundError:
+                pass
+            except (BaseError, OSError, ValueError) as error:
+                failed[path] = error
+
+        for first in range(0, len(chunk), DELETES_AT_ONCE):
+            await asyncio.gather(*map(remove, chunk[first : first + DELETES_AT_ONCE]))
+        if len(failed) == len(chunk) > 1:
+            raise failed[chunk[0]]
+        return {path: _said(error) for path, error in failed.items()}
 
     async def listing(self, prefix: str) -> AsyncIterator[Entry]:
         """Every object below a folder, in no order; of a directory also what is no object yet (directory.STAGED). Holds a chunk
@@ -234,7 +295,7 @@ class ObjectStore:
     def _chunks(self, prefix: str) -> Callable[[], Awaitable[list[Entry]]]:
         """Gives a chunk of a listing at each call; none at its end."""
         if self._directory is not None:
-            found = walk(self._directory, prefix, LIST_CHUNK)
+            found = walk(self._directory, prefix, LIST_CHUNK, DEEPEST)
             return lambda: asyncio.to_thread(next, found, [])
         stream = obstore.list(self._store, prefix, chunk_size=LIST_CHUNK)
 

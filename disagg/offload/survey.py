@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
+from disagg.config.sizes import show_bytes
 from disagg.messages.stored import PartRef, Share, Span
 from disagg.offload.causes import Cause
 from disagg.offload.directory import STAGED, Entry
@@ -28,6 +29,7 @@ from disagg.offload.objects import (
     decode_part,
     decode_span,
     most_part_bytes,
+    only_says_another_version,
     read_units,
 )
 from disagg.offload.store import ObjectStore, StoreError
@@ -41,11 +43,16 @@ T = TypeVar("T")
 
 
 class Damage(Struct, frozen=True):
-    """An object that cannot be used."""
+    """An object that cannot be used. spared: it is of another version, whose servers may use it."""
 
     path: str
     cause: Cause
     why: str
+    spared: bool = False
+
+
+class OtherVersion(BadObject):
+    """A span of a format that is not known here, so neither are its parts."""
 
 
 class StoredSpan(Struct, frozen=True):
@@ -108,12 +115,27 @@ class Stats(Struct, frozen=True):
 
 
 class Collected(Struct, frozen=True):
-    """What `collect` removed, and what is left."""
+    """What `collect` removed, and what is left. young_bytes: of that, what no span names and may be about to be named by one.
+    undeleted: objects that could not be removed; why: of one of them."""
 
     spans: int
     objects: int
     freed_bytes: int
     left_bytes: int
+    young_bytes: int = 0
+    undeleted: int = 0
+    why: str = ""
+
+    def reasons(self, budget_bytes: int) -> str:
+        """Why more is left than there may be, for a person; empty if that is not so, and all that was to go has gone."""
+        said = ""
+        if budget_bytes and self.left_bytes > budget_bytes and self.young_bytes:
+            said = (
+                f"; {show_bytes(self.young_bytes)} of that may be about to be used, and stay for {GRACE_S / 3600:g} h"
+            )
+        if self.undeleted:
+            said += f"; {self.undeleted} could not be removed, such as {self.why}"
+        return said
 
 
 async def survey(store: ObjectStore, progress: Progress = lambda what, done, total: None) -> Survey:
@@ -140,7 +162,7 @@ async def survey(store: ObjectStore, progress: Progress = lambda what, done, tot
         try:
             spans.append(await _stored_span(store, entry, by_kind[READS]))
         except BadObject as bad:
-            damage.append(Damage(entry.path, bad.cause, str(bad)))
+            damage.append(Damage(entry.path, bad.cause, str(bad), isinstance(bad, OtherVersion)))
         except StoreError as error:
             if error.cause in (Cause.FAILED, Cause.LATE, Cause.DEGRADED):
                 raise
@@ -157,7 +179,13 @@ async def survey(store: ObjectStore, progress: Progress = lambda what, done, tot
 async def _stored_span(store: ObjectStore, entry: Entry, reads: dict[str, Entry]) -> StoredSpan:
     place = parse_path(entry.path)
     assert place is not None
-    span = decode_span(await store.get(entry.path, FRAME_BYTES + MAX_HEADER_BYTES))
+    data = await store.get(entry.path, FRAME_BYTES + MAX_HEADER_BYTES)
+    try:
+        span = decode_span(data)
+    except BadObject as bad:
+        if bad.cause is Cause.VERSION and not only_says_another_version(data):
+            raise OtherVersion(bad.cause, str(bad)) from bad
+        raise
     if span.hashes[0].hex() != place.name:
         raise BadObject(Cause.FOREIGN, f"it is the span that begins with {span.hashes[0].hex()[:16]}")
     for part in (part for share in span.shares for part in share.parts):
@@ -322,6 +350,8 @@ async def collect(
     Garbage: spans that cannot be read, but for those of another version; and when they are older than grace_s, spans whose
     parts are not all there or that nobody can find, parts that belong to no span, notes of reads of spans that have gone and
     files that were never whole.
+    Half of the budget is for spans that can be used, whatever else is there: young parts that no span names would push them out,
+    and go by themselves.
     A store lists parts before spans: those of a span that was written meanwhile are not in the survey.
     """
     began_s = time.monotonic()
@@ -339,40 +369,95 @@ async def collect(
     ]
     order = eviction_order(found.spans, now_s - grace_s) if budget_bytes else []
     order = [each for each in order if each not in broken]
-    unreadable = [each.path for each in found.damage if each.cause is not Cause.VERSION]
-    freed = sum(found.spans_bytes[path] for path in unreadable)
-    await store.delete(unreadable)
-    objects = len(unreadable) + await _remove(store, broken)
-    freed += sum(_bytes_there(found, each) for each in broken)
-    unused = [entry for entry in _unused(found) if entry.modified_s < now_s - grace_s]
-    await store.delete([entry.path for entry in unused])
-    abandoned = [entry for entry in found.staged if entry.modified_s < now_s - grace_s]
-    if abandoned:
-        await store.remove_staged([entry.path for entry in abandoned])
-    freed += sum(entry.nbytes for entry in (*unused, *abandoned))
+    removal = _Removal(store, found)
+    await removal.delete([each.path for each in found.damage if not each.spared])
+    await removal.spans(broken)
+    unused = _unused(found)
+    young = [entry for entry in (*unused, *found.staged) if entry.modified_s >= now_s - grace_s]
+    await removal.delete([entry.path for entry in unused if entry.modified_s < now_s - grace_s])
+    await removal.staged([entry for entry in found.staged if entry.modified_s < now_s - grace_s])
+    usable_bytes = sum(_bytes_there(found, each) for each in order)
     spans = len(broken)
-    while order and found.all_bytes - freed > budget_bytes:
+    while order and removal.left_bytes > budget_bytes and usable_bytes > budget_bytes // 2:
         batch: list[StoredSpan] = []
         parents: set[bytes] = set()
-        while order and found.all_bytes - freed > budget_bytes and len(batch) < AT_ONCE:
+        left_bytes = removal.left_bytes
+        while order and left_bytes > budget_bytes and usable_bytes > budget_bytes // 2 and len(batch) < AT_ONCE:
             if not parents.isdisjoint(order[0].span.hashes):
                 break  # what goes on from it is removed before it is
             batch.append(order.pop(0))
             parents.add(batch[-1].span.parent)
-            freed += _bytes_there(found, batch[-1])
-        objects += await _remove(store, batch)
+            left_bytes -= _bytes_there(found, batch[-1])
+            usable_bytes -= _bytes_there(found, batch[-1])
+        await removal.spans(batch)
         spans += len(batch)
         progress("removing spans", spans, 0)
-    return Collected(spans, objects + len(unused) + len(abandoned), freed, found.all_bytes - freed)
+    return removal.collected(spans, sum(entry.nbytes for entry in young))
+
+
+async def remove_damaged(store: ObjectStore, found: Survey, damage: Sequence[Damage]) -> Collected:
+    """What `verify` found, but for what is spared: a part goes with the span that names it, since without one of its parts a span
+    is of no use. What goes on from there cannot be found any more, and is garbage for `collect`."""
+    bad = {each.path for each in damage if not each.spared}
+    removal = _Removal(store, found)
+    spans = [each for each in found.spans if each.path in bad or any(part.path in bad for part in each.parts)]
+    await removal.spans(spans)
+    gone = {each.path for each in spans} | {part.path for each in spans for part in each.parts}
+    await removal.delete(sorted(bad - gone))
+    return removal.collected(len(spans), 0)
+
+
+class _Removal:
+    """What is removed, counted; and what cannot be, which stops nothing."""
+
+    def __init__(self, store: ObjectStore, found: Survey) -> None:
+        self.left_bytes = found.all_bytes
+        self._store = store
+        self._all_bytes = found.all_bytes
+        self._bytes = dict(found.spans_bytes)
+        self._bytes |= {path: entry.nbytes for path, entry in (*found.parts.items(), *found.reads.items())}
+        self._objects = 0
+        self._failed: dict[str, str] = {}
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        failed = await self._store.delete_each(paths)
+        self._failed |= failed
+        self._objects += len(paths) - len(failed)
+        self.left_bytes -= sum(self._bytes.pop(path, 0) for path in paths if path not in failed)
+
+    async def spans(self, batch: Sequence[StoredSpan]) -> None:
+        """Names before parts, so that nobody begins to read what is about to go. A span whose name stays keeps its parts."""
+        await self.delete([each.path for each in batch])
+        gone = [each for each in batch if each.path not in self._failed]
+        await self.delete([part.path for each in gone for part in each.parts])
+        await self.delete([_note_of(each.path) for each in gone if each.read_s])
+
+    async def staged(self, entries: Sequence[Entry]) -> None:
+        if entries:
+            await self._store.remove_staged([entry.path for entry in entries])
+            self._objects += len(entries)
+            self.left_bytes -= sum(entry.nbytes for entry in entries)
+
+    def collected(self, spans: int, young_bytes: int) -> Collected:
+        path, why = next(iter(self._failed.items()), ("", ""))
+        freed = self._all_bytes - self.left_bytes
+        said = f"{path}: {why}" if path else ""
+        return Collected(spans, self._objects, freed, self.left_bytes, young_bytes, len(self._failed), said)
 
 
 def _unused(found: Survey) -> list[Entry]:
-    """Parts and notes that belong to no span. Of a version that cannot be read it is not known which parts are its own."""
+    """Parts and notes that belong to no span. Of a version that cannot be read it is not known which parts of its folder are its
+    own."""
     known = {part.path for each in found.spans for part in each.parts} | {_note_of(each.path) for each in found.spans}
-    entries = [*found.reads.values()]
-    if all(each.cause is not Cause.VERSION for each in found.damage):
-        entries += found.parts.values()
+    spared = {_folder_of(each.path) for each in found.damage if each.spared}
+    entries = [*found.reads.values(), *(each for each in found.parts.values() if _folder_of(each.path) not in spared)]
     return [entry for entry in entries if entry.path not in known]
+
+
+def _folder_of(path: str) -> str:
+    """A model's and tenant's."""
+    place = parse_path(path)
+    return place.folder if place is not None else ""
 
 
 def _note_of(path: str) -> str:
@@ -382,16 +467,6 @@ def _note_of(path: str) -> str:
 
 def _bytes_there(found: Survey, each: StoredSpan) -> int:
     return each.nbytes + sum(found.parts[part.path].nbytes for part in each.parts if part.path in found.parts)
-
-
-async def _remove(store: ObjectStore, batch: list[StoredSpan]) -> int:
-    """Names before parts, so that nobody begins to read what is about to go. Returns how many objects."""
-    names = [each.path for each in batch]
-    rest = [part.path for each in batch for part in each.parts]
-    rest += [_note_of(each.path) for each in batch if each.read_s]
-    await store.delete(names)
-    await store.delete(rest)
-    return len(names) + len(rest)
 
 
 async def store_clock(store: ObjectStore) -> float:

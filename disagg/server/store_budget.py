@@ -91,7 +91,10 @@ class StoreBudget:
         left, budget = show_bytes(done.left_bytes), show_bytes(self._job.budget_bytes)
         said = f"storage: removed {done.spans} spans, {show_bytes(done.freed_bytes)}; {left} are left of a budget of {budget}"
         above = done.left_bytes > self._job.budget_bytes
-        logger.log(logging.WARNING if above else logging.INFO, "%s%s", said, ": what is young is never removed" * above)
+        worth_warning = above or done.undeleted
+        logger.log(
+            logging.WARNING if worth_warning else logging.INFO, "%s%s", said, done.reasons(self._job.budget_bytes)
+        )
 
     async def _is_turn(self, least_s: float) -> bool:
         try:

@@ -10,6 +10,7 @@ import numpy as np
 from disagg.memory.hashing import extend_hashes
 from disagg.messages.layout import GroupKind, LayerGroup, StatePart
 from disagg.messages.stored import Span
+from disagg.offload import objects
 from disagg.offload.keys import Scope
 from disagg.offload.units import Bytes, cut_page, heads_of, written_by
 from tests.offload.joined import join_page
@@ -97,3 +98,12 @@ async def load_page(tier: StorageTier, hashes: Sequence[bytes], g: int, page_no:
     out = np.empty(own.page_bytes(scope.page_tokens), np.uint8)
     join_page([units[head] for head in heads], own, scope.page_tokens, out)
     return out
+
+
+def of_version(data: bytes, version: int) -> bytes:
+    """An object as another version would have written it, whose header means something else."""
+    header = data[objects.FRAME_BYTES :]
+    return (
+        objects._FRAME.pack(objects.MAGIC, version, len(header), objects.sum_bytes(header, objects._seed(version)))
+        + header
+    )

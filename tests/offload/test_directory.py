@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from disagg.offload.directory import walk
+from disagg.offload.keys import DEEPEST
 from disagg.offload.store import StoreError, open_store
 
 
 def listed(root: Path, prefix: str = "kv", chunk: int = 2) -> list[str]:
-    chunks = list(walk(root, prefix, chunk))
+    chunks = list(walk(root, prefix, chunk, DEEPEST))
     assert all(0 < len(each) <= chunk for each in chunks)
     return sorted(entry.path for each in chunks for entry in each)
 
@@ -31,7 +32,7 @@ def test_files_below_a_folder_are_listed_with_their_sizes(root: Path) -> None:
     assert listed(root) == listed(root, "kv/") == ["kv/a/1", "kv/a/2", "kv/b/c/3"]
     assert listed(root, "") == ["kv/a/1", "kv/a/2", "kv/b/c/3", "other/4"]
     assert listed(root, "nowhere") == listed(root, "kv/a/1") == []
-    ((entry,),) = walk(root, "other", 10)
+    ((entry,),) = walk(root, "other", 10, DEEPEST)
     assert (entry.nbytes, entry.modified_s) == (4, (root / "other/4").stat().st_mtime)
 
 
@@ -93,3 +94,18 @@ async def test_a_folder_that_may_not_be_read_is_said(root: Path, monkeypatch: py
     monkeypatch.setattr(os, "listdir", refusing)
     with pytest.raises(StoreError, match="Permission denied"):
         [each async for each in open_store(f"file://{root}", {}).listing("kv")]
+
+
+def test_a_link_to_what_is_no_part_of_the_store_leads_no_further_than_objects_lie(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "deep" / "deeper").mkdir(parents=True)
+    (elsewhere / "file").write_bytes(b"x")
+    (elsewhere / "deep" / "deeper" / "file").write_bytes(b"x")
+    root = tmp_path / "kv"
+    objects = root / "v1/model/tenant/spans/zz"
+    objects.mkdir(parents=True)
+    (objects / "own").write_bytes(b"x")
+    (objects / "link").symlink_to(elsewhere)
+    (objects.parent / "yy").symlink_to(elsewhere)
+    found = {entry.path for chunk in walk(root, "v1", 10, DEEPEST) for entry in chunk}
+    assert found == {"v1/model/tenant/spans/zz/own", "v1/model/tenant/spans/yy/file"}

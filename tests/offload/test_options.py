@@ -109,3 +109,10 @@ def test_a_secret_is_not_repeated_in_an_error_and_is_known_as_one() -> None:
     assert secrets >= {"secret_access_key", "session_token", "account_key", "sas_key", "client_secret", "bearer_token"}
     assert secrets >= {"encryption_key", "sse_customer_key_base64"}
     assert not secrets & {"region", "endpoint", "access_key_id", "web_identity_token_file", "account_name"}
+
+
+@pytest.mark.parametrize("name", ["allow_http", "timeout", "max_retries", "endpoint", "proxy_url"])
+def test_no_value_is_repeated_since_it_may_be_a_secret_in_the_wrong_place(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        storage_target("s3://b", {name: "hunter2"})
+    assert name in str(caught.value) and "hunter2" not in str(caught.value)

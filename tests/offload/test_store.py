@@ -240,3 +240,50 @@ async def test_a_directory_that_vanishes_is_a_failure_for_writers_or_made_again(
     (tmp_path / "kv").rmdir()
     (tmp_path / "kv").write_text("in the way")
     assert await cause_of(store.create("a/b", [b"x"])) is Cause.FAILED
+
+
+async def test_a_directory_that_vanishes_fails_the_store_until_it_is_back(tmp_path: Path) -> None:
+    """It would be made anew, under a mount that has dropped, say, and everything stored there."""
+    directory = tmp_path / "kv"
+    store = open_store(f"file://{directory}", {})
+    await store.create("a/b", [b"x"])
+    directory.rename(tmp_path / "away")
+    assert await cause_of(store.create("a/c", [b"x"])) is Cause.FAILED
+    assert await cause_of(store.replace("a/c", [b"x"])) is Cause.FAILED
+    assert not directory.exists() and await cause_of(store.get("a/b", MANY)) is Cause.ABSENT
+    (tmp_path / "away").rename(directory)
+    assert await store.create("a/c", [b"x"]) and await store.get("a/b", MANY) == b"x"
+
+
+async def test_a_mount_that_drops_fails_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted = True
+    monkeypatch.setattr(Path, "is_mount", lambda path: mounted)
+    store = open_store(f"file://{tmp_path}/kv", {})
+    assert await store.create("a", [b"x"])
+    mounted = False
+    assert await cause_of(store.create("b", [b"x"])) is Cause.FAILED
+    mounted = True
+    assert await store.create("b", [b"x"])
+
+
+def test_a_directory_in_which_no_file_can_be_made_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no file can be made in the directory /proc"):
+        open_store("file:///proc", {})
+    open_store("file:///proc", {}, make=False)
+
+
+async def test_of_several_objects_those_that_cannot_be_deleted_are_told(store: ObjectStore, tmp_path: Path) -> None:
+    for name in ("a/b", "a/c"):
+        await store.create(name, [b"x"])
+    assert await store.delete_each([]) == {}
+    assert await store.delete_each(["a/none", "a/b"]) == {}
+    assert [each.path async for each in store.listing("a")] == ["a/c"]
+
+
+async def test_where_none_of_several_can_be_deleted_the_store_has_failed(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/kv", {})
+    for name in ("a", "b"):
+        (tmp_path / "kv" / name / "x").mkdir(parents=True)
+    await store.create("c", [b"x"])
+    assert {*await store.delete_each(["a", "c"])} == {"a"}
+    assert await cause_of(store.delete_each(["a", "b"])) is Cause.FAILED

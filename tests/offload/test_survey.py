@@ -20,11 +20,11 @@ from msgspec.structs import replace
 from disagg.cli.main import cli
 from disagg.messages.stored import Span
 from disagg.offload.directory import Entry
-from disagg.offload.keys import PARTS, READS, SPANS, part_path, span_path
+from disagg.offload.keys import PARTS, READS, SPANS, Scope, part_path, span_path
 from disagg.offload.store import ObjectStore, open_store
 from disagg.offload.survey import Survey, collect, eviction_order, statistics, survey, verify
 from disagg.offload.tier import Missed, StorageTier
-from tests.offload.pages import SCOPES, chain, store_span
+from tests.offload.pages import SCOPES, chain, of_version, store_span
 from tests.offload.s3_server import S3Server
 
 SCOPE = SCOPES["full"]
@@ -205,13 +205,91 @@ async def test_what_cannot_be_used_is_removed_but_not_what_another_version_wrote
     spans = [(await write(store, number, (6,)))[0] for number in range(3)]
     corrupt, other, lost = (tmp_path / "kv" / span_path(SCOPE.place, each.hashes[0]) for each in spans)
     corrupt.write_bytes(corrupt.read_bytes()[:-1] + b"?")
-    other.write_bytes(other.read_bytes()[:8] + b"\x09\0\0\0" + other.read_bytes()[12:])
+    other.write_bytes(of_version(other.read_bytes(), 9))
     (tmp_path / "kv" / spans[2].shares[0].parts[0].path).unlink()
     done = await collect(store, 0, grace_s=-10.0)
     assert not corrupt.exists() and other.exists() and not lost.exists()
     found = await survey(store)
     assert done.left_bytes == found.all_bytes
     assert len(found.parts) == 2, "whose parts they are, only the other version knows"
+
+
+async def test_a_flipped_version_is_damage_and_spares_nothing(store: ObjectStore, tmp_path: Path) -> None:
+    flipped, lost = [(await write(store, number, (6,)))[0] for number in range(2)]
+    file = tmp_path / "kv" / span_path(SCOPE.place, flipped.hashes[0])
+    file.write_bytes(file.read_bytes()[:8] + b"\x41" + file.read_bytes()[9:])
+    (tmp_path / "kv" / span_path(SCOPE.place, lost.hashes[0])).unlink()
+    assert [each.spared for each in (await survey(store)).damage] == [False]
+    done = await collect(store, 0, grace_s=-10.0)
+    assert done.left_bytes == (await survey(store)).all_bytes == 0
+
+
+async def test_a_span_of_another_version_spares_the_parts_of_its_own_tenant_only(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    (span,) = await write(store, 1, (6,))
+    other = Scope(SCOPE.weights, SCOPE.dtype, SCOPE.page_tokens, SCOPE.groups, "another tenant")
+    hashes = chain(other, [*range(24)])
+    elsewhere = await store_span(StorageTier(store, other, checkpoint_tokens=8), hashes, 0, 6)
+    file = tmp_path / "kv" / span_path(SCOPE.place, span.hashes[0])
+    file.write_bytes(of_version(file.read_bytes(), 9))
+    (tmp_path / "kv" / span_path(other.place, elsewhere.hashes[0])).unlink()
+    await collect(store, 0, grace_s=-10.0)
+    found = await survey(store)
+    assert [each.spared for each in found.damage] == [True]
+    assert {*found.parts} == {part.path for share in span.shares for part in share.parts}
+
+
+async def test_what_is_about_to_be_published_pushes_out_no_more_than_half_of_what_can_be_used(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    spans = [(await write(store, number, (6,)))[0] for number in range(12)]
+    for number, span in enumerate(spans):
+        age(tmp_path, span, 1000.0 + number)
+    for span in spans[8:]:
+        (tmp_path / "kv" / span_path(SCOPE.place, span.hashes[0])).unlink()  # their parts are young
+    all_bytes = (await survey(store)).all_bytes
+    usable_bytes = sum(each.nbytes for each in (await survey(store)).spans) + 8 * 6 * PAGE
+    budget_bytes = usable_bytes * 5 // 8  # of five of eight spans
+    done = await collect(store, budget_bytes)
+    assert left(await survey(store)) >= {span.hashes[0] for span in spans[6:8]}, (
+        "used last, and within half of the budget"
+    )
+    assert done.young_bytes and "may be about to be used" in done.reasons(budget_bytes)
+    assert done.left_bytes == (await survey(store)).all_bytes == all_bytes - done.freed_bytes > budget_bytes
+    assert (await collect(store, budget_bytes, grace_s=-10.0)).left_bytes <= budget_bytes, "once they are old"
+
+
+async def test_one_object_that_cannot_be_removed_stops_nothing(store: ObjectStore, tmp_path: Path) -> None:
+    spans = [(await write(store, number, (6,)))[0] for number in range(4)]
+    stuck = tmp_path / "kv" / spans[0].shares[0].parts[0].path
+    stuck.unlink()
+    (stuck / "x").mkdir(parents=True)
+    budget_bytes = (await survey(store)).all_bytes // 3
+    done = await collect(store, budget_bytes, grace_s=-10.0)
+    assert (done.undeleted, done.why.partition(": ")[0]) == (1, spans[0].shares[0].parts[0].path)
+    assert "1 could not be removed, such as" in done.reasons(budget_bytes)
+    found = await survey(store)
+    assert 0 < done.left_bytes == found.all_bytes <= budget_bytes and len(found.spans) == 1
+    assert await verify(store, found) == []
+
+
+async def test_what_is_damaged_can_be_removed_with_the_spans_that_name_it(store: ObjectStore, tmp_path: Path) -> None:
+    whole, cut, flipped = await write(store, 1), await write(store, 2), (await write(store, 3, (6,)))[0]
+    part = tmp_path / "kv" / cut[1].shares[0].parts[0].path
+    part.write_bytes(part.read_bytes()[:-1])
+    file = tmp_path / "kv" / span_path(SCOPE.place, flipped.hashes[0])
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    url = f"file://{tmp_path}/kv"
+    code, output = await asyncio.to_thread(disagg, "verify", "--storage", url, "--remove")
+    assert code == 1 and "removed 1 spans" in output
+    assert not part.exists() and not file.exists()
+    found = await survey(store)
+    assert left(found) == {span.hashes[0] for span in (*whole, cut[0], cut[2])}
+    assert [each.path for each in await verify(store, found)] == [span_path(SCOPE.place, cut[2].hashes[0])]
+    code, output = await asyncio.to_thread(disagg, "verify", "--storage", url, "--remove", "--json")
+    assert code == 1 and json.loads(output)["removed"]["spans"] == 1
+    assert (await asyncio.to_thread(disagg, "verify", "--storage", url, "--remove"))[0] == 0
 
 
 async def test_what_nobody_can_find_goes_first(store: ObjectStore, tmp_path: Path) -> None:
