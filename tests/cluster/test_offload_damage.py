@@ -24,9 +24,8 @@ from disagg.offload.tier import StorageTier
 from tests.cluster.cluster import Cluster
 from tests.cluster.stored import PAGE, check_all_answered, disagg, fill_pools, legs, misses, remember
 from tests.cluster.talks import Talk, ask, hold
-from tests.offload.pages import chain, store_span
+from tests.offload.pages import chain, of_version, store_span
 
-VERSION_AT = 8  # of an object's frame
 TALK = 2  # the longest: it has spans enough
 Damage = Callable[["Kept"], dict[Path, str]]
 
@@ -64,9 +63,7 @@ def truncate(file: Path) -> None:
 
 
 def age(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[VERSION_AT : VERSION_AT + 4] = bytes(4)
-    file.write_bytes(data)
+    file.write_bytes(of_version(file.read_bytes(), 0))
 
 
 def swap(a: Path, b: Path) -> None:

@@ -102,8 +102,7 @@ async def load_page(tier: StorageTier, hashes: Sequence[bytes], g: int, page_no:
 
 def of_version(data: bytes, version: int) -> bytes:
     """An object as another version would have written it, whose header means something else."""
-    header = data[objects.FRAME_BYTES :]
-    return (
-        objects._FRAME.pack(objects.MAGIC, version, len(header), objects.sum_bytes(header, objects._seed(version)))
-        + header
-    )
+    end = objects.header_end(data)
+    header = data[objects.FRAME_BYTES : end]
+    total = objects.sum_bytes(header, objects._seed(version))
+    return objects._FRAME.pack(objects.MAGIC, version, len(header), total) + data[objects.FRAME_BYTES :]
