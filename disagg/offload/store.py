@@ -112,6 +112,15 @@ def _check_writes(target: StorageTarget, directory: Path) -> None:
         ) from error
 
 
+def _device_under(directory: Path) -> int | None:
+    """What would be written to if the mount that it lies in dropped; None if that is the same, or there is none."""
+    at = directory
+    while not at.is_mount():
+        at = at.parent
+    under = at.parent.stat().st_dev
+    return None if under == directory.stat().st_dev else under
+
+
 class ObjectStore:
     """directory: which the store is, if it is one. clock: seconds, rising. breaker: see there."""
 
@@ -128,7 +137,7 @@ class ObjectStore:
         self.breaker = breaker or Breaker()
         self._store = store
         self._directory = directory
-        self._mounted = directory is not None and directory.is_mount()
+        self._under = None if directory is None else _device_under(directory.resolve())
         self._has_links = True  # as far as is known; without them a directory cannot create files, only replace them
         self._clock = clock
         self._call_s = call_s
@@ -219,16 +228,18 @@ class ObjectStore:
 
     async def _put(self, path: str, buffers: Sequence[Any], mode: Any) -> None:
         if self._directory is not None:
-            await asyncio.to_thread(self._check_directory, self._directory)
+            await asyncio.to_thread(self._check_mount, self._directory)
         data = b"".join(memoryview(each) for each in buffers)
         await obstore.put_async(self._store, path, data, mode=mode, use_multipart=False)
 
-    def _check_directory(self, directory: Path) -> None:
-        """The client would make it anew, and fill the file system under a mount that has dropped. Raises OSError."""
-        if not directory.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "the directory of the store is not there any more", str(directory))
-        if self._mounted and not directory.is_mount():
-            raise OSError(errno.ENODEV, "nothing is mounted any more at the directory of the store", str(directory))
+    def _check_mount(self, directory: Path) -> None:
+        """The client makes a directory that is gone: it would fill what is under a mount that has dropped. Raises OSError."""
+        if self._under is None:
+            return
+        while not directory.exists():
+            directory = directory.parent
+        if directory.stat().st_dev == self._under:
+            raise OSError(errno.ENODEV, "nothing is mounted any more where the store is", str(directory))
 
     async def delete(self, paths: Sequence[str]) -> None:
         """Those that are not there are not there, either way."""

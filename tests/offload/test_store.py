@@ -242,28 +242,27 @@ async def test_a_directory_that_vanishes_is_a_failure_for_writers_or_made_again(
     assert await cause_of(store.create("a/b", [b"x"])) is Cause.FAILED
 
 
-async def test_a_directory_that_vanishes_fails_the_store_until_it_is_back(tmp_path: Path) -> None:
-    """It would be made anew, under a mount that has dropped, say, and everything stored there."""
+async def test_a_mount_that_drops_fails_the_store_until_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its directory would be made anew, and fill the file system under it. Here every directory is on that one."""
     directory = tmp_path / "kv"
     store = open_store(f"file://{directory}", {})
-    await store.create("a/b", [b"x"])
-    directory.rename(tmp_path / "away")
-    assert await cause_of(store.create("a/c", [b"x"])) is Cause.FAILED
-    assert await cause_of(store.replace("a/c", [b"x"])) is Cause.FAILED
-    assert not directory.exists() and await cause_of(store.get("a/b", MANY)) is Cause.ABSENT
-    (tmp_path / "away").rename(directory)
-    assert await store.create("a/c", [b"x"]) and await store.get("a/b", MANY) == b"x"
-
-
-async def test_a_mount_that_drops_fails_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mounted = True
-    monkeypatch.setattr(Path, "is_mount", lambda path: mounted)
-    store = open_store(f"file://{tmp_path}/kv", {})
     assert await store.create("a", [b"x"])
-    mounted = False
+    monkeypatch.setattr(store, "_under", os.stat(tmp_path).st_dev)
     assert await cause_of(store.create("b", [b"x"])) is Cause.FAILED
-    mounted = True
-    assert await store.create("b", [b"x"])
+    directory.rename(tmp_path / "away")
+    assert await cause_of(store.replace("b", [b"x"])) is Cause.FAILED
+    assert not directory.exists() and await cause_of(store.get("a", MANY)) is Cause.ABSENT
+    monkeypatch.setattr(store, "_under", None)
+    assert await store.create("b", [b"x"]), "no mount has dropped, so it is made anew"
+
+
+def test_what_is_under_a_mount_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store_module._device_under(Path("/")) is None
+    assert store_module._device_under(Path("/proc/self").resolve()) == Path("/").stat().st_dev
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    assert store_module._device_under(tmp_path) is None, "a part of a file system, mounted on it"
 
 
 def test_a_directory_in_which_no_file_can_be_made_is_refused() -> None:
