@@ -121,6 +121,14 @@ def _device_under(directory: Path) -> int | None:
     return None if under == directory.stat().st_dev else under
 
 
+def _check_mount(directory: Path, under: int) -> None:
+    """The client makes a directory that is gone: it would fill what is under a mount that has dropped. Raises OSError."""
+    while not directory.exists():
+        directory = directory.parent
+    if directory.stat().st_dev == under:
+        raise OSError(errno.ENODEV, "nothing is mounted any more where the store is", str(directory))
+
+
 class ObjectStore:
     """directory: which the store is, if it is one. clock: seconds, rising. breaker: see there."""
 
@@ -227,19 +235,10 @@ class ObjectStore:
         await self._call(put, sum(map(len, buffers)), writes=True)
 
     async def _put(self, path: str, buffers: Sequence[Any], mode: Any) -> None:
-        if self._directory is not None:
-            await asyncio.to_thread(self._check_mount, self._directory)
+        if self._directory is not None and self._under is not None:
+            await asyncio.to_thread(_check_mount, self._directory, self._under)
         data = b"".join(memoryview(each) for each in buffers)
         await obstore.put_async(self._store, path, data, mode=mode, use_multipart=False)
-
-    def _check_mount(self, directory: Path) -> None:
-        """The client makes a directory that is gone: it would fill what is under a mount that has dropped. Raises OSError."""
-        if self._under is None:
-            return
-        while not directory.exists():
-            directory = directory.parent
-        if directory.stat().st_dev == self._under:
-            raise OSError(errno.ENODEV, "nothing is mounted any more where the store is", str(directory))
 
     async def delete(self, paths: Sequence[str]) -> None:
         """Those that are not there are not there, either way."""
