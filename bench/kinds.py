@@ -376,8 +376,11 @@ class Run(Struct, frozen=True):
     parts: tuple[str, ...]
 
 
-def run_one(run: Run, model: Path, run_dir: Path, gpu: str | None, say: Callable[[str], None]) -> Measured:
-    measured, shape = Measured(), run.shape
+def run_one(
+    run: Run, measured: Measured, model: Path, run_dir: Path, gpu: str | None, say: Callable[[str], None]
+) -> None:
+    """What has been measured is in `measured` when it is said."""
+    shape = run.shape
     device = "cuda" if gpu is not None else "cpu"
     flags = ("--model", str(model), "--dtype", "bfloat16" if gpu is not None else "float32", *ALONE)
     sets = (f"model.device={device}", *SETTINGS[run.setting])
@@ -398,7 +401,6 @@ def run_one(run: Run, model: Path, run_dir: Path, gpu: str | None, say: Callable
     except (AssertionError, OSError, httpx.HTTPError) as error:  # the other models are measured anyway
         measured.trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
         note(measured.trouble)
-    return measured
 
 
 def report(name: str, shape: Shape, found: dict[str, Measured]) -> str:
@@ -440,21 +442,29 @@ def measure_model(
     folder: Path,
     gpus: Sequence[str | None],
     say: Callable[[str], None],
-) -> dict[str, Measured]:
-    """By setting. gpus: names of those that are used; None for the CPU. Settings share what there is in turns."""
+    found: dict[str, Measured],
+) -> None:
+    """Of each setting of `found`. gpus: names of those that are used; None for the CPU. Settings share what there is in turns."""
     on_gpu = gpus[0] is not None
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         made = (folder / "model", shape, "bfloat16" if on_gpu else "float32", "cuda" if on_gpu else "cpu")
         model = process.submit(make, *made).result()
     say(f"{name}: the model is there")
     with ThreadPoolExecutor(len(gpus)) as threads:
-        running = {
-            setting: threads.submit(
-                run_one, Run(name, shape, setting, parts), model, folder / f"run{at}", gpus[at % len(gpus)], say
+        running = [
+            threads.submit(
+                run_one,
+                Run(name, shape, setting, parts),
+                measured,
+                model,
+                folder / f"run{at}",
+                gpus[at % len(gpus)],
+                say,
             )
-            for at, setting in enumerate(SETTINGS)
-        }
-        return {setting: each.result() for setting, each in running.items()}
+            for at, (setting, measured) in enumerate(found.items())
+        ]
+        for each in running:
+            each.result()
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -467,29 +477,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--only", nargs="+", choices=(*GPU, *CPU), default=(), metavar="MODEL", help=", ".join((*GPU, *CPU))
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of what is measured")
-    parser.add_argument("--json", type=Path, help="keep the figures")
+    parser.add_argument("--json", type=Path, help="keep the figures, as soon as there are any")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     arguments = parse(argv)
-    began_s = time.monotonic()
+    began_s, one_at_a_time = time.monotonic(), threading.Lock()
+    kept: dict[str, dict[str, Measured]] = {}
 
     def say(text: str) -> None:
-        print(f"[{time.monotonic() - began_s:5.1f} s] {text}", flush=True)
+        with one_at_a_time:
+            print(f"[{time.monotonic() - began_s:5.1f} s] {text}", flush=True)
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(to_builtins(kept)))
 
     on_gpu = arguments.device == "cuda"
     known = GPU if on_gpu else CPU
     gpus = gpu_names(arguments.gpus) if on_gpu else [None]
-    kept: dict[str, dict[str, Measured]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only or known:
-            kept[name] = measure_model(
-                name, known[name], tuple(arguments.parts), Path(folder, str(len(kept))), gpus, say
-            )
-            print(report(name, known[name], kept[name]), flush=True)
-            if arguments.json is not None:
-                arguments.json.write_text(json.dumps(to_builtins(kept)))
+            own = Path(folder, str(len(kept)))
+            kept[name] = {setting: Measured() for setting in SETTINGS}
+            measure_model(name, known[name], tuple(arguments.parts), own, gpus, say, kept[name])
+            say(report(name, known[name], kept[name]))
     return 1 if any(each.trouble for found in kept.values() for each in found.values()) else 0
 
 

@@ -28,6 +28,7 @@ import bisect
 
 from disagg.engine.facts import SchedulingFacts
 from disagg.engine.instructions import Counters
+from disagg.engine.load import Urgency
 from disagg.engine.sequences import Sequence, State
 from disagg.engine.steps import PlanPipeline, Slots
 from disagg.engine.tiers import Tiers
@@ -292,8 +293,9 @@ class Batch:
         if self._tiers is None:
             return True
         self._memory.extend_hashes(sequence.hashes, sequence.root, sequence.tokens)
+        hashes, num_tokens, first = sequence.hashes, len(sequence.tokens), Urgency.FIRST
         return self._tiers.loads.brought_back(
-            sequence, sequence.salt, sequence.root, sequence.hashes, len(sequence.tokens), now_s
+            sequence, sequence.salt, sequence.root, hashes, num_tokens, now_s, urgency=first
         )
 
     # ---- steps

@@ -9,20 +9,22 @@ A load writes to pages that nobody else knows, and they enter the cache when eve
 read before, whoever waits may stop waiting at any time, and a load that fails leaves nothing behind. A sequence that
 waits for its load holds nothing, and lets others go on. Then it begins as always, behind the longest prefix that is cached.
 
+What has come for one that waits is cached, no more, and gives way when its memory is needed. So no more is brought than can begin
+together (`_has_room`): else each would push out what came for those before it, and all of it would be read again, or computed.
+
 Which prefixes are of use, the rules of the cache say (offload/rules): one of n pages needs, of each group, `needed(g, n)`.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from disagg.engine.asks import Asks
 from disagg.engine.facts import OffloadFacts
 from disagg.engine.instructions import Instruction, ToStore, ToTransfer
+from disagg.engine.load import Load, LoadState, Urgency
 from disagg.engine.offload import Offload
 from disagg.memory.kv_memory import KvMemory
 from disagg.messages.layout import GroupKind
@@ -39,50 +41,6 @@ MOST_AT_ONCE = 16  # loads that fetch or copy; the others wait
 MOST_ROUNDS = 3  # loads of one sequence
 MOST_DISTRUSTED = 1 << 16  # pages that are known to be wrong on the host or in storage
 TRIES = 4  # of one load, whose pages may be evicted under it
-
-
-class LoadState(enum.Enum):
-    """What a load waits for."""
-
-    ASKED = "asked"  # storage, what it has
-    WAITING = "waiting"  # for another load, which brings the same, or for one of MOST_AT_ONCE places
-    FETCHING = "fetching"  # from storage to the host
-    LOADING = "loading"  # from the host to the GPU
-    OVER = "over"
-
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """One sequence's. hashes: of its whole pages, as far as a hit may go. stored: by group, what storage has of them."""
-
-    salt: str
-    root: bytes
-    hashes: tuple[bytes, ...]
-    since_s: float
-    state: LoadState = LoadState.WAITING
-    waits_for: Load | None = None  # while it waits: who brings some of the same; None: it is for a place
-    ask: int = 0
-    stored: tuple[frozenset[int], ...] = ()
-    rounds: int = 1  # which load of this sequence it is
-    looked_at: int = -1  # KvMemory.releases when it was last seen to be cached still
-    slower: bool = False  # than to compute it
-    no_room: bool = False  # in the pool, for what the host has: to try again costs nothing
-    tries: int = 0
-    point: int = 0  # pages of the prefix that it brings
-    gain: int = 0  # pages that need not be computed
-    host: list[Placed] = field(default_factory=list)  # held there
-    fetched: list[Placed] = field(default_factory=list)  # of those, what comes from storage
-    gpu: list[Placed] = field(default_factory=list)  # pages that it fills
-    pinned: list[Placed] = field(default_factory=list)  # pages of the prefix that are on the GPU
-    reported: set[int] = field(default_factory=set)  # ranks that have read their parts
-    failed: bool = False
-    given_up: bool = False  # nobody waits for it any more
-    from_storage: set[int] = field(default_factory=set)  # pages of the sequence that came from there
-    brought: Counter[str] = field(default_factory=Counter)  # tokens that are cached now, by tier: host, storage
-
-    @property
-    def under_way(self) -> bool:
-        return self.state in (LoadState.FETCHING, LoadState.LOADING)
 
 
 class Loads:
@@ -115,6 +73,7 @@ class Loads:
         self._distrusted: OrderedDict[bytes, None] = OrderedDict()
         self._asks = asks
         self._fetch_ops = 0
+        self._reserved_large = 0  # by all loads
         self.rates = Rates(load_always=facts.load_always)
         self.tokens: Counter[str] = Counter()  # that loads brought, by tier
         self.failures = 0
@@ -131,20 +90,34 @@ class Loads:
         now_s: float,
         *,
         storage: bool = True,
-        ahead: bool = False,
+        urgency: Urgency = Urgency.BY_TURN,
     ) -> bool:
         """A sequence of num_tokens tokens will begin: what is kept of it elsewhere is cached again, or not worth waiting for.
 
         When this is asked for the first time it begins to be brought, as far as that pays. storage: look there, too, and not
-        on the host only. ahead: it is not its turn yet. When it is, what had no room, or gave way since, is brought once more.
+        on the host only. When it is its turn, what had no room, or gave way since, is brought once more.
         """
         load = self._loads.get(who)
-        if load is None or (not ahead and self._gave_way(load)):
+        if load is None or (urgency is not Urgency.AHEAD and self._gave_way(load)):
             pages = min(len(hashes), (num_tokens - 1) // self._page_tokens)
-            rounds = 1 if load is None else load.rounds + (not load.no_room)
-            load = Load(salt, root, tuple(hashes[:pages]), now_s, rounds=rounds)
+            rounds = 1
+            if load is not None:
+                rounds = load.rounds + (not load.no_room)
+                self._let_go_of_room(load)
+            large = self._memory.large_pages_to_prefill(num_tokens, 0)
+            load = Load(salt, root, tuple(hashes[:pages]), now_s, large, rounds=rounds, urgency=urgency)
             self._begin(who, load, storage)
+        elif load.for_room:
+            self._ask_for_room(load, urgency, now_s)
         return load.given_up or load.state is LoadState.OVER
+
+    def _ask_for_room(self, load: Load, urgency: Urgency, now_s: float) -> None:
+        """Time counts from its turn on: before that nobody waits for it."""
+        if urgency is Urgency.AHEAD and not load.had_turn:
+            load.since_s = now_s
+        load.urgency, load.had_turn = urgency, urgency is not Urgency.AHEAD
+        if not self._full and self._has_room(load):
+            self._go_on(load)
 
     def _gave_way(self, load: Load) -> bool:
         """What it has brought, or could have, is not cached now."""
@@ -171,6 +144,7 @@ class Loads:
         if load is None:
             return {}
         load.given_up = True
+        self._let_go_of_room(load)
         if load.state is LoadState.WAITING:
             self._over(load)
         return load.brought
@@ -260,12 +234,33 @@ class Loads:
         load has to bring takes time for each of its pages, so nobody else is looked at."""
         for load in [load for load in self._all if load.state is LoadState.WAITING]:
             waits_for = load.waits_for
-            if load.state is LoadState.WAITING and (waits_for is ended or (waits_for is None and not self._full)):
+            free = waits_for is None and not self._full and (not load.for_room or self._has_room(load))
+            if load.state is LoadState.WAITING and (waits_for is ended or free):
                 self._go_on(load)
 
     @property
     def _full(self) -> bool:
         return len(self._fetches) + len(self._copies) >= MOST_AT_ONCE
+
+    def _has_room(self, load: Load) -> bool:
+        """Its sequence can begin beside those that run and those for which something has been brought. Without these there is
+        nothing that it could push out, and it may come before it can begin."""
+        if load.reserved or load.urgency is Urgency.FIRST:
+            return True
+        others, allocator = self._reserved_large, self._memory.allocator
+        return not others or allocator.used_large + others + load.large <= allocator.num_large
+
+    def _reserve(self, load: Load) -> None:
+        self._reserved_large += load.large - load.reserved
+        load.reserved = load.large
+
+    def _let_go_of_room(self, load: Load) -> None:
+        self._reserved_large -= load.reserved
+        load.reserved = 0
+
+    def _wait(self, load: Load, waits_for: Load | None = None, *, for_room: bool = False) -> None:
+        load.tries -= 1
+        load.state, load.waits_for, load.for_room = LoadState.WAITING, waits_for, for_room
 
     def _arrived(self, load: Load, pages: Sequence[Placed]) -> None:
         for g, page_no, _ in pages:
@@ -274,6 +269,7 @@ class Loads:
     def _go_on(self, load: Load) -> None:
         """What has to be brought is decided anew: meanwhile others have come and gone."""
         load.tries += 1
+        load.waits_for, load.for_room = None, False
         cached = self._memory.cache.lookup(load.hashes, len(load.hashes) * self._page_tokens) // self._page_tokens
         load.point = self._longest(load, cached)
         load.gain = load.point - cached
@@ -283,15 +279,16 @@ class Loads:
         needed = [(g, page_no) for g, _ in enumerate(self._layout.groups) for page_no in self._needed(g, load.point)]
         lacking = [(g, p) for g, p in needed if self._memory.cache.find(g, load.hashes[p]) is None]
         keys = ((g, load.hashes[p]) for g, p in lacking)
-        load.waits_for = next((self._arriving[key] for key in keys if key in self._arriving), None)
-        if load.waits_for is not None or self._full:
-            load.tries -= 1
-            load.state = LoadState.WAITING
+        same = next((self._arriving[key] for key in keys if key in self._arriving), None)
+        if same is not None or self._full:
+            self._wait(load, same)
             return
         remote = [(g, p) for g, p in lacking if self._offload.host.find(g, load.hashes[p]) is None]
         if not self.rates.worth_loading(load.gain * self._page_tokens, self._bytes(lacking), self._bytes(remote)):
             load.slower = True
             self._over(load)
+        elif not self._has_room(load):
+            self._wait(load, for_room=True)
         elif remote:
             self._fetch(load, lacking, remote)
         else:
@@ -342,9 +339,13 @@ class Loads:
             load.host.append((g, page_no, page))
         by_group = self._by_group(remote)
         taken = host.take([len(page_nos) for page_nos in by_group])
-        if taken is None:  # the host is full of what is being written: only what is there can be had
+        if taken is None:
             self._let_go_of_host(load)
-            load.stored = ()
+            holder = next(iter((*self._fetches.values(), *self._copies.values())), None)
+            if holder is not None:  # whose part of the host is free when it ends
+                self._wait(load, holder)
+                return
+            load.stored = ()  # the host is full of what is being written: only what is there can be had
             self._go_on(load)
             return
         places = tuple(
@@ -353,6 +354,7 @@ class Loads:
         load.fetched = [(g, page_no, page) for g, group in enumerate(places) for page_no, page in group]
         load.host += load.fetched
         load.state, load.failed = LoadState.FETCHING, False
+        self._reserve(load)
         load.reported.clear()
         self._arriving.update({(g, load.hashes[page_no]): load for g, page_no, _ in load.fetched})
         self._fetch_ops += 1
@@ -391,6 +393,7 @@ class Loads:
             load.host.append((g, page_no, host_page))
             moves.append(PageMove(g, page, host_page))
         load.state = LoadState.LOADING
+        self._reserve(load)
         self._arriving.update({(g, load.hashes[page_no]): load for g, page_no, _ in load.gpu})
         op = self._copy_acks.issue()
         self._copies[op] = load
@@ -401,7 +404,9 @@ class Loads:
         if load.state is LoadState.LOADING:
             self._arrived(load, load.gpu)
         was_under_way = load.under_way
-        load.state = LoadState.OVER
+        load.state, load.for_room = LoadState.OVER, False
+        if not load.brought:
+            self._let_go_of_room(load)
         self._all.remove(load)
         self._let_go_of_host(load)
         for g, page_no, page in load.pinned:
@@ -433,7 +438,10 @@ class Loads:
     def dump(self) -> dict[str, object]:
         """For a person."""
         states = [load.state.value for load in self._all]
-        return {state: states.count(state) for state in sorted(set(states))} | {"tokens": dict(self.tokens)}
+        counts: dict[str, object] = {state: states.count(state) for state in sorted(set(states))}
+        if for_room := sum(load.for_room for load in self._all):
+            counts["waiting for room"] = for_room
+        return counts | {"tokens": dict(self.tokens)}
 
     def check_integrity(self) -> None:
         """What must hold between any two calls."""
@@ -445,5 +453,9 @@ class Loads:
         assert len(self._fetches) + len(self._copies) == sum(load.under_way for load in self._all)
         waiting = [load for load in self._all if load.state is LoadState.WAITING]
         assert all(load.waits_for is None or load.waits_for.under_way for load in waiting), "who waits for nobody"
-        assert self._full or all(load.waits_for is not None for load in waiting), "who waits for a place that is free"
+        assert self._full or all(load.waits_for or load.for_room for load in waiting), (
+            "who waits for a place that is free"
+        )
+        assert all(load in waiting for load in self._all if load.for_room)
+        assert self._reserved_large == sum(load.reserved for load in self._loads.values()), "room that nobody needs"
         assert all(load.given_up or load.state is LoadState.OVER or load in self._all for load in self._loads.values())

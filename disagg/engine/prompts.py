@@ -25,6 +25,7 @@ from itertools import islice
 from disagg.engine.core import Core
 from disagg.engine.finish import finish_of
 from disagg.engine.legs import Leg, Stage
+from disagg.engine.load import Urgency
 from disagg.engine.now import Now
 from disagg.engine.onward import Onward
 from disagg.engine.pool import prompt_fits
@@ -174,7 +175,7 @@ class Prompts(Stage):
             self._note_if_it_gave_way(self._partly)
         for prompt in islice(self.queue, LOADS_AHEAD if self._tiers is not None else 0):
             if prompt is not self._partly:
-                self._brought_back(prompt, now, ahead=True)
+                self._brought_back(prompt, now, Urgency.AHEAD)
 
     def _try(self, prompt: Prompt, now: Now) -> Begins:
         """Its turn has come."""
@@ -184,7 +185,7 @@ class Prompts(Stage):
             return Begins.TOO_LITTLE
         if self._batch.slots.free < len(prompt.leg.start.choices):
             return Begins.TOO_LITTLE
-        if not self._brought_back(prompt, now):
+        if not self._brought_back(prompt, now, self._turns.urgency):
             return Begins.NOT_NOW
         if self._most_tokens is not None and self._given_back(prompt.leg, self._cached(prompt)):
             return Begins.NOT_NOW
@@ -215,14 +216,14 @@ class Prompts(Stage):
         self._legs.close(leg, Outcome.GIVEN_BACK, f"{rest} of {leg.num_tokens} tokens are not cached any more; {most}")
         return True
 
-    def _brought_back(self, prompt: Prompt, now: Now, *, ahead: bool = False) -> bool:
+    def _brought_back(self, prompt: Prompt, now: Now, urgency: Urgency) -> bool:
         """What the host and storage have of it is cached again, or is not worth waiting for. Others may go on meanwhile."""
         if self._tiers is None:
             return True
         leg = prompt.leg
         self._hash(prompt)
         return self._tiers.loads.brought_back(
-            leg.key, leg.start.cache_salt, prompt.root, prompt.hashes, leg.num_tokens, now.s, ahead=ahead
+            leg.key, leg.start.cache_salt, prompt.root, prompt.hashes, leg.num_tokens, now.s, urgency=urgency
         )
 
     def _hash(self, prompt: Prompt) -> None:

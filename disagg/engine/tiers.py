@@ -53,6 +53,7 @@ class Tiers:
                 self.offload.copied_out(rank, message)
             case CopiedIn():
                 self.loads.copied_in(rank, message)
+                self._counters.loaded_tokens.update(self.loads.tokens)
             case PartsWritten():
                 self.offload.parts_written(rank, message)
             case PartsRead():

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from disagg.engine.batch import Batch
 from disagg.engine.facts import SchedulingFacts
 from disagg.engine.legs import Legs
+from disagg.engine.load import Urgency
 from disagg.engine.lookahead import FIRST_CHOICES_SHARE
 from disagg.engine.now import Now
 from disagg.engine.sequences import Sequence
@@ -57,6 +58,7 @@ class Turns:
         self._legs = legs
         self.moving: FairQueue[Turn] = FairQueue()
         self.queue: FairQueue[Turn] = FairQueue()
+        self.urgency = Urgency.FIRST  # of the turn that is tried
 
     def queue_of(self, start: StartLeg) -> FairQueue[Turn]:
         """Where what is asked for by it waits."""
@@ -80,6 +82,7 @@ class Turns:
         passed: Turn | None = None
         queues = (queue.of_those(lambda tenant: tenant not in held_up) for queue in (self.moving, self.queue))
         for turn in itertools.chain.from_iterable(queues):
+            self.urgency = Urgency.FIRST if passed is None else Urgency.BY_TURN
             may = turn.partly or (batch.slots.free and not batch.full)
             went = turn.begin(now) if may else Begins.TOO_LITTLE
             if went is Begins.TOO_LITTLE:

@@ -183,6 +183,12 @@ class EngineMetrics:
         self.prefix_hit_tokens = Counter(
             "disagg_prefix_hit_tokens", "Tokens that were in the prefix cache, by tier", ["tier"], registry=registry
         )
+        self.loaded_tokens = Counter(
+            "disagg_prefix_loaded_tokens",
+            "Tokens whose KV was brought back into the pool, found then or not, by tier",
+            ["tier"],
+            registry=registry,
+        )
         for state in LARGE_PAGE_STATES:
             self.kv_large_pages.labels(state)
         self.prefix_hit_tokens.labels("gpu")

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from disagg.engine.facts import OffloadFacts
 from disagg.engine.handoff.sending import Sending
 from disagg.engine.instructions import Instruction, ToStore
-from disagg.engine.loads import MOST_AT_ONCE, Load, Loads
+from disagg.engine.load import Load
+from disagg.engine.loads import MOST_AT_ONCE, Loads
 from disagg.messages import link as m
 from disagg.messages.legs import StartLeg
 from disagg.messages.pieces import Piece
@@ -203,3 +204,65 @@ def test_a_prompt_that_waits_for_its_load_does_not_look_at_all_the_others_that_d
     prefill.sender.transfers = Transfers(prefill.sender.transfers)
     prefill.do([])
     assert len(list(prefill.prompts.queue)) == 30 and not looked
+
+
+def in_storage(prefill: Prefill, out: list[Instruction]) -> list[Instruction]:
+    """What follows when storage answers that it has PAGES pages of each sequence that it was asked of."""
+    found: list[Instruction] = []
+    for ask in store_commands(out, Ask):
+        answer = StoreFound(ask.ask, PAGES, (tuple(range(PAGES)),))
+        found += prefill.do(prefill.engine.store_event(answer, prefill.now))
+    return found
+
+
+def brought(prefill: Prefill, out: list[Instruction]) -> int:
+    """All that is asked for comes to the host, and to the pool, until nothing is: how many fetches these were."""
+    fetches = 0
+    while out:
+        answers: list[Instruction] = []
+        for fetch in store_commands(out, Fetch):
+            fetches += 1
+            answers += prefill.do(prefill.engine.tier_event(0, PartsRead(fetch.op, "", 0, 0.0), prefill.now))
+        for copy in [message for message in to_transfer(out) if isinstance(message, CopyIn)]:
+            answers += prefill.do(prefill.engine.tier_event(0, CopiedIn(copy.op, 0, 0.0), prefill.now))
+        out = answers
+    return fetches
+
+
+def from_storage(num_large: int, host_large: int, prompts: int) -> tuple[int, int, int]:
+    """Prompts that come together, and that storage has PAGES pages of: how many of them are fetched at once; how many in all,
+    and the tokens that are hit, when all have been answered."""
+    prefill = Prefill(facts(num_large=num_large, ungranted_share=1.0, offload=OffloadFacts(host_large, 0, True)))
+    legs = [start(f"r{no}", 4 * PAGES + 1, first_token=100 * no + 1) for no in range(prompts)]
+    out: list[Instruction] = []
+    for leg in legs:
+        out += prefill.start(leg)
+    out = in_storage(prefill, out)
+    at_once, total = len(store_commands(out, Fetch)), brought(prefill, out)
+    for leg in legs:
+        total += brought(prefill, prefill.compute_all())
+        total += brought(prefill, done(prefill, leg))
+    return at_once, total, prefill.hits
+
+
+def test_no_more_is_brought_than_can_begin_together() -> None:
+    """The pool has room for two of them, of four pages each: a third one would push out what came for the first."""
+    assert from_storage(num_large=8, host_large=40, prompts=3) == (2, 3, 3 * 4 * PAGES)
+
+
+def test_whose_pages_have_no_place_on_the_host_waits_for_those_that_are_read() -> None:
+    """Of four prompts the host has place for one; so far the others were computed."""
+    assert from_storage(num_large=40, host_large=PAGES + 1, prompts=4) == (1, 4, 4 * 4 * PAGES)
+
+
+def test_who_comes_before_all_others_does_not_wait_for_room_that_they_have_taken() -> None:
+    prefill = Prefill(facts(num_large=8, ungranted_share=1.0, offload=OffloadFacts(40, 0, True)))
+    prefill.start(start("runs", 4 * 4, first_token=500))
+    prefill.compute_all()
+    out = prefill.start(start("before", 4 * PAGES + 1))
+    (fetch,) = store_commands(in_storage(prefill, out), Fetch)
+    first = replace(start("first", 4 * PAGES + 1, first_token=100), priority=-1)
+    (later,) = store_commands(in_storage(prefill, prefill.start(first)), Fetch)
+    assert later.op != fetch.op
+    other = start("other", 4 * PAGES + 1, first_token=200)
+    assert not store_commands(in_storage(prefill, prefill.start(other)), Fetch), "there is no room beside those two"

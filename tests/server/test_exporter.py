@@ -149,6 +149,14 @@ def test_counters_go_on_when_another_incarnation_begins_at_zero() -> None:
     assert exported.value("disagg_kv_evictions_total", group="full") == 3
 
 
+def test_what_was_loaded_in_vain_is_told_from_what_was_found() -> None:
+    exported, engine = Exported(), FakeEngine()
+    engine.counters.loaded_tokens["storage"], engine.counters.brought_tokens["storage"] = 48, 16
+    exported.export(engine)
+    assert exported.value("disagg_prefix_loaded_tokens_total", tier="storage") == 48
+    assert exported.value("disagg_prefix_hit_tokens_total", tier="storage") == 16
+
+
 def test_what_is_observed_is_counted_once() -> None:
     exported, engine = Exported(), FakeEngine()
     engine.counters.observe("step", 0.5)

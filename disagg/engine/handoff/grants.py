@@ -129,8 +129,9 @@ class Grants:
         if self._tiers is None:
             return True
         leg, salt = transfer.leg, transfer.leg.start.cache_salt
+        urgency, hashes = self._turns.urgency, transfer.hashes
         return self._tiers.loads.brought_back(
-            leg.key, salt, transfer.root, transfer.hashes, leg.num_tokens, now.s, storage=False
+            leg.key, salt, transfer.root, hashes, leg.num_tokens, now.s, storage=False, urgency=urgency
         )
 
     def _receive(self, transfer: Receiving, choices: int) -> SequencePages | None:
