@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,12 +21,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from disagg.api.bodies import Call
+from disagg.api.connections import WRITER, Writer
 from disagg.api.errors import INTERNAL, Fault, fault_of
 from disagg.api.ports import RouterPort
 from disagg.api.replies import ChatWriter, Chunk, ChunkUsage, CompletionWriter, UsageReply, usage_reply
 from disagg.api.whole import PART_BYTES, WholeAnswer, sized
 from disagg.auth.quotas import Use
 from disagg.router.budget import Held
+from disagg.router.mailbox import Taker
 from disagg.router.requests import ChoiceDelta, Finished, GenerateRequest, Started, Update, Usage
 from disagg.types.errors import DisaggError, Unavailable
 
@@ -57,11 +60,12 @@ class Answer(Response):
         self._held = held
         self._use = use
         self._most_bytes = most_bytes
+        self._at_once: Callable[[ChoiceDelta], bool] | None = None  # once what comes first has been written
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises DisaggError if a request fails before anything was sent."""
         try:
-            await until_gone(receive, self._run(send))
+            await until_gone(receive, self._run(send, scope.get(WRITER)))
         except asyncio.CancelledError:  # the server ends; whoever was being answered is told
             if self._begun:
                 raise
@@ -75,13 +79,17 @@ class Answer(Response):
             self._use.end()
             self._held.release()
 
-    async def _run(self, send: Send) -> None:
+    def _take(self, delta: ChoiceDelta) -> bool:
+        return self._at_once is not None and self._at_once(delta)
+
+    async def _run(self, send: Send, connection: Writer | None) -> None:
         call = self._call
-        async with aclosing(merged(self._router, call.requests, self._use)) as updates:
+        taker = self._take if call.stream and connection is not None else None
+        async with aclosing(merged(self._router, call.requests, self._use, taker)) as updates:
             started = await _all_started(updates, len(call.requests))
             writer = (ChatWriter if call.kind == "chat" else CompletionWriter)(call, started, self._fingerprint)
             if call.stream:
-                await self._stream(send, writer, started, updates)
+                await self._stream(send, connection, _Events(call, writer, started), updates)
             else:
                 await self._whole(send, writer, started, updates)
 
@@ -118,16 +126,20 @@ class Answer(Response):
     async def _stream(
         self,
         send: Send,
-        writer: ChatWriter | CompletionWriter,
-        started: list[Started],
+        connection: Writer | None,
+        events: _Events,
         updates: AsyncGenerator[tuple[int, Update], None],
     ) -> None:
         # Waiting for the first token makes a plain HTTP status of what goes wrong before it: clients retry those.
         first = await anext(updates, None)
         self._begun = True
-        await _send_start(send, started, _EVENT_HEADERS)
+        await _send_start(send, events.started, _EVENT_HEADERS)
         try:
-            await self._events(send, writer, started, first, updates)
+            if opening := events.opening():
+                await _send_part(send, opening)
+            if connection is not None:
+                self._at_once = partial(_write_at_once, connection, events)
+            await self._events(send, events, first, updates)
         except DisaggError as error:
             self._use.end(error)
             await _send_last(send, _error_event(fault_of(error)))
@@ -141,29 +153,60 @@ class Answer(Response):
     async def _events(
         self,
         send: Send,
-        writer: ChatWriter | CompletionWriter,
-        started: list[Started],
+        events: _Events,
         first: tuple[int, Update] | None,
         updates: AsyncGenerator[tuple[int, Update], None],
     ) -> None:
-        call = self._call
-        counted = _RunningUsage(call, started)
         usages: dict[int, Usage] = {}
-        if opening := writer.opening(counted.now()):
-            await _send_events(send, opening)
         came = first
         while came is not None:
             prompt, update = came
             if isinstance(update, Finished):
                 usages[prompt] = update.usage
-            elif isinstance(update, ChoiceDelta):
-                counted.add(update)
-                if _worth_sending(update, call):
-                    await _send_events(send, writer.chunks(prompt, update, counted.now()))
+            elif isinstance(update, ChoiceDelta) and (body := events.of(prompt, update)):
+                await _send_part(send, body)
             came = await anext(updates, None)
-        _assert_finished(usages, len(started))
-        last = [writer.usage(usage_reply(usages.values()))] if call.usage_last else []
-        await _send_last(send, b"".join((*(_event(chunk) for chunk in last), b"data: [DONE]\n\n")))
+        _assert_finished(usages, len(events.started))
+        await _send_last(send, events.last(usages.values()))
+
+
+def _write_at_once(connection: Writer, events: _Events, delta: ChoiceDelta) -> bool:
+    """What is done with nearly all deltas of a single request: no task has to wake for it. Whatever is out of the ordinary is
+    left to the task, errors too, which would end more than this answer here.
+    """
+    if not connection.ready:
+        return False
+    try:
+        body = events.of(0, delta)
+    except Exception:  # noqa: BLE001  the task meets it again
+        return False
+    if body:
+        connection.write(body)
+    return True
+
+
+class _Events:
+    """The events of one streamed answer, as bytes. started: one per prompt."""
+
+    def __init__(self, call: Call, writer: ChatWriter | CompletionWriter, started: list[Started]) -> None:
+        self.started = started
+        self._call = call
+        self._writer = writer
+        self._usage = _RunningUsage(call, started)
+
+    def opening(self) -> bytes:
+        return _joined(self._writer.opening(self._usage.now()))
+
+    def of(self, prompt: int, delta: ChoiceDelta) -> bytes:
+        """Nothing, if the client is to see nothing of it."""
+        self._usage.add(delta)
+        if not _worth_sending(delta, self._call):
+            return b""
+        return _joined(self._writer.chunks(prompt, delta, self._usage.now()))
+
+    def last(self, usages: Iterable[Usage]) -> bytes:
+        last = [self._writer.usage(usage_reply(usages))] if self._call.usage_last else []
+        return _joined(last) + b"data: [DONE]\n\n"
 
 
 def _named(call: Call) -> Call:
@@ -233,8 +276,7 @@ def in_parts(pieces: list[bytes]) -> Iterator[bytes]:
         yield bytes(together)
 
 
-async def _send_events(send: Send, chunks: Iterable[Chunk]) -> None:
-    body = b"".join(_event(chunk) for chunk in chunks)
+async def _send_part(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
@@ -242,8 +284,8 @@ async def _send_last(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def _event(chunk: Chunk) -> bytes:
-    return _line(msgspec.json.encode(chunk))
+def _joined(chunks: list[Chunk]) -> bytes:
+    return b"".join([_line(msgspec.json.encode(chunk)) for chunk in chunks])
 
 
 def _error_event(fault: Fault) -> bytes:
@@ -267,15 +309,15 @@ def _worth_sending(delta: ChoiceDelta, call: Call) -> bool:
 
 
 async def merged(
-    router: RouterPort, requests: tuple[GenerateRequest, ...], use: Use
+    router: RouterPort, requests: tuple[GenerateRequest, ...], use: Use, taker: Taker | None
 ) -> AsyncGenerator[tuple[int, Update], None]:
-    """The updates of several requests, each with its request's index. The first error ends all of them.
+    """The updates of several requests, each with its request's index. The first error ends all of them. taker: of a single one.
 
     First comes the Started of every request, then everything else, as it comes. All are read at the client's pace: what a
     slow client leaves waits with the router, which merges it and counts it.
     """
     if len(requests) == 1:
-        async with aclosing(router.generate(requests[0], use)) as updates:
+        async with aclosing(router.generate(requests[0], use, taker)) as updates:
             async for update in updates:
                 yield 0, update
         return

@@ -49,10 +49,30 @@ PIPELINE = fault_of_protocol(
     400, f"more than {PIPELINED} requests were sent ahead of their answers, which is the most", "too_many_pipelined"
 )
 API = b"/v1/"
+WRITER = "disagg.writer"  # in a scope: a Writer, where parts of the answer may be written at once
 TARGET = "its target is no path or URL"
 HEAD_TOO_LARGE = fault_of_protocol(431, f"the head of the request has more than {HEAD_BYTES} bytes", "head_too_large")
 CROWDED = fault_of_protocol(503, "too many clients are connected", "too_many_connections", 1)
 CLOSING = fault_of_protocol(503, "the router is shutting down", "service_unavailable", 1)
+
+
+class Writer:
+    """Writes parts of a streamed answer where it is called, which `send` of an app does in a task of its own only."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def ready(self) -> bool:
+        """What is written now goes out: the client is there and reads, and the answer goes on."""
+        cycle = self._cycle
+        return not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete) and bool(
+            cycle.response_started and cycle.chunked_encoding
+        )
+
+    def write(self, body: bytes) -> None:
+        """While it is ready."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class _RefusedError(Exception):
@@ -276,6 +296,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         old = cycle.scope["http_version"] == "1.0"
+        if not old and cycle.scope["method"] != "HEAD":
+            cast(dict[str, Any], cycle.scope)[WRITER] = Writer(cycle)
         super()._start_asgi_task(cycle, _without_chunks(cycle, app) if old else app)
 
     def _grow_head(self, num_bytes: int) -> None:

@@ -12,6 +12,7 @@ from typing import ParamSpec, Protocol, TypeVar
 from disagg.auth.quotas import Use
 from disagg.messages.legs import TimelineEvent
 from disagg.router.budget import Held
+from disagg.router.mailbox import Taker
 from disagg.router.requests import GenerateRequest, Update
 from disagg.text.limits import TextLimits
 from disagg.types.errors import DisaggError
@@ -39,8 +40,11 @@ class RouterPort(Protocol):
         """
         ...
 
-    def generate(self, request: GenerateRequest, use: Use) -> AsyncGenerator[Update, None]:
-        """The updates of one request of a call. Raises DisaggError; before `Started` if the request was not accepted."""
+    def generate(self, request: GenerateRequest, use: Use, taker: Taker | None = None) -> AsyncGenerator[Update, None]:
+        """The updates of one request of a call. Raises DisaggError; before `Started` if the request was not accepted.
+
+        taker: is given deltas that come while all before them have been read, and may take them in the iterator's place.
+        """
         ...
 
     def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:

@@ -21,6 +21,7 @@ from disagg.config.tree import Config, RouterConfig
 from disagg.convert.model_dir import resolve
 from disagg.messages.legs import TimelineEvent
 from disagg.router.budget import Held
+from disagg.router.mailbox import Taker
 from disagg.router.main import RunningRouter, run_router
 from disagg.router.requests import GenerateRequest, Update
 from disagg.router.service import Router
@@ -67,8 +68,8 @@ class RouterFace:
     def ask_quota(self, use: Use, count: int = 1) -> None:
         self._router.ask_quota(use, count)
 
-    def generate(self, request: GenerateRequest, use: Use) -> AsyncGenerator[Update, None]:
-        return self._router.generate(request, use)
+    def generate(self, request: GenerateRequest, use: Use, taker: Taker | None = None) -> AsyncGenerator[Update, None]:
+        return self._router.generate(request, use, taker)
 
     def note_refused(self, error: DisaggError, client_request_id: str = "") -> None:
         self._router.note_refused(error, client_request_id)

@@ -1,5 +1,7 @@
 """What one client has yet to read. The servers' streams never wait for it: pending deltas merge per choice, up to a limit.
 
+What comes while everything before it has been taken may be taken at once (`Taker`), without waking the reader's task.
+
 A client that lets more than `most_bytes` wait, or who fills the router's memory, loses its request: the alternative is
 that everybody does.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from disagg.config.sizes import format_size
 from disagg.router.budget import Held
@@ -18,13 +20,15 @@ from disagg.types.errors import DisaggError, Overloaded
 
 CHUNK_BYTES = 512 << 10  # of what is merged for one write: 10 ms to format
 RETRY_AFTER_S = 1.0
+Taker = Callable[[ChoiceDelta], bool]  # on the event loop, must not block; whether it has taken it
 _DELTA_BYTES, _TOKEN_BYTES, _ROW_BYTES, _ENTRY_BYTES = 300, 40, 100, 250  # as Python has them
 
 
 class Mailbox:
     """One writer (the router), one reader (the request's face)."""
 
-    def __init__(self, held: Held, most_bytes: int) -> None:
+    def __init__(self, held: Held, most_bytes: int, taker: Taker | None = None) -> None:
+        """taker: of a reader that takes deltas at once, if it can."""
         self.overfull: DisaggError | None = None  # why the request must end
         self._held = held
         self._most_bytes = most_bytes
@@ -32,26 +36,37 @@ class Mailbox:
         self._deltas: dict[int, deque[tuple[ChoiceDelta, int]]] = {}
         self._end: Finished | DisaggError | None = None
         self._filled = asyncio.Event()
+        self._taker = taker
+        self._drained = False  # the reader has taken all, and waits
 
     def put(self, update: Started | ChoiceDelta | Finished | DisaggError) -> None:
         match update:
             case Started():
                 self._started = update
             case ChoiceDelta():
+                if self._drained and self._taker is not None and self._taker(update):
+                    return
                 self._keep(update)
             case _:
                 self._end = update
+        self._drained = False
         self._filled.set()
 
     def close(self) -> None:
         """Nobody reads any more."""
+        self._drained = False
         self._deltas.clear()
         self._held.release()
 
     async def updates(self) -> AsyncGenerator[Update, None]:
         """Everything until the end; raises the error, after what came before it, if that is the end."""
         while True:
-            await self._filled.wait()
+            if not self._filled.is_set():
+                self._drained = True
+                try:
+                    await self._filled.wait()
+                finally:
+                    self._drained = False
             self._filled.clear()
             started, self._started = self._started, None
             if started is not None:

@@ -36,7 +36,7 @@ from disagg.router.events import ClientGone, Phase
 from disagg.router.intake import Intake, checked_deadline_s
 from disagg.router.live import Live
 from disagg.router.machine import RequestMachine
-from disagg.router.mailbox import Mailbox
+from disagg.router.mailbox import Mailbox, Taker
 from disagg.router.metrics import RouterMetrics
 from disagg.router.names import drawn_name
 from disagg.router.outcomes import outcome_of
@@ -174,11 +174,13 @@ class Router:
         """For all requests of one call, before there is work for it. Raises QuotaExceeded or InvalidRequest; see Quotas.ask."""
         self.quotas.ask(use, count, self._clock())
 
-    async def generate(self, request: GenerateRequest, use: Use | None = None) -> AsyncGenerator[Update, None]:
+    async def generate(
+        self, request: GenerateRequest, use: Use | None = None, taker: Taker | None = None
+    ) -> AsyncGenerator[Update, None]:
         """Started, deltas, Finished; or raises a DisaggError. Closing the iterator aborts the request.
 
         use: of the call that it is part of, whose quota was asked for, and which is ended by whoever asked. None: it is a
-        call by itself.
+        call by itself. taker: is given deltas that come while the iterator waits, and may take them in its place.
         """
         if use is None:
             with Use(request.owner) as own:
@@ -187,12 +189,12 @@ class Router:
                 except DisaggError as error:
                     self.note_refused(error, request.client_request_id)
                     raise
-                async with aclosing(self.generate(request, own)) as updates:
+                async with aclosing(self.generate(request, own, taker)) as updates:
                     async for update in updates:
                         yield update
             return
         try:
-            live = await self._accept(request)
+            live = await self._accept(request, taker)
         except BaseException as error:
             use.leave()
             if isinstance(error, DisaggError):
@@ -378,7 +380,7 @@ class Router:
 
     # ---- accepting
 
-    async def _accept(self, request: GenerateRequest) -> Live:
+    async def _accept(self, request: GenerateRequest, taker: Taker | None) -> Live:
         arrived_s, arrived_unix_s = self._clock(), time.time()
         await self._accepting.turn(request.tenant)
         prompt = await self._read(request)
@@ -423,7 +425,7 @@ class Router:
         live = Live(
             RequestMachine(asked, self._bounds),
             self._intake.stop_table(params.stop),
-            Mailbox(self._budget.hold(), self._config.answer_bytes),
+            Mailbox(self._budget.hold(), self._config.answer_bytes, taker),
             held,
             self._dispatch.outstanding.account(request.tenant, request.call),
             arrived_s,

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from disagg.auth.quotas import Limits, Quotas, Use
 from disagg.messages.legs import TimelineEvent
 from disagg.router.budget import Budget, Held
+from disagg.router.mailbox import Taker
 from disagg.router.requests import (
     ChoiceDelta,
     Finished,
@@ -76,7 +77,9 @@ class FakeRouter:
     async def beside(self, tenant: str, size: int, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.to_thread(work, *args)
 
-    async def generate(self, request: GenerateRequest, use: Use) -> AsyncGenerator[Update, None]:
+    async def generate(
+        self, request: GenerateRequest, use: Use, taker: Taker | None = None
+    ) -> AsyncGenerator[Update, None]:
         number = next(self._numbers)
         request_id = f"r{number}"
         self.requests.append(request)
@@ -92,7 +95,9 @@ class FakeRouter:
             said = 0
             async for delta in self._deltas(request, seed, len(prompt_ids)):
                 said += len(delta.token_ids)
-                yield delta
+                # As a router's mailbox: some come while all before them have been read, and some do not.
+                if not (taker is not None and said % 3 and taker(delta)):
+                    yield delta
             events = (TimelineEvent("prefill", 1.0, 2.0, "p0"), TimelineEvent("decode", 2.0, 3.0))
             self.timelines[request_id] = events
             yield Finished(Usage(len(prompt_ids), said, cached_tokens=len(prompt_ids) // 2), events, attempts=1)

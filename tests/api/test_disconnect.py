@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from disagg.api.app import HttpServer, serve
+from disagg.router.requests import ChoiceDelta, Started
 from disagg.types.errors import ConfigError, DisaggError
 from tests.api.fakes import MODEL, FakeRouter
 
@@ -114,6 +115,37 @@ async def test_tokens_reach_the_client_before_the_next_are_there(server: HttpSer
     async with asyncio.timeout(DEADLINE_S):
         await reader.readuntil(b"[DONE]")
     writer.close()
+
+
+@pytest.mark.parametrize("at_once", [0, 1, 2, 3])
+async def test_what_cannot_be_written_ends_its_own_answer_with_an_error(
+    server: HttpServer, router: FakeRouter, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Also where the router would have written it itself, among what it does for all requests."""
+    raised: list[BaseException] = []
+    written: list[int] = []
+
+    async def generate(request: Any, use: Any, taker: Any = None) -> Any:
+        yield Started("r", (1,), 1.0)
+        for number, text in enumerate(["good", "good", "\ud800", "good"]):
+            delta = ChoiceDelta(0, text, (number,))
+            try:
+                if number == at_once and taker(delta):
+                    written.append(number)
+                    continue
+            except Exception as error:  # noqa: BLE001  none may come here
+                raised.append(error)
+            yield delta
+
+    monkeypatch.setattr(router, "generate", generate)
+    reader, writer = await post(server, "/v1/completions", stream=True)
+    async with asyncio.timeout(DEADLINE_S):
+        text = await reader.readuntil(b"\r\n0\r\n\r\n")
+    writer.close()
+    assert not raised and written == [at_once] * (
+        at_once == 1
+    )  # 0: nothing has been written yet; 3: it is over by then
+    assert text.count(b'"text":"good"') == 2 and b'"error"' in text
 
 
 async def test_a_body_over_the_limit_is_refused_on_a_real_connection(server: HttpServer) -> None:

@@ -47,6 +47,71 @@ def delta(choice: int, text: str = "x", tokens: int = 1, logprobs: int = 0) -> C
     return ChoiceDelta(choice, text, tuple(range(tokens)), rows)
 
 
+class Taker:
+    """Takes deltas at once, as long as it is ready."""
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.got: list[Update] = []
+        self.num_taken = 0
+
+    def __call__(self, delta: ChoiceDelta) -> bool:
+        if self.ready:
+            self.got.append(delta)
+            self.num_taken += 1
+        return self.ready
+
+    async def read(self, mailbox: Mailbox) -> None:
+        """The reader that it belongs to."""
+        async for update in mailbox.updates():
+            self.got.append(update)
+
+
+@given(steps=st.lists(st.sampled_from(["put", "two", "ready", "busy", "turn"]), max_size=40))
+@settings(derandomize=True, deadline=None, max_examples=300)
+def test_what_is_taken_at_once_overtakes_nothing(steps: list[str]) -> None:
+    budget = Budget(64 * MIB)
+
+    async def run() -> None:
+        taker, words = Taker(), iter(range(1000))
+        mailbox = Mailbox(budget.hold(), 32 * MIB, taker)
+        reading = asyncio.create_task(taker.read(mailbox))
+        mailbox.put(Started("r", (1,), 0.0))
+        for step in steps:
+            match step:
+                case "ready" | "busy":
+                    taker.ready = step == "ready"
+                case "turn":
+                    await asyncio.sleep(0)
+                case _:
+                    for _ in range(1 + (step == "two")):
+                        mailbox.put(delta(0, f"{next(words)} "))
+        mailbox.put(END)
+        await reading
+        assert isinstance(taker.got[0], Started) and taker.got[-1] is END
+        text = "".join(each.text for each in taker.got if isinstance(each, ChoiceDelta))
+        assert text == "".join(f"{word} " for word in range(next(words)))
+        mailbox.close()
+
+    asyncio.run(run())
+    assert budget.used_bytes == 0
+
+
+async def test_who_waits_with_nothing_before_it_takes_at_once_and_never_after_it_is_gone() -> None:
+    taker = Taker()
+    mailbox = Mailbox(Budget(64 * MIB).hold(), 32 * MIB, taker)
+    reading = asyncio.create_task(taker.read(mailbox))
+    mailbox.put(Started("r", (1,), 0.0))
+    await asyncio.sleep(0)
+    taker.ready = True
+    mailbox.put(delta(0))
+    assert taker.num_taken == 1
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    mailbox.put(delta(0))
+    assert taker.num_taken == 1
+
+
 async def everything(mailbox: Mailbox) -> list[Update]:
     return [update async for update in mailbox.updates()]
 
