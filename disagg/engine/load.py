@@ -42,20 +42,22 @@ class Load:
     waits_for: Load | None = (
         None  # while it waits: who brings some of the same, or holds the host; None: it is for a place
     )
-    for_room: bool = False  # while it waits: for what others have brought to be used
+    for_room: bool = (
+        False  # while it waits: for what others have brought to be used; if it has reserved, for pages of the pool
+    )
     urgency: Urgency = Urgency.BY_TURN
     had_turn: bool = False  # since it was last asked ahead
+    progress: int = 0  # of others, when it was last asked
     reserved: int = 0  # large pages: `large` from when it begins to bring something until its sequence begins
     ask: int = 0
     stored: tuple[frozenset[int], ...] = ()
     rounds: int = 1  # which load of this sequence it is
     looked_at: int = -1  # KvMemory.releases when it was last seen to be cached still
     slower: bool = False  # than to compute it
-    no_room: bool = False  # in the pool, for what the host has: to try again costs nothing
     tries: int = 0
     point: int = 0  # pages of the prefix that it brings
     gain: int = 0  # pages that need not be computed
-    host: list[Placed] = field(default_factory=list)  # held there
+    host: list[Placed] = field(default_factory=list)  # held there, also while it waits for pages of the pool
     fetched: list[Placed] = field(default_factory=list)  # of those, what comes from storage
     gpu: list[Placed] = field(default_factory=list)  # pages that it fills
     pinned: list[Placed] = field(default_factory=list)  # pages of the prefix that are on the GPU
@@ -64,6 +66,11 @@ class Load:
     given_up: bool = False  # nobody waits for it any more
     from_storage: set[int] = field(default_factory=set)  # pages of the sequence that came from there
     brought: Counter[str] = field(default_factory=Counter)  # tokens that are cached now, by tier: host, storage
+
+    @property
+    def waits_for_pool(self) -> bool:
+        """All that it brings is on the host. Its sequence need not wait for it: it cannot begin either."""
+        return self.for_room and bool(self.reserved)
 
     @property
     def under_way(self) -> bool:

@@ -74,6 +74,7 @@ class Loads:
         self._asks = asks
         self._fetch_ops = 0
         self._reserved_large = 0  # by all loads
+        self._begun = 0  # sequences that were asked for
         self.rates = Rates(load_always=facts.load_always)
         self.tokens: Counter[str] = Counter()  # that loads brought, by tier
         self.failures = 0
@@ -102,19 +103,20 @@ class Loads:
             pages = min(len(hashes), (num_tokens - 1) // self._page_tokens)
             rounds = 1
             if load is not None:
-                rounds = load.rounds + (not load.no_room)
+                rounds = load.rounds + 1
                 self._let_go_of_room(load)
             large = self._memory.large_pages_to_prefill(num_tokens, 0)
             load = Load(salt, root, tuple(hashes[:pages]), now_s, large, rounds=rounds, urgency=urgency)
             self._begin(who, load, storage)
         elif load.for_room:
             self._ask_for_room(load, urgency, now_s)
-        return load.given_up or load.state is LoadState.OVER
+        return load.given_up or load.state is LoadState.OVER or load.waits_for_pool
 
     def _ask_for_room(self, load: Load, urgency: Urgency, now_s: float) -> None:
-        """Time counts from its turn on: before that nobody waits for it."""
-        if urgency is Urgency.AHEAD and not load.had_turn:
-            load.since_s = now_s
+        """It is not waited for before its turn, nor is it late as long as others begin and end, which makes room for it."""
+        progress = self._memory.releases + self._begun
+        if progress != load.progress or (urgency is Urgency.AHEAD and not load.had_turn):
+            load.since_s, load.progress = now_s, progress
         load.urgency, load.had_turn = urgency, urgency is not Urgency.AHEAD
         if not self._full and self._has_room(load):
             self._go_on(load)
@@ -144,6 +146,7 @@ class Loads:
         if load is None:
             return {}
         load.given_up = True
+        self._begun += 1
         self._let_go_of_room(load)
         if load.state is LoadState.WAITING:
             self._over(load)
@@ -159,7 +162,9 @@ class Loads:
     def tick(self, now_s: float) -> None:
         """Computing would have been faster than what takes too long."""
         for load in [*self._all]:
-            if not load.given_up and now_s - load.since_s > self.rates.patience_s(self._tokens_of(load)):
+            if not (load.given_up or load.waits_for_pool) and now_s - load.since_s > self.rates.patience_s(
+                self._tokens_of(load)
+            ):
                 load.given_up = True
                 if load.state is LoadState.WAITING:
                     self._over(load)
@@ -245,6 +250,8 @@ class Loads:
     def _has_room(self, load: Load) -> bool:
         """Its sequence can begin beside those that run and those for which something has been brought. Without these there is
         nothing that it could push out, and it may come before it can begin."""
+        if load.waits_for_pool:
+            return load.looked_at != self._memory.releases
         if load.reserved or load.urgency is Urgency.FIRST:
             return True
         others, allocator = self._reserved_large, self._memory.allocator
@@ -270,6 +277,7 @@ class Loads:
         """What has to be brought is decided anew: meanwhile others have come and gone."""
         load.tries += 1
         load.waits_for, load.for_room = None, False
+        self._let_go_of_host(load)
         cached = self._memory.cache.lookup(load.hashes, len(load.hashes) * self._page_tokens) // self._page_tokens
         load.point = self._longest(load, cached)
         load.gain = load.point - cached
@@ -341,7 +349,7 @@ class Loads:
         taken = host.take([len(page_nos) for page_nos in by_group])
         if taken is None:
             self._let_go_of_host(load)
-            holder = next(iter((*self._fetches.values(), *self._copies.values())), None)
+            holder = next((other for other in self._all if other.host), None)
             if holder is not None:  # whose part of the host is free when it ends
                 self._wait(load, holder)
                 return
@@ -382,8 +390,7 @@ class Loads:
                 (g, p, page) for g, group in enumerate(by_group) for p, page in zip(group, taken[g], strict=True)
             ]
         if taken is None or not memory.can_go_on():
-            load.no_room = not load.from_storage
-            self._over(load)
+            self._wait_for_pool(load, lacking)
             return
         moves = []
         for g, page_no, page in load.gpu:
@@ -399,24 +406,40 @@ class Loads:
         self._copies[op] = load
         self._out.append(ToTransfer(None, CopyIn(op, tuple(moves))))
 
-    def _over(self, load: Load) -> None:
-        """It lets go of all that it holds; what it filled is cached until its memory is needed."""
-        if load.state is LoadState.LOADING:
-            self._arrived(load, load.gpu)
-        was_under_way = load.under_way
-        load.state, load.for_room = LoadState.OVER, False
-        if not load.brought:
-            self._let_go_of_room(load)
-        self._all.remove(load)
-        self._let_go_of_host(load)
+    def _wait_for_pool(self, load: Load, lacking: Sequence[tuple[int, int]]) -> None:
+        """What it brings stays on the host until something has been let go of in the pool."""
+        self._let_go_of_pool(load)
+        host = self._offload.host
+        for g, page_no in lacking:
+            page = host.find(g, load.hashes[page_no])
+            assert page is not None
+            host.hold(g, page)
+            load.host.append((g, page_no, page))
+        self._reserve(load)
+        load.looked_at = self._memory.releases
+        self._wait(load, for_room=True)
+
+    def _let_go_of_pool(self, load: Load) -> None:
         for g, page_no, page in load.pinned:
             self._offload.unpin(g, page_no, page)
         for g, page_no, page in load.gpu:
             self._memory.release(g, [page], self._clock(), [page_no + 1])
         load.pinned, load.gpu = [], []
+
+    def _over(self, load: Load) -> None:
+        """It lets go of all that it holds; what it filled is cached until its memory is needed."""
+        if load.state is LoadState.LOADING:
+            self._arrived(load, load.gpu)
+        others_wait = load.under_way or bool(load.host)
+        load.state, load.for_room = LoadState.OVER, False
+        if not load.brought:
+            self._let_go_of_room(load)
+        self._all.remove(load)
+        self._let_go_of_host(load)
+        self._let_go_of_pool(load)
         if load.ask:
             self._asks.forget(load.ask)
-        if was_under_way:
+        if others_wait:
             self._let_others_go_on(load)
 
     # ---- what others need to know of it
@@ -452,7 +475,7 @@ class Loads:
         )
         assert len(self._fetches) + len(self._copies) == sum(load.under_way for load in self._all)
         waiting = [load for load in self._all if load.state is LoadState.WAITING]
-        assert all(load.waits_for is None or load.waits_for.under_way for load in waiting), "who waits for nobody"
+        assert all(load.waits_for is None or load.waits_for.under_way or load.waits_for.host for load in waiting)
         assert self._full or all(load.waits_for or load.for_room for load in waiting), (
             "who waits for a place that is free"
         )

@@ -349,10 +349,9 @@ class Dispatch:
             last_s = live.heard_s.get(accepted.choice)
             if last_s is not None:
                 live.longest_silence_s = max(live.longest_silence_s, now_s - last_s)
-                for _ in range(count):
-                    self._metrics.itl_s.observe((now_s - last_s) / count)
+                self._metrics.itl_s.observe((now_s - last_s) / count, count)
             live.heard_s[accepted.choice] = now_s
-            self._metrics.completion_tokens.inc(count)
+            self._metrics.completion_tokens.value += count
         text = live.texts.get(accepted.choice)
         if text is None:
             machine = live.machine

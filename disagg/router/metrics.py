@@ -7,6 +7,7 @@ import contextlib
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from disagg.router.view import Work
+from disagg.telemetry.plain import PlainCounter, PlainCounts, PlainHistogram
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _ITL_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -18,7 +19,6 @@ class RouterMetrics:
     """One router's counters, gauges and histograms."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._messages_from: dict[str, Counter] = {}
         self._time(registry)
         self._count(registry)
         self._count_failures(registry)
@@ -30,11 +30,11 @@ class RouterMetrics:
             buckets=_TTFT_BUCKETS_S,
             registry=registry,
         )
-        self.itl_s = Histogram(
+        self.itl_s = PlainHistogram(
             "disagg_router_itl_seconds",
             "Between two messages with tokens of one choice, per token",
-            buckets=_ITL_BUCKETS_S,
-            registry=registry,
+            _ITL_BUCKETS_S,
+            registry,
         )
         self.longest_silence_s = Histogram(
             "disagg_router_longest_silence_seconds",
@@ -74,8 +74,8 @@ class RouterMetrics:
         self.prompt_tokens = Counter(
             "disagg_router_prompt_tokens", "Prompt tokens of accepted requests", registry=registry
         )
-        self.completion_tokens = Counter(
-            "disagg_router_completion_tokens", "Output tokens accepted from servers", registry=registry
+        self.completion_tokens = PlainCounter(
+            "disagg_router_completion_tokens", "Output tokens accepted from servers", registry
         )
         self.running = Gauge("disagg_router_running", "Requests dispatched and not finished", registry=registry)
         self.waiting = Gauge("disagg_router_waiting", "Requests waiting for a place or a server", registry=registry)
@@ -96,8 +96,8 @@ class RouterMetrics:
         )
         for reason in ("stop", "length", "abort", "error"):
             self.choices.labels(reason)
-        self.messages = Counter(
-            "disagg_router_server_messages", "Messages about legs from servers", ["server"], registry=registry
+        self.messages = PlainCounts(
+            "disagg_router_server_messages", "Messages about legs from servers", "server", registry
         )
 
     def _count_failures(self, registry: CollectorRegistry) -> None:
@@ -124,18 +124,14 @@ class RouterMetrics:
         )
 
     def message_came(self, server: str) -> None:
-        """Counts it in `messages`, whose series is not looked up each time: of each token a router has one."""
-        counter = self._messages_from.get(server)
-        if counter is None:
-            counter = self._messages_from[server] = self.messages.labels(server=server)
-        counter.inc()
+        values = self.messages.values
+        values[server] = values.get(server, 0) + 1
 
     def forget(self, server: str) -> None:
         """Series of a server that is not there any more."""
-        self._messages_from.pop(server, None)
-        for counter in (self.messages, self.servers_lost):
-            with contextlib.suppress(KeyError):
-                counter.remove(server)
+        self.messages.values.pop(server, None)
+        with contextlib.suppress(KeyError):
+            self.servers_lost.remove(server)
         self.forget_circuits(server)
 
     def forget_circuits(self, server: str) -> None:

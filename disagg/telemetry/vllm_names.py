@@ -12,7 +12,6 @@ from fractions import Fraction
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -27,7 +26,7 @@ class Same(Struct, frozen=True):
     """
 
     name: str
-    source: MetricWrapperBase
+    source: Collector
     summed: bool = False
     labels: Mapping[str, str] = {}
 

@@ -125,7 +125,7 @@ def test_a_router_says_under_both_names_the_same(router: tuple[CollectorRegistry
     metrics.running.set(3)
     metrics.waiting.set_function(lambda: 4)
     metrics.prompt_tokens.inc(100)
-    metrics.completion_tokens.inc(7)
+    metrics.completion_tokens.value += 7
     metrics.choices.labels(reason="stop").inc(2)
     for seconds in (0.03, 0.3, 300.0):
         metrics.ttft_s.observe(seconds)
