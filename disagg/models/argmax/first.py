@@ -43,7 +43,8 @@ def launch(x: Tensor, out: Tensor) -> None:
 
     rows, width = x.shape
     parts = parts_of(rows, width)
-    part = ceil_div(width, parts)
+    aligned = kernels.ALIGNED.value
+    part = ceil_div(ceil_div(width, parts), aligned) * aligned
     tops = torch.empty((rows, parts), dtype=torch.float32, device=x.device)
     places = torch.empty((rows, parts), dtype=torch.int32, device=x.device)
     later = overlap(x.device)

@@ -7,14 +7,17 @@ import triton.language as tl
 
 from disagg.models.overlap import follow
 
+ALIGNED = tl.constexpr(16)
 
-@triton.jit(do_not_specialize=["width", "part"])
+
+@triton.jit(do_not_specialize=["part"])
 def _of_parts(
     x, tops, places, x_row, width, part, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """tops, places: [rows, parts], of each part of `part` columns; a top is infinite where one is NaN. Grid: rows, parts."""
+    """tops, places: [rows, parts], of each part of `part` columns, so many ALIGNED; a top is infinite where one is NaN.
+    Grid: rows, parts."""
     row = tl.program_id(0).to(tl.int64)
-    begin = tl.program_id(1) * part
+    begin = tl.multiple_of(tl.program_id(1) * part, ALIGNED)  # else elements are loaded one by one
     end = tl.minimum(begin + part, width)
     lane = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], -float("inf"), tl.float32)
