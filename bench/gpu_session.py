@@ -69,7 +69,7 @@ def beside_each_other(processes: int, *files: str) -> tuple[str, ...]:
 
 
 EIGHT_B = ("--model-dir", MODEL_DIR)
-ALL_FUSIONS = ("norm", "residual", "gate_up", "qkv", "few_rows", "rotation", "ends")
+ALL_FUSIONS = ("norm", "residual", "gate_up", "qkv", "few_rows", "rank_sums", "rotation", "ends")
 PARTS = (
     Part(
         "parity",
@@ -184,16 +184,24 @@ PARTS = (
         gpus=2,
     ),
     Part(
+        "sums-parity",
+        2.0,
+        "whether sums of ranks in norms and products are what they should be, and models with them say what whole ones do",
+        tests("tests/models/test_sums.py"),
+        gpus=2,
+        drops=("rank_sums",),
+    ),
+    Part(
         "rank-sums",
-        1.0,
-        "what the sums of two ranks' rows take by NCCL, launched and in graphs, and by kernels that read the other's memory",
+        2.0,
+        "what sums of two ranks' rows take by NCCL, by kernels that read the other's memory, and in norms and products",
         module("bench.rank_sums"),
         gpus=2,
     ),
     Part(
         "ranks",
         2.0,
-        "decode steps of two ranks over their floor: 2.11 of one sequence, 2.00 of 32",
+        "decode steps of two ranks over their floor: 1.21 / 1.37 / 1.37 / 1.32",
         module(
             "disagg.cli",
             "bench",
@@ -206,6 +214,10 @@ PARTS = (
             "1x1024",
             "--decode",
             "32x1024",
+            "--decode",
+            "64x1024",
+            "--decode",
+            "128x1024",
         ),
         gpus=2,
     ),

@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from disagg.bench.engine.ceilings import graph_seconds, measure_ceilings
@@ -36,6 +37,12 @@ class Product(Struct, frozen=True):
     gated: bool = False
     in_parts: bool = False
 
+    def of_rank(self, ranks: int) -> Product:
+        """What one of several ranks has of it."""
+        if self.in_parts:
+            return replace(self, depth=self.depth // ranks)
+        return replace(self, columns=self.columns // ranks)
+
     @property
     def weight_shape(self) -> tuple[int, int]:
         return self.columns * (2 if self.gated else 1), self.depth
@@ -48,8 +55,8 @@ PRODUCTS = (
     Product("down", 4096, 14336, in_parts=True),
 )
 FEW = {
-    32: ((64, 128, 4, 4), (64, 128, 4, 3), (64, 64, 4, 6), (32, 128, 4, 5), (128, 64, 8, 5), (16, 256, 2, 4)),
-    128: ((64, 64, 4, 5), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 8, 4), (128, 64, 8, 3)),
+    32: ((64, 128, 4, 4), (64, 64, 4, 6), (32, 128, 4, 5), (32, 256, 4, 3), (32, 128, 2, 4), (16, 256, 2, 4)),
+    128: ((64, 64, 4, 5), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 8, 4), (32, 128, 4, 3), (32, 64, 4, 5)),
 }  # block_n, block_k, warps, stages
 ONE = (OneRow(4, 2048, 8, 2), OneRow(4, 1024, 4, 4), OneRow(8, 1024, 4, 4), OneRow(4, 512, 2, 4), OneRow(2, 2048, 4, 2))
 
@@ -60,7 +67,7 @@ def few_candidates(product: Product, rows: int) -> list[FewRows]:
     found = [] if chosen is None else [chosen]
     padded = max(16, 1 << (rows - 1).bit_length())
     for block_n, block_k, warps, stages in FEW[32 if rows <= 32 else 128]:
-        for parts in (1, 2, 4) if product.in_parts else (1,):
+        for parts in (2, 4) if product.in_parts else (1,):
             how = FewRows(padded, block_n, block_k, parts, warps, stages)
             shared = (block_n * (2 if product.gated else 1) + padded) * block_k * 2 * stages
             if how not in found and shared <= 227 * 1024 and product.depth % (block_k * parts) == 0:
@@ -69,7 +76,7 @@ def few_candidates(product: Product, rows: int) -> list[FewRows]:
 
 
 def one_candidates(product: Product) -> list[OneRow]:
-    chosen = one_row(product.depth, gated=product.gated)
+    chosen = one_row(product.columns, product.depth, gated=product.gated)
     return [chosen, *(how for how in ONE if how != chosen)]
 
 
@@ -133,16 +140,18 @@ def candidates(product: Product, rows: int) -> list[FewRows] | list[OneRow]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--ranks", type=int, default=1, help="shapes of one of so many")
     arguments = parser.parse_args()
+    products = [product.of_rank(arguments.ranks) for product in PRODUCTS]
     jobs = [
-        (product, rows, how) for rows in arguments.rows for product in PRODUCTS for how in candidates(product, rows)
+        (product, rows, how) for rows in arguments.rows for product in products for how in candidates(product, rows)
     ]
     with ProcessPoolExecutor(COMPILERS, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, jobs))
     ceilings = measure_ceilings()
     print(f"{torch.cuda.get_device_name()}: {ceilings.describe()}", flush=True)
     for rows in arguments.rows:
-        for product in PRODUCTS:
+        for product in products:
             columns, depth = product.weight_shape
             moved = 2 * (columns * depth + rows * (depth + product.columns))
             work = Work(product, rows, max(2, CACHE_BYTES // (2 * columns * depth)))

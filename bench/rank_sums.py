@@ -1,9 +1,13 @@
-"""What the sums of several ranks' rows take: `python -m bench.rank_sums --ranks 2`; a minute on GPUs.
+"""What the sums of several ranks' rows take: `python -m bench.rank_sums --ranks 2`; two minutes on GPUs.
 
-Each rank adds up with the others what one layer's product leaves it, [rows, width] in bfloat16, as `models/ranks` does after
-every output and every down projection: twice a layer. Microseconds of one sum, of many in a row, launched one by one and as a
-CUDA graph, by NCCL and by kernels that read the other ranks' memory (torch's symmetric memory). The floor is what a rank must
-receive, over the rate at which it copies from another one. `--device cpu` tries the command out over gloo.
+Each rank adds up with the others what one layer's product leaves it, [rows, width] in bfloat16, twice a layer. Microseconds of
+one sum, of many in a row, launched one by one and as a CUDA graph, by NCCL (`models/ranks`), by kernels that read other ranks'
+memory (torch's symmetric memory), and as part of the norm behind it (`models/sums`), beside NCCL's with that norm. The floor is
+what a rank must receive, over the rate at which it copies from another one. `--device cpu` tries the command out over gloo.
+
+A second table is of products of one row that have the sum in them (`models/products`), beside the same ones without, by tile: of
+what a rank has of Llama-3.1-8B's output and down projections. Weights are read from memory, so many in turn that no cache holds
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,13 +28,31 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from msgspec import Struct
 from torch import Tensor
 
+from disagg.models.fused.modules import FusedRMSNorm, Sum
+from disagg.models.products.choice import OneRow, one_row
+from disagg.models.products.launch import Norm, launch_one
 from disagg.models.ranks import Ranks, dist
+from disagg.models.sums.shared import SharedRows, share_rows
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024)
 SUMS = 64  # in a row: two for each layer of an 8B model
 ROUNDS = 15
 WAIT_S = 60.0
-Sum = Callable[[Tensor], Tensor]
+DEPTHS = {"output": 4096, "down": 14336}  # of all ranks together
+TILES = (
+    OneRow(4, 1024, 4, 2),
+    OneRow(4, 2048, 8, 2),
+    OneRow(4, 512, 4, 4),
+    OneRow(4, 1024, 4, 1),
+    OneRow(4, 512, 4, 2),
+    OneRow(4, 512, 2, 4),
+    OneRow(8, 512, 4, 4),
+    OneRow(8, 512, 4, 2),
+    OneRow(8, 512, 4, 1),
+    OneRow(8, 256, 2, 4),
+)
+CACHE_BYTES = 700_000_000  # more than a cache holds
+Add = Callable[[Tensor], Tensor]
 
 
 class Symmetric:
@@ -58,18 +80,70 @@ class Symmetric:
         return total.view(part.shape)
 
 
-def seconds(ranks: Ranks, add: Sum, part: Tensor, graph: bool) -> float:
-    """Of one of SUMS in a row, the median of ROUNDS."""
+class Product(Struct, frozen=True):
+    """Seconds of a product alone, and with the sum of ranks in it."""
 
-    def run() -> Tensor:
-        total = part
-        for _ in range(SUMS):
-            total = add(part)
+    name: str
+    tile: str
+    alone_s: float
+    summed_s: float
+
+
+class Normed:
+    """Sums with the norm behind them, of rows to which nothing is added."""
+
+    def __init__(self, ranks: Ranks, shared: SharedRows | None, rows: int, width: int, device: torch.device) -> None:
+        norm: Any = torch.nn.Module()
+        norm.weight, norm.eps = torch.nn.Parameter(torch.ones(width, dtype=torch.bfloat16, device=device)), 1e-5
+        norm.__class__ = FusedRMSNorm
+        norm.eps_name, norm.offset = "eps", False
+        self._norm = norm
+        self._ranks, self._shared = ranks, shared
+        self._number = 0
+        self._zeros = torch.zeros(1, rows, width, dtype=torch.bfloat16, device=device)
+
+    def behind(self, part: Tensor) -> Tensor:
+        return self._of(Sum(self._zeros[:, : part.shape[0]], self._ranks.sum(part.clone())[None]))
+
+    def inside(self, part: Tensor) -> Tensor:
+        assert self._shared is not None
+        self._number += 1
+        return self._of(Sum(self._zeros[:, : part.shape[0]], part[None], self._shared.slot(self._number % 2)))
+
+    def _of(self, rows: Sum) -> Tensor:
+        total: Tensor = self._norm.normed(rows)[0][0]
         return total
 
+
+def products(ranks: Ranks, shared: SharedRows, width: int, device: torch.device) -> Iterator[Product]:
+    """Of one row, by tile, with the sum and without."""
+    norm = Norm(torch.ones(width, dtype=torch.bfloat16, device=device), 1e-5, False)
+    residual = torch.randn(1, width, dtype=torch.bfloat16, device=device)
+    for name, whole in DEPTHS.items():
+        depth = whole // ranks.size
+        shape = (CACHE_BYTES // (2 * width * depth) // 2 * 2, width, depth)
+        weights = torch.randn(shape, dtype=torch.bfloat16, device=device) / 64
+        row = torch.randn(1, depth, dtype=torch.bfloat16, device=device)
+        for how in dict.fromkeys(
+            (one_row(width, depth, gated=False), one_row(width, depth, gated=False, summed=True), *TILES)
+        ):
+            took = []
+            for summed in (False, True):
+
+                def run(how: OneRow = how, summed: bool = summed, row: Tensor = row, weights: Tensor = weights) -> None:
+                    for number, weight in enumerate(weights):
+                        slot = shared.slot(number % 2) if summed else None
+                        launch_one(how, row, weight, residual=residual, norm=norm, slot=slot)
+
+                took.append(seconds(ranks, run, device, True) / len(weights))
+            yield Product(name, str(how), *took)
+
+
+def seconds(ranks: Ranks, run: Callable[[], object], device: torch.device, graph: bool) -> float:
+    """Of a run, the median of ROUNDS, which all ranks begin together."""
     run()
-    on_gpu = part.device.type == "cuda"
-    replay: Callable[[], object] = run
+    on_gpu = device.type == "cuda"
+    replay = run
     if graph:
         torch.cuda.synchronize()
         captured = torch.cuda.CUDAGraph()
@@ -79,14 +153,14 @@ def seconds(ranks: Ranks, add: Sum, part: Tensor, graph: bool) -> float:
         replay()
     took = []
     for _ in range(ROUNDS):
-        ranks.sum(torch.zeros(1, device=part.device))  # all begin together
+        ranks.sum(torch.zeros(1, device=device))
         if on_gpu:
             torch.cuda.synchronize()
         began_s = time.perf_counter()
         replay()
         if on_gpu:
             torch.cuda.synchronize()
-        took.append((time.perf_counter() - began_s) / SUMS)
+        took.append(time.perf_counter() - began_s)
     return statistics.median(took)
 
 
@@ -125,8 +199,12 @@ def work(rank: int, wanted: argparse.Namespace, folder: Path, told: Connection) 
         torch.cuda.set_device(device)
     ranks = Ranks(rank, wanted.ranks)
     ranks.connect(folder / "ranks", device, WAIT_S, WAIT_S)
-    ways: dict[str, Sum] = {"as models/ranks": lambda part: ranks.sum(part.clone())}
+    ways: dict[str, Add] = {"as models/ranks": lambda part: ranks.sum(part.clone())}
+    shared = None
     if on_gpu:
+        shared = share_rows(ranks, wanted.width, 2, device)
+        normed = Normed(ranks, shared, max(wanted.rows), wanted.width, device)
+        ways |= {"and a norm behind": normed.behind} | ({"in the norm": normed.inside} if shared else {})
         symmetric = Symmetric(ranks, folder / "symmetric", max(wanted.rows) * wanted.width, device)
         ways |= {"one shot": symmetric.one_shot, "two shots": symmetric.two_shot}
     told.send(copy_rate(device, torch.device("cuda", (rank + 1) % wanted.ranks)) if on_gpu else 0.0)
@@ -134,9 +212,19 @@ def work(rank: int, wanted: argparse.Namespace, folder: Path, told: Connection) 
         exact = torch.stack([part_of(other, rows, wanted.width).double() for other in range(wanted.ranks)]).sum(0)
         part = part_of(rank, rows, wanted.width).to(device)
         for way, add in ways.items():
+            if shared is not None and way == "in the norm" and rows > shared.most_rows:
+                continue
             error = float((add(part).double().cpu() - exact).abs().max())
-            graph_s = seconds(ranks, add, part, True) if on_gpu else None
-            told.send(Measured(way, rows, seconds(ranks, add, part, False), graph_s, error))
+
+            def run(add: Add = add, part: Tensor = part) -> None:
+                for _ in range(SUMS):
+                    add(part)
+
+            graph_s = seconds(ranks, run, device, True) / SUMS if on_gpu else None
+            told.send(Measured(way, rows, seconds(ranks, run, device, False) / SUMS, graph_s, error))
+    told.send(None)
+    for product in () if shared is None else products(ranks, shared, wanted.width, device):
+        told.send(product)
     told.send(None)
 
 
@@ -150,6 +238,9 @@ def show(first: Connection, wanted: argparse.Namespace) -> None:
         floor = f"{1e6 * nbytes / rate:.1f}" if rate else ""
         line = f"| {row.rows} | {row.way} | {1e6 * row.launched_s:.1f} | {graph} | {floor} | {row.error:.3g} |"
         print(line, flush=True)
+    print("\n| product of one row | tile | us alone | us with the sum |\n|---|---|---:|---:|")
+    while (found := hear(first)) is not None:
+        print(f"| {found.name} | {found.tile} | {1e6 * found.alone_s:.1f} | {1e6 * found.summed_s:.1f} |", flush=True)
     if rate:
         print(f"\na copy from the next rank's GPU: {rate / 1e9:.0f} GB/s; {torch.cuda.get_device_name(0)}")
 

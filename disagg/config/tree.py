@@ -17,7 +17,7 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0)]
 
-Fusion = Literal["norm", "residual", "gate_up", "qkv", "few_rows", "rotation", "ends"]
+Fusion = Literal["norm", "residual", "gate_up", "qkv", "few_rows", "rank_sums", "rotation", "ends"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ServerRole = Literal["prefill", "decode", "mixed"]
 ProcessRole = Literal["router", "prefill", "decode", "mixed"]

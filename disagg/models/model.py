@@ -83,6 +83,17 @@ class PagedModel:
         said = ", ".join(f"{name} {count}" for name, count in counts.items())
         logger.info("fused modules: %s", said)
 
+    def share_sums(self) -> None:
+        """Where layers can: let ranks, which are connected now, add up few rows in memory of their own. All of them call it."""
+        if self.ranks.size == 1 or self.device.type != "cuda":
+            return
+        from disagg.models.fused.passes import width_of_sums
+        from disagg.models.sums.shared import share_rows
+
+        if width := width_of_sums(self._loaded.module):
+            itemsize = self._loaded.module.dtype.itemsize
+            self.ranks.shared = share_rows(self.ranks, width, itemsize, self.device)
+
     @classmethod
     def load(
         cls,

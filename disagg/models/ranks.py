@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
+
+if TYPE_CHECKING:
+    from disagg.models.sums.shared import SharedRows
 
 dist: Any = torch.distributed  # much of it is compiled, and declared nowhere
 
@@ -29,6 +32,9 @@ class Ranks:
         self.rank = rank
         self.size = size
         self._group: Any = None  # of torch.distributed, once connected
+        self.collective_s = 0.0
+        self.shared: SharedRows | None = None
+        """Where layers that can add up few rows do so without a collective; None: nowhere, or not yet."""
 
     @property
     def samples(self) -> bool:
@@ -44,6 +50,7 @@ class Ranks:
         if self.size == 1:
             return
         self._group = meet(meeting, self.rank, self.size, device, meet_s, collective_s)
+        self.collective_s = collective_s
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors of this shape; in place."""
@@ -52,11 +59,11 @@ class Ranks:
             self._backend.allreduce([part]).wait()
         return part
 
-    def join(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """All ranks' tensors of this shape, one after the other along `dim`."""
+    def join(self, part: torch.Tensor, dim: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """All ranks' tensors of this shape, one after the other along `dim`; in `out`, if that is given, of several ranks."""
         if self.size == 1:
             return part
-        return torch.cat(self._of_all(part), dim)
+        return torch.cat(self._of_all(part), dim, out=out)
 
     def gather(self, part: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """All ranks' rows, one rank's after the other. part: this rank's, [n, width]; rows: how many each rank has."""
@@ -76,6 +83,17 @@ class Ranks:
             options.rootRank, options.rootTensor = TOKENS_FROM, 0
             self._backend.broadcast([values], options).wait()
         return values
+
+    def exchange(self, mine: bytes, most: int, device: torch.device) -> list[bytes]:
+        """What each rank gives, at most so many bytes. Waits for them."""
+        assert len(mine) <= most, f"{len(mine)} bytes of at most {most}"
+        if self.size == 1:
+            return [mine]
+        padded = torch.tensor(
+            [*len(mine).to_bytes(4), *mine, *bytes(most - len(mine))], dtype=torch.uint8, device=device
+        )
+        found = [bytes(each.tolist()) for each in self._of_all(padded)]
+        return [each[4 : 4 + int.from_bytes(each[:4])] for each in found]
 
     def all_have(self, mine: bool, device: torch.device) -> bool:
         """Whether it is so on every rank. Waits for them."""

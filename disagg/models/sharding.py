@@ -47,6 +47,11 @@ class RowParallelLinear(torch.nn.Linear):
         total = self.ranks.sum(linear(rows, self.weight))
         return total if self.bias is None else total + self.bias
 
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """What this rank adds to its part of the sum: one of them adds the bias."""
+        return self.bias if self.ranks.rank == 0 else None
+
 
 class VocabParallelLinear(torch.nn.Linear):
     """An output layer of which each rank has a part of the vocabulary. rows: [..., in], the same on all; gives [..., vocab],

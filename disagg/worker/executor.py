@@ -184,6 +184,7 @@ class Executor:
         begin with."""
         device, group, stage, place = self.model.device, self._peers.rank, self._links.stage, self._ranks.rank
         self._ranks.connect(meeting.with_name(f"{meeting.name}-{group}-{stage}"), device, meet_s, collective_s)
+        self.model.share_sums()
         if self.lockstep:
             self._everyone.connect(meeting.with_name(f"{meeting.name}-all"), device, meet_s, collective_s)
             self._peers.connect(meeting.with_name(f"{meeting.name}-peers-{place}"), device, meet_s, collective_s)

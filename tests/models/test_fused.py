@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from disagg.config.tree import Fusion, ModelConfig
 from disagg.messages.control import Computation
@@ -27,7 +27,9 @@ from disagg.models.model import PagedModel
 from disagg.models.products import launch as products
 from disagg.models.products.choice import FewRows
 from disagg.models.ranks import Ranks
+from disagg.models.sharding import VocabParallelLinear
 from tests.models.driver import Driver
+from tests.models.ranks import RankPool
 from tests.models.reference import generate
 from tests.models.test_parity import assert_same, prompts_of
 from tests.models.tiny import make_tiny
@@ -244,6 +246,33 @@ def test_as_many_rows_of_logits_as_there_are_rows_may_be_others(tmp_path: Path) 
     plain = model.forward(replace(batch, logits_rows=torch.arange(5)).on(model.device), driver.pool)
     wanted = model.forward(replace(batch, logits_rows=rows).on(model.device), driver.pool)
     torch.testing.assert_close(wanted, plain[rows.to(model.device)])
+
+
+def head_of_a_rank(ranks: Ranks) -> tuple[torch.Tensor, bool]:
+    """Logits of three rows, and whether they are where they were wanted."""
+    weight = torch.arange(12 * 8.0).view(12, 8)
+    head: Any = torch.nn.Linear(8, 12, bias=False)
+    head.weight = torch.nn.Parameter(weight.chunk(ranks.size)[ranks.rank])
+    head.__class__ = VocabParallelLinear
+    head.ranks, head.vocab_size = ranks, 12
+    with torch.device("meta"):
+        module: Any = LlamaForCausalLM(
+            LlamaConfig(hidden_size=8, num_hidden_layers=0, num_attention_heads=1, vocab_size=12)
+        )
+    module.lm_head = head
+    assert fuse(module, ("ends",), (), 64) == {"ends": 1}
+    hidden = torch.arange(24.0).view(1, 3, 8)
+    assert torch.equal(head(hidden)[0], hidden[0] @ weight.T)
+    head.out = torch.full((3, 12), torch.nan)
+    logits = head(hidden)
+    return logits, logits.data_ptr() == head.out.data_ptr()
+
+
+@torch.inference_mode()
+def test_logits_of_several_ranks_are_joined_where_they_are_wanted(rank_pool: RankPool) -> None:
+    weight, hidden = torch.arange(12 * 8.0).view(12, 8), torch.arange(24.0).view(1, 3, 8)
+    for logits, there in rank_pool.run(3, head_of_a_rank):
+        assert there and torch.equal(logits, hidden @ weight.T)
 
 
 def test_settings_name_every_fusion() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from disagg.models.products.choice import LEAST_ROWS, MOST_PARTS, MOST_ROWS, FewRows, few_rows, one_row
+from disagg.models.products.choice import LEAST_ROWS, MOST_PARTS, MOST_ROWS, FewRows, OneRow, few_rows, one_row
 from disagg.models.products.launch import GELU_TANH, SILU, Norm, Scaled, add_one, launch_few, multiply_few, multiply_one
 
 ON_GPU = os.environ["TRITON_INTERPRET"] == "0"
@@ -138,7 +138,7 @@ def test_what_is_chosen_for_a_large_model_fits_the_device(
 def test_whatever_the_shape_tiles_are_whole_or_the_library_is_taken(
     rows: int, columns: int, depth: int, gate: bool, in_parts: bool
 ) -> None:
-    alone = one_row(depth, gated=gate)
+    alone = one_row(columns, depth, gated=gate, summed=in_parts)
     assert alone.block_k & (alone.block_k - 1) == 0 and 1 <= alone.unroll <= -(-depth // alone.block_k)
     how = few_rows(rows, columns, depth, gated=gate, in_parts=in_parts)
     if how is not None:
@@ -159,3 +159,15 @@ def test_shapes_of_an_8b_model_have_the_kernels_that_were_measured() -> None:
     assert few_rows(128, 4096, 4096, gated=False, in_parts=True) is None
     assert few_rows(128, 14336, 4096, gated=True, in_parts=False) == FewRows(128, 64, 64, 1, 4, 5)
     assert few_rows(127, 14336, 4096, gated=True, in_parts=False) is None
+    assert one_row(6144, 4096, gated=False) == one_row(4096, 4096, gated=False) == OneRow(4, 2048, 8, 2)
+    assert one_row(14336, 4096, gated=True) == one_row(4096, 14336, gated=False) == OneRow(4, 1024, 4, 4)
+
+
+def test_so_have_those_of_one_of_its_ranks() -> None:
+    assert few_rows(32, 3072, 4096, gated=False, in_parts=False) == FewRows(32, 16, 256, 1, 2, 4)
+    assert few_rows(32, 7168, 4096, gated=True, in_parts=False) == FewRows(32, 64, 128, 1, 4, 4)
+    assert few_rows(32, 4096, 2048, gated=False, in_parts=True) == FewRows(32, 64, 128, 4, 4, 4)
+    assert few_rows(32, 4096, 1792, gated=False, in_parts=True) == FewRows(32, 64, 128, 2, 4, 4), "one of eight"
+    assert one_row(3072, 4096, gated=False) == OneRow(4, 1024, 4, 4)
+    assert one_row(4096, 2048, gated=False, summed=True) == OneRow(4, 1024, 4, 1)
+    assert one_row(4096, 7168, gated=False, summed=True) == OneRow(4, 512, 2, 4)

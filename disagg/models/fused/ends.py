@@ -22,6 +22,7 @@ from disagg.models.batch import ForwardBatch
 from disagg.models.ends import Ends
 from disagg.models.fused import kernels
 from disagg.models.overlap import overlap
+from disagg.models.sharding import VocabParallelLinear
 from disagg.types.arithmetic import ceil_div
 
 MOST_TABLE_BYTES = 256 << 20  # of cosines and sines: 128k tokens of 128 dims in bfloat16 take 32 MiB
@@ -70,6 +71,18 @@ class FusedHead(torch.nn.Module):
         return torch.mm(hidden[0], self.weight.t(), out=self.out).unsqueeze(0)
 
 
+class FusedJoinedHead(VocabParallelLinear):
+    """The same where each rank has a part of the vocabulary, and all of them as much."""
+
+    out: Tensor | None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.out is None:
+            return super().forward(hidden)
+        assert self.out.shape == (hidden.shape[1], self.vocab_size), f"{self.out.shape} for {hidden.shape[1]} rows"
+        return self.ranks.join(linear(hidden[0], self.weight), -1, out=self.out).unsqueeze(0)
+
+
 def rotation_table(rotation: Any, positions: int, dtype: torch.dtype) -> Tensor | None:
     """Of transformers' own module, for so many positions. None if it is too large, or halves of a head are not rotated alike."""
     device = rotation.inv_freq.device
@@ -105,7 +118,8 @@ class FusedEnds(Ends):
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._rotates = any(isinstance(part, FusedRotation) for part in module.modules())
-        self._head = next((part for part in module.modules() if isinstance(part, FusedHead)), None)
+        heads = [part for part in module.modules() if isinstance(part, FusedHead | FusedJoinedHead)]
+        self._head = heads[0] if heads else None
 
     def token_ids(self, batch: ForwardBatch) -> Tensor:
         return token_ids(batch) if self._rotates else batch.token_ids()

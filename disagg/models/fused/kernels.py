@@ -9,17 +9,19 @@ import triton
 import triton.language as tl
 
 from disagg.models.overlap import follow
+from disagg.models.sums.kernels import sum_of_ranks
 
 
 @triton.jit
 def _rms_norm(
-    x, residual, weight, out, total, x_row, x_part, residual_row, eps,
+    x, residual, weight, out, total, x_row, x_part, residual_row, eps, slots, area, most_polls,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out = norm(x) * weight, rows contiguous. ADD: total = residual + x, and that is normed.
 
-    PARTS: x is the sum of so many, x_part apart. OFFSET: Gemma's: (1 + weight), multiplied in float32. Grid: rows.
+    PARTS: x is the sum of so many, x_part apart. RANKS: and then of as many ranks' (models/sums). OFFSET: Gemma's: (1 + weight),
+    multiplied in float32. Grid: rows.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -31,6 +33,9 @@ def _rms_norm(
         for part in tl.static_range(1, PARTS):
             value += tl.load(x + part * x_part + row * x_row + columns, mask=real, other=0.0)
         value = value.to(out.dtype.element_ty)
+    if RANKS > 1:
+        summed = sum_of_ranks(value, slots, row * SIZE + columns, real, area, most_polls, RANK, RANKS, ON_GPU)
+        value = summed.to(out.dtype.element_ty)
     if ADD:
         value = (
             value.to(tl.float32) + tl.load(residual + row * residual_row + columns, mask=real, other=0.0).to(tl.float32)

@@ -18,25 +18,31 @@ from disagg.models.fused import kernels
 from disagg.models.overlap import overlap
 from disagg.models.products.choice import MOST_ROWS
 from disagg.models.products.launch import GELU_TANH, SILU, Norm, Scaled, add_one, multiply_few, multiply_one
+from disagg.models.ranks import Ranks
+from disagg.models.sharding import RowParallelLinear
+from disagg.models.sums.shared import Slot, no_sum
 from disagg.types.arithmetic import ceil_div
 
 NORM_WARPS = 8
 GATE_BLOCK = 1024
 GATE_WARPS = 4
+ATTENTION, MLP = 0, 1  # slots of a layer's two sums, which follow each other
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
     """What a fused layer hands on: the next norm adds it up. residual: [1, N, hidden]; addend: [parts, N, hidden], whose
-    parts are one, or float32 partial sums."""
+    parts are one, or float32 partial sums. slot: where ranks add up what each of them has of the addend, if it is not whole."""
 
     residual: Tensor
     addend: Tensor
+    slot: Slot | None = None
 
     def tensor(self) -> Tensor:
-        if self.addend.shape[0] == 1:
-            return self.residual + self.addend
-        return self.residual + self.addend.sum(0, keepdim=True).to(self.residual.dtype)
+        addend = self.addend
+        if addend.shape[0] > 1:
+            addend = addend.sum(0, keepdim=True).to(self.residual.dtype)
+        return self.residual + (addend if self.slot is None else self.slot.whole(addend))
 
 
 class FusedRMSNorm(torch.nn.Module):
@@ -55,7 +61,7 @@ class FusedRMSNorm(torch.nn.Module):
             hidden = hidden.row.unsqueeze(0)
         x, residual = (hidden.addend, hidden.residual) if isinstance(hidden, Sum) else (hidden, hidden)
         size = self.weight.shape[0]
-        parts = x.shape[0] if isinstance(hidden, Sum) else 1
+        parts, slot = (x.shape[0], hidden.slot) if isinstance(hidden, Sum) else (1, None)
         rows, before = x.reshape(-1, size), residual.reshape(-1, size)
         num_rows = before.shape[0]
         out = torch.empty(before.shape, dtype=before.dtype, device=x.device)
@@ -76,6 +82,7 @@ class FusedRMSNorm(torch.nn.Module):
             ADD=isinstance(hidden, Sum),
             OFFSET=self.offset,
             num_warps=NORM_WARPS if size >= 1024 else 1,
+            **(no_sum(rows) if slot is None else slot.arguments(out.element_size())),
             **overlap(x.device),
         )
         return total.view(residual.shape), out.view(residual.shape)
@@ -99,6 +106,11 @@ class FusedMLP(torch.nn.Module):
     tanh: bool
 
     def forward(self, hidden: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(self.gated(hidden))
+        return down
+
+    def gated(self, hidden: Tensor) -> Tensor:
+        """[..., inner]"""
         both = linear(hidden, self.merged, self.merged_bias)
         inner = both.shape[-1] // 2
         rows = both.numel() // (2 * inner)
@@ -106,8 +118,7 @@ class FusedMLP(torch.nn.Module):
         kernels._gate[(rows, ceil_div(inner, GATE_BLOCK))](
             both, out, SIZE=inner, BLOCK=GATE_BLOCK, TANH=self.tanh, num_warps=GATE_WARPS, **overlap(both.device)
         )
-        down: Tensor = self.down_proj(out)
-        return down
+        return out
 
     @property
     def gate(self) -> int:
@@ -150,7 +161,8 @@ class FusedLayer(torch.nn.Module):
     """A decoder layer whose residual is added where the next norm is.
 
     next_norm: of the layer behind it, which then understands `Sum` and `Scaled`; nothing, if it understands tensors alone.
-    few_rows: of few rows, its products are those of models/products; then attention and MLP are fused.
+    few_rows: of few rows, its products are those of models/products; then attention and MLP are fused. ranks: of which each has a
+    part of both; then few rows are as many as these add up in memory that they share. None: there is one.
     """
 
     input_layernorm: FusedRMSNorm
@@ -159,18 +171,29 @@ class FusedLayer(torch.nn.Module):
     mlp: torch.nn.Module
     next_norm: tuple[FusedRMSNorm, ...]  # in a tuple, it is no module of this one
     few_rows: bool
+    ranks: Ranks | None
 
     def forward(self, hidden_states: Tensor | Sum | Scaled, **options: Any) -> Tensor | Sum | Scaled:
-        if self.few_rows:
-            num_rows = _num_rows(hidden_states)
-            if num_rows == 1:
-                return self._one_row(hidden_states, options["position_embeddings"])
-            if num_rows <= MOST_ROWS:
-                return self._few_rows(hidden_states, options["position_embeddings"])
+        num_rows = _num_rows(hidden_states)
+        if num_rows <= self._most_rows:
+            few = self._one_row if num_rows == 1 else self._few_rows
+            return few(hidden_states, options["position_embeddings"])
         residual, normed = self.input_layernorm.normed(hidden_states)
         attended, _ = self.self_attn(hidden_states=normed, **options)
         residual, normed = self.post_attention_layernorm.normed(Sum(residual, attended))
         return self._handed(Sum(residual, self.mlp(normed)))
+
+    @property
+    def _most_rows(self) -> int:
+        """That are few."""
+        if not self.few_rows:
+            return 0
+        if self.ranks is None:
+            return MOST_ROWS
+        return 0 if self.ranks.shared is None else self.ranks.shared.most_rows
+
+    def _slot(self, number: int) -> Slot | None:
+        return None if self.ranks is None or self.ranks.shared is None else self.ranks.shared.slot(number)
 
     def _handed(self, result: Sum) -> Tensor | Sum:
         return result if self.next_norm else result.tensor()
@@ -187,12 +210,13 @@ class FusedLayer(torch.nn.Module):
         qkv = multiply_one(normed, attention.merged, attention.merged_bias)
         attended = attention.attend(qkv, rotation)
         output: Any = attention.o_proj
-        row = add_one(attended, output.weight, output.bias, residual, self.post_attention_layernorm.of_product)
+        norm = self.post_attention_layernorm.of_product
+        row = add_one(attended, output.weight, _own_bias(output), residual, norm, self._slot(ATTENTION))
         assert isinstance(row, Scaled)
         inner = multiply_one(row, mlp.merged, mlp.merged_bias, gate=mlp.gate)
         down: Any = mlp.down_proj
         behind = self.next_norm[0].of_product if self.next_norm else None
-        result = add_one(inner, down.weight, down.bias, row.row, behind)
+        result = add_one(inner, down.weight, _own_bias(down), row.row, behind, self._slot(MLP))
         return result if isinstance(result, Scaled) else result.unsqueeze(0)
 
     def _few_rows(self, hidden: Tensor | Sum | Scaled, rotation: tuple[Tensor, Tensor]) -> Tensor | Sum:
@@ -204,11 +228,11 @@ class FusedLayer(torch.nn.Module):
         if qkv is None:
             qkv = linear(normed, attention.merged, attention.merged_bias)
         attended = attention.attend(qkv[0], rotation)
-        residual, normed = self.post_attention_layernorm.normed(Sum(residual, _in_parts(attended, attention.o_proj)))
+        part = _in_parts(attended, attention.o_proj)
+        residual, normed = self.post_attention_layernorm.normed(Sum(residual, part, self._slot(ATTENTION)))
         inner = multiply_few(normed[0], mlp.merged, mlp.merged_bias, gate=mlp.gate)
-        if inner is None:
-            return self._handed(Sum(residual, mlp(normed)))
-        return self._handed(Sum(residual, _in_parts(inner[0], mlp.down_proj)))
+        part = _in_parts(mlp.gated(normed)[0] if inner is None else inner[0], mlp.down_proj)
+        return self._handed(Sum(residual, part, self._slot(MLP)))
 
 
 def _num_rows(hidden: Tensor | Sum | Scaled) -> int:
@@ -223,5 +247,11 @@ def _num_rows(hidden: Tensor | Sum | Scaled) -> int:
 
 def _in_parts(rows: Tensor, projection: Any) -> Tensor:
     """[parts, N, hidden], which the next norm adds up."""
-    parts = multiply_few(rows, projection.weight, projection.bias, in_parts=True)
-    return projection(rows.unsqueeze(0)) if parts is None else parts
+    bias = _own_bias(projection)
+    parts = multiply_few(rows, projection.weight, bias, in_parts=True)
+    return linear(rows.unsqueeze(0), projection.weight, bias) if parts is None else parts
+
+
+def _own_bias(projection: Any) -> Tensor | None:
+    bias: Tensor | None = projection.own_bias if isinstance(projection, RowParallelLinear) else projection.bias
+    return bias

@@ -6,6 +6,8 @@
     qkv       query, key and value projections as one product; RoPE, norms of heads and the writing of K and V in one launch
     few_rows  products of up to 128 rows by kernels that also norm, gate, or leave partial sums to the next norm
               (models/products); needs `residual`, `gate_up` and `qkv`
+    rank_sums of several ranks: sums of few rows are part of the products and norms that `few_rows` has, in memory that all ranks
+              write (models/sums), instead of NCCL's; needs `few_rows`. Not by default: on a slow link NCCL is the faster
     rotation  cosines and sines of positions from a table, and token ids, by a launch each instead of a dozen (ends)
     ends      logits where they are wanted, without a copy; of no rows picked, where all are wanted (ends)
 
@@ -28,11 +30,12 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from disagg.models.fused.ends import FusedHead, FusedRotation, rotation_table
+from disagg.models.fused.ends import FusedHead, FusedJoinedHead, FusedRotation, rotation_table
 from disagg.models.fused.modules import FusedAttention, FusedLayer, FusedMLP, FusedRMSNorm
 from disagg.models.fused.shapes import hands_on_unseen, same_code, same_functions
+from disagg.models.sharding import RowParallelLinear, VocabParallelLinear
 
-FUSIONS = ("norm", "residual", "gate_up", "qkv", "few_rows", "rotation", "ends")
+FUSIONS = ("norm", "residual", "gate_up", "qkv", "few_rows", "rank_sums", "rotation", "ends")
 # Of `rope_type`: in others what a position is rotated by depends on how long the sequence is.
 _ROTATES_BY_POSITION = ("default", "linear", "llama3", "yarn")
 
@@ -69,7 +72,7 @@ def fuse(
         layers = _fuse_layers(module)
         found["residual"] = len(layers)
         if "few_rows" in wanted:
-            found["few_rows"] = sum([_fuse_few_rows(layer) for layer in layers])
+            found["few_rows"] = sum([_fuse_few_rows(layer, "rank_sums" in wanted) for layer in layers])
     if "ends" in wanted:
         found["ends"] = int(_fuse_head(module))
     return found
@@ -140,19 +143,27 @@ def _fuse_layers(module: PreTrainedModel) -> list[FusedLayer]:
         part.__class__ = FusedLayer
         assert isinstance(part, FusedLayer)
         part.next_norm = (behind[index],) if chained else ()
-        part.few_rows = False
+        part.few_rows, part.ranks = False, None
     return layers
 
 
-def _fuse_few_rows(layer: FusedLayer) -> bool:
-    """A projection that is cut over ranks is none of torch's own."""
+def _fuse_few_rows(layer: FusedLayer, rank_sums: bool) -> bool:
+    """rank_sums: also where both projections are cut over ranks."""
     attention, mlp = layer.self_attn, layer.mlp
-    layer.few_rows = (
-        isinstance(attention, FusedAttention)
-        and isinstance(mlp, FusedMLP)
-        and type(attention.o_proj) is type(mlp.down_proj) is torch.nn.Linear
-    )
+    if not isinstance(attention, FusedAttention) or not isinstance(mlp, FusedMLP):
+        return False
+    output, down = attention.o_proj, mlp.down_proj
+    if rank_sums and isinstance(output, RowParallelLinear) and isinstance(down, RowParallelLinear):
+        layer.few_rows, layer.ranks = True, output.ranks
+    else:
+        layer.few_rows = type(output) is type(down) is torch.nn.Linear
     return layer.few_rows
+
+
+def width_of_sums(module: PreTrainedModel) -> int:
+    """Of rows that several ranks add up in memory that they share; 0 where no layer does."""
+    layers = [part for part in module.modules() if isinstance(part, FusedLayer) and part.ranks is not None]
+    return max((layer.input_layernorm.weight.shape[0] for layer in layers), default=0)
 
 
 def _fuse_rotation(part: Any, positions: int, dtype: torch.dtype) -> bool:
@@ -171,14 +182,15 @@ def _fuse_rotation(part: Any, positions: int, dtype: torch.dtype) -> bool:
 def _fuse_head(module: Any) -> bool:
     """Where logits are what the output layer gives, and nothing is done with them behind it."""
     head = getattr(module, "lm_head", None)
-    if (
-        not same_code(type(module), llama.LlamaForCausalLM)
-        or type(head) is not torch.nn.Linear
-        or head.bias is not None
-    ):
+    if not same_code(type(module), llama.LlamaForCausalLM) or getattr(head, "bias", None) is not None:
         return False
     fused: Any = head
-    fused.__class__ = FusedHead
+    if type(head) is torch.nn.Linear:
+        fused.__class__ = FusedHead
+    elif isinstance(head, VocabParallelLinear) and head.vocab_size % head.ranks.size == 0:
+        fused.__class__ = FusedJoinedHead
+    else:
+        return False
     fused.out = None
     return True
 

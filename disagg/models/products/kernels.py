@@ -1,6 +1,6 @@
 """Products of few rows by all of a weight, which is read once and as fast as memory gives it.
 
-    _one_row    of one row; no tensor cores. With the gate, or the residual and half a norm, behind it
+    _one_row    of one row; no tensor cores. With the gate, or the sum of ranks, the residual and half a norm, behind it
     _few_rows   of up to 128; with the gate behind it, or as partial sums (split-K), which the norm behind it adds up
 
 A weight is [N, K] and contiguous. GATE: its first N rows make the gate and the next N what is gated; 1 is SiLU, 2 is GELU by
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from disagg.models.overlap import follow
+from disagg.models.sums.kernels import sum_of_ranks
 
 
 @triton.jit
@@ -48,12 +49,14 @@ def _row(x, depth, K: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _one_row(
-    x, squares, weight, bias, residual, norm_weight, out, scaled_out, squares_out, eps,
+    x, squares, weight, bias, residual, norm_weight, out, scaled_out, squares_out, eps, slots, area, most_polls,
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
     WHOLE: tl.constexpr, SQUARES: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    SCALE: tl.constexpr, OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
+    SCALE: tl.constexpr, OFFSET: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, ON_GPU: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = x . weight[n]. x: [K]; out, residual: [N]; bias: of all rows of the weight. ADD: residual is added.
+    """out[n] = x . weight[n]. x: [K]; out, residual: [N]; bias: of all rows of the weight. RANKS: that is the sum of as many
+    ranks' (models/sums). ADD: residual is added.
 
     A norm is in two parts. SCALE, where its input is made: scaled_out = out times norm_weight, and squares_out[p] = the sum of
     squares of the p-th program's part of out. SQUARES, where its output is multiplied: x is such a product, not yet divided by
@@ -97,6 +100,8 @@ def _one_row(
             up += tl.load(bias + N + columns, mask=real, other=0.0).to(tl.float32)
     if GATE:
         y = _gated(y, up, out.dtype.element_ty, GATE)
+    if RANKS > 1:
+        y = sum_of_ranks(y, slots, columns, real, area, most_polls, RANK, RANKS, ON_GPU)
     if ADD:
         y = y.to(out.dtype.element_ty).to(tl.float32) + tl.load(residual + columns, mask=real, other=0.0).to(tl.float32)
     tl.store(out + columns, y, mask=real)

@@ -10,10 +10,12 @@ from torch import Tensor
 from disagg.models.overlap import overlap
 from disagg.models.products import kernels
 from disagg.models.products.choice import FewRows, OneRow, few_rows, one_row
+from disagg.models.sums.shared import Slot, no_sum
 from disagg.types.arithmetic import ceil_div
 
 SILU, GELU_TANH = 1, 2
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+SUM_BYTES = 4  # of a number that ranks add up for one row: float32, which costs nothing there
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +43,20 @@ class Scaled:
 
 def multiply_one(row: Tensor | Scaled, weight: Tensor, bias: Tensor | None = None, *, gate: int = 0) -> Tensor:
     """[1, N] of a row, [1, K], or of its norm. gate: SILU or GELU_TANH: the weight is [2 N, K], gate before up."""
-    made = launch_one(one_row(weight.shape[1], gated=bool(gate)), row, weight, bias, gate=gate)
+    columns = weight.shape[0] // (2 if gate else 1)
+    how = one_row(columns, weight.shape[1], gated=bool(gate))
+    made = launch_one(how, row, weight, bias, gate=gate)
     assert isinstance(made, Tensor)
     return made
 
 
-def add_one(row: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm | None) -> Tensor | Scaled:
-    """residual: [1, N], plus the product of row: [1, K]; for that norm behind it, if it is known."""
-    return launch_one(one_row(weight.shape[1], gated=False), row, weight, bias, residual=residual, norm=norm)
+def add_one(
+    row: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm | None, slot: Slot | None = None
+) -> Tensor | Scaled:
+    """residual: [1, N], plus the product of row: [1, K]; for that norm behind it, if it is known. slot: where ranks, of which
+    each has a part of K, add up their products."""
+    how = one_row(weight.shape[0], weight.shape[1], gated=False, summed=slot is not None)
+    return launch_one(how, row, weight, bias, residual=residual, norm=norm, slot=slot)
 
 
 def launch_one(
@@ -60,6 +68,7 @@ def launch_one(
     gate: int = 0,
     residual: Tensor | None = None,
     norm: Norm | None = None,
+    slot: Slot | None = None,
 ) -> Tensor | Scaled:
     """As multiply_one and add_one, by that kernel."""
     depth = weight.shape[1]
@@ -97,6 +106,7 @@ def launch_one(
         SCALE=norm is not None,
         OFFSET=norm is not None and norm.offset,
         num_warps=how.warps,
+        **(no_sum(x) if slot is None else slot.arguments(SUM_BYTES)),
         **overlap(x.device),
     )
     return made
