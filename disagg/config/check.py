@@ -25,6 +25,7 @@ from disagg.config.tree import (
     TransferConfig,
 )
 from disagg.types.addresses import is_loopback, split
+from disagg.types.arithmetic import ceil_div
 from disagg.types.errors import ConfigError
 from disagg.types.plain import quoted
 from disagg.types.tenants import MAX_TENANT_CHARS, TENANT, TENANT_SIGNS
@@ -295,7 +296,8 @@ def _check_engine(config: Config) -> None:
     page_tokens = engine.page_tokens or CPU_PAGE_TOKENS  # which are chosen wherever longer ones do not fit
     if engine.checkpoint_tokens % page_tokens:
         raise ConfigError(
-            f"engine.checkpoint_tokens = {engine.checkpoint_tokens}: it must be a multiple of engine.page_tokens = {page_tokens}"
+            f"engine.checkpoint_tokens = {engine.checkpoint_tokens}: it must be a multiple of "
+            f"engine.page_tokens = {page_tokens}, such as {ceil_div(engine.checkpoint_tokens, page_tokens) * page_tokens}"
         )
 
 

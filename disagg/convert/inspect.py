@@ -133,7 +133,7 @@ def _inspect(model_dir: Path) -> ModelFacts:
     _check_counts(path, top)
     files = [read_header(file) for file in find_weight_files(model_dir)]
 
-    num_layers = _number(path, config, "num_layers")
+    num_layers = _number(path, config, "num_layers", _listed_layers(config))
     num_heads, head_dim = _heads(path, config, model_type)
     layer_types = _layer_types(path, config, model_type, num_layers)
     if len(layer_types) != num_layers:
@@ -160,6 +160,14 @@ def _inspect(model_dir: Path) -> ModelFacts:
         bos_token_id=bos[0] if bos else None,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
     )
+
+
+def _listed_layers(config: Mapping[str, Any]) -> int | None:
+    """Layers that are named one by one, where that is all that is said of their number; else None."""
+    if any(config.get(name) is not None for name in _ALIASES["num_layers"]):
+        return None
+    lists = (config.get(name) for name in ("layer_types", "layers_block_type"))
+    return next((len(each) for each in lists if isinstance(each, list) and 0 < len(each) <= MAX_COUNT), None)
 
 
 def _heads(path: Path, config: Mapping[str, Any], model_type: str) -> tuple[int, int]:

@@ -179,7 +179,7 @@ class Bringup:
         if chosen:
             logger.info("%s", chosen)
         if inspected.max_model_len_note:
-            logger.info("contexts hold %d tokens: %s", inspected.max_model_len, inspected.max_model_len_note)
+            logger.warning("contexts hold %d tokens: %s", inspected.max_model_len, inspected.max_model_len_note)
         if POLICIES[engine.policy or DEFAULT_MIXED].whole_prompts:
             engine = msgspec.structs.replace(engine, chunk_tokens=self.model_len(inspected.max_model_len))
             logger.info(

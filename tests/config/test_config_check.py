@@ -57,7 +57,7 @@ def ref(name: str, address: str) -> ServerRef:
         ),
         (
             Config(engine=EngineConfig(page_tokens=24)),
-            "engine.checkpoint_tokens = 512: it must be a multiple of engine.page_tokens = 24",
+            "engine.checkpoint_tokens = 512: it must be a multiple of engine.page_tokens = 24, such as 528",
         ),
         (Config(transfer=TransferConfig(segment_bytes=32 * MIB)), "a quarter of transfer.arena_bytes = 64MiB"),
         (

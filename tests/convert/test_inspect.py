@@ -64,6 +64,14 @@ def test_a_context_that_nothing_shortens_needs_no_reason(tmp_path: Path) -> None
     assert (facts.max_model_len, facts.max_model_len_note) == (512, "")
 
 
+@pytest.mark.parametrize("name", ["layer_types", "layers_block_type"])
+def test_layers_that_are_named_one_by_one_are_counted(tmp_path: Path, name: str) -> None:
+    """As of `nemotron_h`, of which `transformers` saves no other number."""
+    assert inspect_model(model(tmp_path, num_hidden_layers=None, **{name: [FULL] * 5})).num_layers == 5
+    with pytest.raises(ConfigError, match="num_hidden_layers is 0"):
+        inspect_model(model(tmp_path, num_hidden_layers=0, **{name: [FULL] * 5}))
+
+
 @pytest.mark.parametrize("missing", ["num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_size"])
 def test_what_cannot_be_left_out_is_named(tmp_path: Path, missing: str) -> None:
     with pytest.raises(ConfigError, match=rf"config\.json lacks {missing}"):
