@@ -4,7 +4,8 @@ One router process, or `--routers` that share a port; fake servers and clients i
 `Server.Attach` as real ones do:
 
     paced     every stream gets a token at each multiple of PERIOD_S of the machine's clock, and its letter says at which, so a
-              client knows when it was due: what lies between is added, with the fake's and the client's own lateness in it
+              client knows when it was due: what lies between is added, with the fake's and the client's own lateness in it;
+              of all tokens, and of those after the last stream's first one, while none begins
     no router the same of a fake that speaks HTTP itself, with the same clients: what of that lateness is not the router's
     flood     every stream gets tokens as fast as the fake makes them: tokens a second, and a second of the router's processor
     short     answers of one token, one after the other by so many clients: requests a second, likewise
@@ -41,7 +42,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from msgspec import Struct
@@ -186,8 +187,15 @@ def serve_openai(told: Connection) -> None:
 # ---- clients
 
 
-async def one(port: int, outputs: int, late_s: list[float], until: str = "end") -> tuple[float, Any]:
-    """(first token after so long, what is open). late_s: is told of each later token how late it is. until: "first" leaves the
+class Timed(NamedTuple):
+    """at_s: of a clock that all processes share."""
+
+    at_s: float
+    seconds: float
+
+
+async def one(port: int, outputs: int, late: list[Timed], until: str = "end") -> tuple[Timed, Any]:
+    """(first token after so long, what is open). late: is told of each later token how late it is. until: "first" leaves the
     stream open."""
     body = json.dumps(
         {"model": MODEL, "prompt": PROMPT, "max_tokens": outputs, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -200,20 +208,20 @@ async def one(port: int, outputs: int, late_s: list[float], until: str = "end") 
     )
     head = await reader.readuntil(b"\r\n\r\n")
     assert b" 200 " in head.split(b"\r\n")[0], head
-    first_s, rest = 0.0, b""
+    first, rest = Timed(0.0, 0.0), b""
     while True:
         part = await reader.read(1 << 16)
         now_s = time.perf_counter()
         *events, rest = (rest + part).split(b"\n\n")
         letters = b"".join(found[1] for event in events if (found := TEXT.search(event)))
-        if letters and not first_s:
-            first_s, letters = now_s - asked_s, letters[1:]
+        if letters and not first.at_s:
+            first, letters = Timed(now_s, now_s - asked_s), letters[1:]
             if until == "first":
-                return first_s, (reader, writer)
-        late_s.extend([late_by(letter, now_s) for letter in letters])
+                return first, (reader, writer)
+        late.extend([Timed(now_s, late_by(letter, now_s)) for letter in letters])
         if not part or b"[DONE]" in part or any(b"[DONE]" in event for event in events):
             writer.close()
-            return first_s, None
+            return first, None
 
 
 def late_by(letter: int, now_s: float) -> float:
@@ -222,18 +230,18 @@ def late_by(letter: int, now_s: float) -> float:
     return now_s - (ticks - (ticks - (letter - ord("a"))) % LETTERS) * PERIOD_S
 
 
-def crowd(port: int, streams: int, outputs: int, rounds: int) -> tuple[list[float], list[float]]:
+def crowd(port: int, streams: int, outputs: int, rounds: int) -> tuple[list[Timed], list[Timed]]:
     """(first tokens, how late later ones were) of so many at once, each of them so many after another."""
     raise_files()
-    late_s: list[float] = []
+    late: list[Timed] = []
 
-    async def stream() -> list[float]:
-        return [(await one(port, outputs, late_s))[0] for _ in range(rounds)]
+    async def stream() -> list[Timed]:
+        return [(await one(port, outputs, late))[0] for _ in range(rounds)]
 
-    async def all_of_them() -> list[list[float]]:
+    async def all_of_them() -> list[list[Timed]]:
         return await asyncio.gather(*(stream() for _ in range(streams)))
 
-    return [each for some in asyncio.run(all_of_them()) for each in some], late_s
+    return [each for some in asyncio.run(all_of_them()) for each in some], late
 
 
 def hold(port: int, streams: int, told: Connection) -> None:
@@ -370,18 +378,20 @@ def measure(router: Running, pool: ProcessPoolExecutor, name: str, streams: int,
     firsts = [each for first, _ in found for each in first]
     requests, tokens = len(firsts), len(firsts) * outputs
     late = [each for _, some in found for each in some] if name in ("paced", "no router") else []
+    begun_s = max(each.at_s for each in firsts)
+    later = [each for each in late if each.at_s > begun_s]
     of_cpu = f"{requests / cpu_s:.0f} | {tokens / cpu_s:.0f}" if router.processes else "|"
     print(
         f"| {name} | {streams} | {requests / took_s:.0f} | {tokens / took_s:.0f} | {of_cpu} "
-        f"| {spread_ms(firsts)} | {spread_ms(late)} |",
+        f"| {spread_ms(firsts)} | {spread_ms(late)} | {spread_ms(later)} |",
         flush=True,
     )
 
 
-def spread_ms(values: Sequence[float]) -> str:
+def spread_ms(values: Sequence[Timed]) -> str:
     if not values:
         return ""
-    ordered = sorted(values)
+    ordered = sorted(each.seconds for each in values)
     return f"{1e3 * statistics.median(ordered):.1f} / {1e3 * ordered[math.ceil(0.99 * len(ordered)) - 1]:.1f}"
 
 
@@ -438,7 +448,8 @@ def main() -> None:
         )
         print(
             "| | streams | requests/s | tokens/s | requests per s of processor | tokens per s of processor "
-            "| first token ms, P50 / P99 | added to each token ms, P50 / P99 |\n|---|---:|---:|---:|---:|---:|---:|---:|"
+            "| first token ms, P50 / P99 | added to each token ms, P50 / P99 | once all have begun |\n"
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
         )
         with start() as router:
             measure(router, pool, "warm-up", 8, 8, 2)
