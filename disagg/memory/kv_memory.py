@@ -130,8 +130,8 @@ class KvMemory:
         write after them: spare_tokens each, and copies of a partial page. None if they do not fit now.
 
         What is cached counts group by group: whatever one of them lacks, the transfer brings. With the pool to itself a
-        request of one choice is not refused for what is only of use: without spare pages and cached ones, which may lie so
-        that they keep whole large pages from others, it gets what it must have. enough: whether what is left when it has
+        request is not refused for what is only of use: without cached pages, which may lie so that they keep whole large pages
+        from others, and of one choice without spare ones, it gets what it must have. enough: whether what is left when it has
         its pages is enough for the others. moved: see Arrival.
         """
         pages = SequencePages(self)
@@ -139,11 +139,15 @@ class KvMemory:
         reserved = pages.reserve_landing(hashes, num_tokens, spare_tokens, choices, reuse=self.caching, moved=moved)
         if not (reserved and enough()):
             pages.close(step)
-            if self.allocator.used_large or choices > 1:
+            several = choices > 1
+            if self.allocator.used_large or (several and reserved):
                 return None
             pages = SequencePages(self)
             pages.branch_at(num_tokens)
-            if not pages.reserve_landing(hashes, num_tokens, 0, choices, reuse=False, moved=moved):
+            spare_tokens = spare_tokens if several else 0
+            reserved = pages.reserve_landing(hashes, num_tokens, spare_tokens, choices, reuse=False, moved=moved)
+            if not reserved or (several and not enough()):
+                pages.close(step)
                 return None
         self.count_hit(num_tokens, pages.hit_tokens)
         return pages

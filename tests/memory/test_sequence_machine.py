@@ -606,3 +606,14 @@ MUST_HAPPEN = (
 @EXAMPLES
 def test_whatever_may_still_be_read_is_there(examples: int) -> None:
     run_campaign(machine, examples, MUST_HAPPEN, at_least=examples // 4, steps=100)
+
+
+def test_several_choices_that_fit_alone_fit_beside_what_is_cached() -> None:
+    """Two cached pages of full attention lie in two large pages, which keeps these from the states of three choices."""
+    one = machine(collections.Counter())()
+    one.make(pool="full and state", caching=True, prefills=False)
+    one.compute(document=0, runs=2, sends=False, spare=0, tokens=1)
+    one.receive(choices=1, document=0, spare=0, tokens=1)
+    one.arrive(number=0, runs=3)
+    one.nothing_is_lost()
+    one.teardown()
