@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
@@ -60,7 +60,7 @@ class Answer(Response):
         self._held = held
         self._use = use
         self._most_bytes = most_bytes
-        self._at_once: Callable[[ChoiceDelta], bool] | None = None  # once what comes first has been written
+        self._at_once: Taker | None = None  # once what comes first has been written
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises DisaggError if a request fails before anything was sent."""

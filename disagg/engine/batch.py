@@ -293,9 +293,9 @@ class Batch:
         if self._tiers is None:
             return True
         self._memory.extend_hashes(sequence.hashes, sequence.root, sequence.tokens)
-        hashes, num_tokens, first = sequence.hashes, len(sequence.tokens), Urgency.FIRST
+        root, hashes, num_tokens = sequence.root, sequence.hashes, len(sequence.tokens)
         return self._tiers.loads.brought_back(
-            sequence, sequence.salt, sequence.root, hashes, num_tokens, now_s, urgency=first
+            sequence, sequence.salt, root, hashes, num_tokens, now_s, urgency=Urgency.FIRST
         )
 
     # ---- steps

@@ -21,9 +21,7 @@ class LoadState(enum.Enum):
     """What a load waits for."""
 
     ASKED = "asked"  # storage, what it has
-    WAITING = (
-        "waiting"  # for another load, which brings the same or holds the host; for room; for one of MOST_AT_ONCE places
-    )
+    WAITING = "waiting"  # for another load (`waits_for`), for room (`for_room`), or for one of MOST_AT_ONCE places
     FETCHING = "fetching"  # from storage to the host
     LOADING = "loading"  # from the host to the GPU
     OVER = "over"
@@ -38,14 +36,12 @@ class Load:
     hashes: tuple[bytes, ...]
     since_s: float  # from when on it is waited for
     large: int  # large pages that its sequence begins with, the cached ones with them
+    urgency: Urgency
     state: LoadState = LoadState.WAITING
-    waits_for: Load | None = (
-        None  # while it waits: who brings some of the same, or holds the host; None: it is for a place
-    )
+    waits_for: Load | None = None  # who brings some of the same, or holds the host
     for_room: bool = (
-        False  # while it waits: for what others have brought to be used; if it has reserved, for pages of the pool
+        False  # it waits for what others have brought to be used; once it has reserved, for pages of the pool
     )
-    urgency: Urgency = Urgency.BY_TURN
     had_turn: bool = False  # since it was last asked ahead
     progress: int = 0  # of others, when it was last asked
     reserved: int = 0  # large pages: `large` from when it begins to bring something until its sequence begins

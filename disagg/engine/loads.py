@@ -74,7 +74,7 @@ class Loads:
         self._asks = asks
         self._fetch_ops = 0
         self._reserved_large = 0  # by all loads
-        self._begun = 0  # sequences that were asked for
+        self._forgotten = 0  # sequences that have begun, or ended
         self.rates = Rates(load_always=facts.load_always)
         self.tokens: Counter[str] = Counter()  # that loads brought, by tier
         self.failures = 0
@@ -90,8 +90,8 @@ class Loads:
         num_tokens: int,
         now_s: float,
         *,
+        urgency: Urgency,
         storage: bool = True,
-        urgency: Urgency = Urgency.BY_TURN,
     ) -> bool:
         """A sequence of num_tokens tokens will begin: what is kept of it elsewhere is cached again, or not worth waiting for.
 
@@ -106,7 +106,7 @@ class Loads:
                 rounds = load.rounds + 1
                 self._let_go_of_room(load)
             large = self._memory.large_pages_to_prefill(num_tokens, 0)
-            load = Load(salt, root, tuple(hashes[:pages]), now_s, large, rounds=rounds, urgency=urgency)
+            load = Load(salt, root, tuple(hashes[:pages]), now_s, large, urgency, rounds=rounds)
             self._begin(who, load, storage)
         elif load.for_room:
             self._ask_for_room(load, urgency, now_s)
@@ -114,7 +114,7 @@ class Loads:
 
     def _ask_for_room(self, load: Load, urgency: Urgency, now_s: float) -> None:
         """It is not waited for before its turn, nor is it late as long as others begin and end, which makes room for it."""
-        progress = self._memory.releases + self._begun
+        progress = self._memory.releases + self._forgotten
         if progress != load.progress or (urgency is Urgency.AHEAD and not load.had_turn):
             load.since_s, load.progress = now_s, progress
         load.urgency, load.had_turn = urgency, urgency is not Urgency.AHEAD
@@ -146,7 +146,7 @@ class Loads:
         if load is None:
             return {}
         load.given_up = True
-        self._begun += 1
+        self._forgotten += 1
         self._let_go_of_room(load)
         if load.state is LoadState.WAITING:
             self._over(load)
@@ -162,9 +162,9 @@ class Loads:
     def tick(self, now_s: float) -> None:
         """Computing would have been faster than what takes too long."""
         for load in [*self._all]:
-            if not (load.given_up or load.waits_for_pool) and now_s - load.since_s > self.rates.patience_s(
-                self._tokens_of(load)
-            ):
+            if load.given_up or load.waits_for_pool:
+                continue
+            if now_s - load.since_s > self.rates.patience_s(self._tokens_of(load)):
                 load.given_up = True
                 if load.state is LoadState.WAITING:
                     self._over(load)

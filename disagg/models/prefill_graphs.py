@@ -11,6 +11,7 @@ Knows a model and a pool; nothing of plans or samplers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ class PrefillGraphs:
                 (most_tiles(view, rows, MOST_RUNS), 4),
             ]
         self._shapes = shapes
-        self._empty = torch.zeros(sum(map(_numel, shapes)), dtype=torch.int64)
+        self._empty = torch.zeros(sum(map(math.prod, shapes)), dtype=torch.int64)
         for write_pages in self._split(self._empty)[4::4]:
             write_pages.fill_(NO_PAGE)
         self._inputs = self._empty.to(model.device, copy=True)
@@ -159,7 +160,7 @@ class PrefillGraphs:
 
     def _split(self, packed: Tensor) -> list[Tensor]:
         """Views of it, in the order of the shapes: ids, positions, offsets, rows of logits, then of each group four."""
-        parts = torch.split(packed, [_numel(shape) for shape in self._shapes])
+        parts = torch.split(packed, [math.prod(shape) for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def _most_tiles(self, size: int) -> list[int]:
@@ -172,10 +173,3 @@ def sizes_for(sizes: Sequence[int], most_rows: int) -> tuple[int, ...]:
     """Those that steps of up to so many rows need, of sizes in rising order."""
     smaller = [size for size in sizes if size < most_rows]
     return tuple(sizes[: len(smaller) + 1])
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count

@@ -54,19 +54,17 @@ class Mailbox:
 
     def close(self) -> None:
         """Nobody reads any more."""
-        self._drained = False
         self._deltas.clear()
         self._held.release()
 
     async def updates(self) -> AsyncGenerator[Update, None]:
         """Everything until the end; raises the error, after what came before it, if that is the end."""
         while True:
-            if not self._filled.is_set():
-                self._drained = True
-                try:
-                    await self._filled.wait()
-                finally:
-                    self._drained = False
+            self._drained = True
+            try:
+                await self._filled.wait()
+            finally:
+                self._drained = False
             self._filled.clear()
             started, self._started = self._started, None
             if started is not None:

@@ -17,9 +17,7 @@ LEAST_ROWS = 16  # of a matrix product of tensor cores
 FEW = 32  # rows up to which a program keeps the more tiles of weights under way
 PROGRAMS = 256  # two on each multiprocessor: one, with half as many parts, is faster alone and slower among others
 MOST_PARTS = 4
-LEAST_PROGRAMS = (
-    64  # of tiles of few rows: columns that make fewer, as one of several ranks has, are cut into narrower ones
-)
+LEAST_PROGRAMS = 64  # of tiles of few rows: columns of one of several ranks that make fewer are cut into narrower ones
 SMALL = 3072 * 4096  # weights of a product that one of several ranks has
 SHORT = 4096  # depth
 

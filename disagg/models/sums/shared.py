@@ -9,6 +9,7 @@ a rank's rows to each other one, which for more than few ranks and rows is more 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,7 +133,7 @@ def _mapped(handle: bytes, shape: tuple[int, ...], device: torch.device) -> Tens
         raise ConfigError(f"{device} does not reach GPU {peer}")
     storage = torch.UntypedStorage._new_shared_cuda(device.index, *rest)
     torch.UntypedStorage._release_ipc_counter_cuda(rest[3], rest[4])  # the owner keeps it anyway
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage).view(-1)[: _numel(shape)].view(shape)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage).view(-1)[: math.prod(shape)].view(shape)
 
 
 def _reach_each_other(ranks: Ranks, memory: Sequence[Tensor], device: torch.device) -> bool:
@@ -146,10 +147,3 @@ def _reach_each_other(ranks: Ranks, memory: Sequence[Tensor], device: torch.devi
     mine.fill_(EMPTY_BYTE)
     torch.cuda.synchronize(device)
     return ranks.all_have(arrived, device)  # and all is empty before anyone writes again
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
