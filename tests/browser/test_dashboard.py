@@ -168,7 +168,7 @@ def test_the_page_shows_the_cluster_and_is_clicked_through(served_by: Callable[.
     assert "2 MiB used, 2 MiB cached" in memory and "window-64" in memory and "host" in memory and "staging" in memory
     tiles = page.text("#tiles")
     assert "failed 2" in tiles
-    served.metrics.completion_tokens.inc(5000)
+    served.metrics.completion_tokens.value += 5000
     for _ in range(100):
         served.metrics.ttft_s.observe(0.15)
     page.wait("!document.querySelector('#tiles').innerText.includes('–\\noutput')")
