@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import statistics
 import sys
 import tempfile
 import time
@@ -28,14 +27,13 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from msgspec import Struct
 from torch import Tensor
 
-from disagg.models.fused.modules import FusedRMSNorm, Sum
+from disagg.models.fused.modules import FusedRMSNorm
+from disagg.models.fused.sum_times import ROWS, SUMS, NormedSums, seconds
 from disagg.models.products.choice import OneRow, one_row
 from disagg.models.products.launch import Norm, launch_one
 from disagg.models.ranks import Ranks, dist
 from disagg.models.sums.shared import SharedRows, share_rows
 
-ROWS = (1, 8, 32, 64, 128, 256, 512, 1024)
-SUMS = 64  # in a row: two for each layer of an 8B model
 ROUNDS = 15
 WAIT_S = 60.0
 DEPTHS = {"output": 4096, "down": 14336}  # of all ranks together
@@ -89,30 +87,13 @@ class Product(Struct, frozen=True):
     summed_s: float
 
 
-class Normed:
-    """Sums with the norm behind them, of rows to which nothing is added."""
-
-    def __init__(self, ranks: Ranks, shared: SharedRows | None, rows: int, width: int, device: torch.device) -> None:
-        norm: Any = torch.nn.Module()
-        norm.weight, norm.eps = torch.nn.Parameter(torch.ones(width, dtype=torch.bfloat16, device=device)), 1e-5
-        norm.__class__ = FusedRMSNorm
-        norm.eps_name, norm.offset = "eps", False
-        self._norm = norm
-        self._ranks, self._shared = ranks, shared
-        self._number = 0
-        self._zeros = torch.zeros(1, rows, width, dtype=torch.bfloat16, device=device)
-
-    def behind(self, part: Tensor) -> Tensor:
-        return self._of(Sum(self._zeros[:, : part.shape[0]], self._ranks.sum(part.clone())[None]))
-
-    def inside(self, part: Tensor) -> Tensor:
-        assert self._shared is not None
-        self._number += 1
-        return self._of(Sum(self._zeros[:, : part.shape[0]], part[None], self._shared.slot(self._number % 2)))
-
-    def _of(self, rows: Sum) -> Tensor:
-        total: Tensor = self._norm.normed(rows)[0][0]
-        return total
+def plain_norm(width: int, device: torch.device) -> FusedRMSNorm:
+    norm: Any = torch.nn.Module()
+    norm.weight, norm.eps = torch.nn.Parameter(torch.ones(width, dtype=torch.bfloat16, device=device)), 1e-5
+    norm.__class__ = FusedRMSNorm
+    norm.eps_name, norm.offset = "eps", False
+    assert isinstance(norm, FusedRMSNorm)
+    return norm
 
 
 def products(ranks: Ranks, shared: SharedRows, width: int, device: torch.device) -> Iterator[Product]:
@@ -135,33 +116,8 @@ def products(ranks: Ranks, shared: SharedRows, width: int, device: torch.device)
                         slot = shared.slot(number % 2) if summed else None
                         launch_one(how, row, weight, residual=residual, norm=norm, slot=slot)
 
-                took.append(seconds(ranks, run, device, True) / len(weights))
+                took.append(seconds(ranks, run, device, True, ROUNDS) / len(weights))
             yield Product(name, str(how), *took)
-
-
-def seconds(ranks: Ranks, run: Callable[[], object], device: torch.device, graph: bool) -> float:
-    """Of a run, the median of ROUNDS, which all ranks begin together."""
-    run()
-    on_gpu = device.type == "cuda"
-    replay = run
-    if graph:
-        torch.cuda.synchronize()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
-            run()
-        replay = captured.replay
-        replay()
-    took = []
-    for _ in range(ROUNDS):
-        ranks.sum(torch.zeros(1, device=device))
-        if on_gpu:
-            torch.cuda.synchronize()
-        began_s = time.perf_counter()
-        replay()
-        if on_gpu:
-            torch.cuda.synchronize()
-        took.append(time.perf_counter() - began_s)
-    return statistics.median(took)
 
 
 def copy_rate(device: torch.device, other: torch.device) -> float:
@@ -203,8 +159,8 @@ def work(rank: int, wanted: argparse.Namespace, folder: Path, told: Connection) 
     shared = None
     if on_gpu:
         shared = share_rows(ranks, wanted.width, 2, device)
-        normed = Normed(ranks, shared, max(wanted.rows), wanted.width, device)
-        ways |= {"and a norm behind": normed.behind} | ({"in the norm": normed.inside} if shared else {})
+        normed = NormedSums(plain_norm(wanted.width, device), ranks, shared, max(wanted.rows))
+        ways |= {"and a norm behind": normed.by_collective} | ({"in the norm": normed.own} if shared else {})
         symmetric = Symmetric(ranks, folder / "symmetric", max(wanted.rows) * wanted.width, device)
         ways |= {"one shot": symmetric.one_shot, "two shots": symmetric.two_shot}
     told.send(copy_rate(device, torch.device("cuda", (rank + 1) % wanted.ranks)) if on_gpu else 0.0)
@@ -220,8 +176,8 @@ def work(rank: int, wanted: argparse.Namespace, folder: Path, told: Connection) 
                 for _ in range(SUMS):
                     add(part)
 
-            graph_s = seconds(ranks, run, device, True) / SUMS if on_gpu else None
-            told.send(Measured(way, rows, seconds(ranks, run, device, False) / SUMS, graph_s, error))
+            graph_s = seconds(ranks, run, device, True, ROUNDS) / SUMS if on_gpu else None
+            told.send(Measured(way, rows, seconds(ranks, run, device, False, ROUNDS) / SUMS, graph_s, error))
     told.send(None)
     for product in () if shared is None else products(ranks, shared, wanted.width, device):
         told.send(product)

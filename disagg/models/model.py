@@ -84,15 +84,21 @@ class PagedModel:
         logger.info("fused modules: %s", said)
 
     def share_sums(self) -> None:
-        """Where layers can: let ranks, which are connected now, add up few rows in memory of their own. All of them call it."""
+        """Where layers can: let ranks, which are connected now, add up few rows in memory of their own, as many as pay here. All
+        of them call it."""
         if self.ranks.size == 1 or self.device.type != "cuda":
             return
-        from disagg.models.fused.passes import width_of_sums
+        from disagg.models.fused.passes import norm_of_sums
+        from disagg.models.fused.sum_times import limit
         from disagg.models.sums.shared import share_rows
 
-        if width := width_of_sums(self._loaded.module):
-            itemsize = self._loaded.module.dtype.itemsize
-            self.ranks.shared = share_rows(self.ranks, width, itemsize, self.device)
+        norm = norm_of_sums(self._loaded.module)
+        if norm is None:
+            return
+        shared = share_rows(self.ranks, norm.weight.shape[0], norm.weight.dtype.itemsize, self.device)
+        if shared is not None:
+            limit(norm, self.ranks, shared)
+        self.ranks.shared = shared
 
     @classmethod
     def load(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch import Tensor
 from disagg.messages.control import Computation
 from disagg.models.fused.modules import FusedLayer, FusedRMSNorm, Sum
 from disagg.models.fused.passes import FUSIONS, fuse
+from disagg.models.fused.sum_times import SumTimes, limit, measure, rows_that_pay, slowest
 from disagg.models.loader import load
 from disagg.models.model import PagedModel
 from disagg.models.products import launch as products
@@ -211,6 +213,63 @@ def test_a_number_that_is_none_arrives_as_one(rank_pool: RankPool) -> None:
     assert pool.run(2, no_numbers, pool.meeting()) == [[True] * 3] * 2
 
 
+# ---- up to how many rows
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), max_size=8))
+def test_rows_pay_up_to_where_an_own_sum_is_the_slower_one(times: list[tuple[int, int]]) -> None:
+    found = [SumTimes(1 << number, float(own), float(theirs)) for number, (own, theirs) in enumerate(times)]
+    most = rows_that_pay(found)
+    assert all(each.own_s <= each.collective_s for each in found if each.rows <= most)
+    beyond = [each for each in found if each.rows > most]
+    assert not beyond or beyond[0].own_s > beyond[0].collective_s
+
+
+def test_all_ranks_take_the_slowest_of_them() -> None:
+    said = [[SumTimes(1, 1.0, 4.0), SumTimes(8, 5.0, 5.0)], [SumTimes(1, 3.0, 2.0), SumTimes(8, 4.0, 6.0)]]
+    assert slowest(said) == (SumTimes(1, 3.0, 4.0), SumTimes(8, 5.0, 6.0))
+    assert slowest([[], []]) == ()
+
+
+@torch.inference_mode()
+def timed(alone: Ranks, meeting: Path, slow_s: float) -> tuple[tuple[SumTimes, ...], int, int, int]:
+    """slow_s: what a collective takes longer on the last rank. Also how many rows are summed so, at first and then, and what is
+    left in the memory."""
+    ranks = on_device(meeting, alone.rank, alone.size)
+    shared = shared_by(ranks, meeting, 64, 4)
+    norm: Any = torch.nn.Module()
+    norm.weight, norm.eps = torch.nn.Parameter(torch.ones(64, device=device_of(ranks))), 1e-5
+    norm.__class__ = FusedRMSNorm
+    norm.eps_name, norm.offset = "eps", False
+    whole = ranks.sum
+
+    def slowly(part: Tensor) -> Tensor:
+        time.sleep(slow_s if ranks.rank == ranks.size - 1 and part.numel() > 1 else 0)
+        return whole(part)
+
+    ranks.sum = slowly  # type: ignore[method-assign]
+    try:
+        found = measure(norm, ranks, shared, (1, 4, shared.most_rows + 1), 2 if ON_GPU else 1)
+        before = shared.most_rows
+        if not ON_GPU:
+            limit(norm, ranks, shared, (1,), 1)
+    finally:
+        ranks.sum = whole  # type: ignore[method-assign]
+    return found, before, shared.most_rows, int((shared._memory[ranks.rank] != EMPTY_BYTE).sum())
+
+
+def test_ranks_measure_the_same_and_sum_themselves_what_pays(rank_pool: RankPool) -> None:
+    pool = pool_for(rank_pool, 2)
+    runs = pool.run(2, timed, pool.meeting(), 0.0 if ON_GPU else 0.5)  # which no sum in the interpreter takes
+    found, before, after, left = runs[0]
+    assert runs == [runs[0]] * 2, "ranks differ"
+    assert [each.rows for each in found] == [1, 4] and all(each.own_s > 0 and each.collective_s > 0 for each in found)
+    assert left == 0
+    if not ON_GPU:
+        assert all(each.collective_s > 0.5 for each in found)
+        assert (before, after) == (64, 1)
+
+
 # ---- models
 
 
@@ -344,6 +403,33 @@ def test_sums_of_so_many_rows_send_no_more_than_pays(ranks: int, width: int, ite
 def test_what_large_models_sum_themselves() -> None:
     assert [most_rows(ranks, 4096, 2) for ranks in (1, 2, 4, 8, 9)] == [0, 768, 256, 108, 0]
     assert most_rows(2, 8192, 2) == 384 and most_rows(2, 64, 4) == 1024
+
+
+ALONE = """
+import torch
+from disagg.models.fused.modules import FusedRMSNorm, Sum
+from disagg.models.ranks import Ranks
+from disagg.models.sums.shared import EMPTY_BYTE, SLOTS, SharedRows
+
+ranks, device = Ranks(0, 2), torch.device("cuda")
+ranks.collective_s = 0.05
+memory = [torch.full((SLOTS, 2, 4 * 64 * 4), EMPTY_BYTE, dtype=torch.uint8, device=device) for _ in range(2)]
+norm = torch.nn.Module()
+norm.weight, norm.eps = torch.nn.Parameter(torch.ones(64, device=device)), 1e-5
+norm.__class__, norm.eps_name, norm.offset = FusedRMSNorm, "eps", False
+rows = torch.ones(1, 4, 64, device=device)
+norm.normed(Sum(rows, rows, SharedRows(ranks, memory, 4).slot(0)))
+print("launched", flush=True)
+torch.cuda.synchronize()
+print("summed", flush=True)
+"""
+
+
+@pytest.mark.skipif(not ON_GPU, reason="there is no GPU here")
+def test_a_rank_that_waits_for_one_that_is_gone_fails(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "launched\n" and done.returncode != 0
+    assert "CUDA error" in done.stderr, done.stderr[-3000:]
 
 
 COMPILES = """

@@ -160,10 +160,10 @@ def _fuse_few_rows(layer: FusedLayer, rank_sums: bool) -> bool:
     return layer.few_rows
 
 
-def width_of_sums(module: PreTrainedModel) -> int:
-    """Of rows that several ranks add up in memory that they share; 0 where no layer does."""
-    layers = [part for part in module.modules() if isinstance(part, FusedLayer) and part.ranks is not None]
-    return max((layer.input_layernorm.weight.shape[0] for layer in layers), default=0)
+def norm_of_sums(module: PreTrainedModel) -> FusedRMSNorm | None:
+    """One of those behind what several ranks add up in memory that they share; None where no layer does. All are of one size."""
+    layers = (part for part in module.modules() if isinstance(part, FusedLayer) and part.ranks is not None)
+    return next((layer.input_layernorm for layer in layers), None)
 
 
 def _fuse_rotation(part: Any, positions: int, dtype: torch.dtype) -> bool:

@@ -120,7 +120,6 @@ def share_rows(ranks: Ranks, width: int, itemsize: int, device: torch.device) ->
     if not _reach_each_other(ranks, memory, device):
         logger.warning("sums of few rows are NCCL's: what a rank writes does not arrive at another one")
         return None
-    logger.info("sums of up to %d rows are made in the ranks' own memory", rows)
     return SharedRows(ranks, memory, rows)
 
 
