@@ -260,7 +260,7 @@ class Choices(Onward):
             sequence.state = State.WAITING
         answer.waiting.extend(sequences)
         leg = answer.leg
-        answer.turn = turn = Turn(leg.tenant, lambda now: self._begin_one(answer, turn, now), answer)
+        answer.turn = turn = Turn(leg.tenant, lambda now, _: self._begin_one(answer, turn, now), answer)
         cost, priority = self.cost(leg.start), leg.start.priority
         self._turns.queue_of(leg.start).append(leg.tenant, turn, cost, priority, times=len(sequences))
 

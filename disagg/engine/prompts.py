@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 from disagg.engine.core import Core
@@ -106,7 +107,7 @@ class Prompts(Stage):
     def start(self, leg: Leg, now: Now) -> None:
         """It waits here."""
         prompt = self._prompts[leg.key] = Prompt(leg)
-        prompt.turn = Turn(leg.tenant, lambda now: self._try(prompt, now), prompt)
+        prompt.turn = Turn(leg.tenant, partial(self._try, prompt), prompt)
         cost = leg.num_tokens + self._onward_of(leg).cost(leg.start)
         self._turns.queue.append(leg.tenant, prompt.turn, cost, leg.start.priority)
         self._waiting += 1
@@ -177,7 +178,7 @@ class Prompts(Stage):
             if prompt is not self._partly:
                 self._brought_back(prompt, now, Urgency.AHEAD)
 
-    def _try(self, prompt: Prompt, now: Now) -> Begins:
+    def _try(self, prompt: Prompt, now: Now, urgency: Urgency) -> Begins:
         """Its turn has come."""
         if prompt is self._partly and not self._note_if_it_gave_way(prompt):
             return Begins.NOW if self._extend(prompt) else Begins.TOO_LITTLE
@@ -185,7 +186,7 @@ class Prompts(Stage):
             return Begins.TOO_LITTLE
         if self._batch.slots.free < len(prompt.leg.start.choices):
             return Begins.TOO_LITTLE
-        if not self._brought_back(prompt, now, self._turns.urgency):
+        if not self._brought_back(prompt, now, urgency):
             return Begins.NOT_NOW
         if self._most_tokens is not None and self._given_back(prompt.leg, self._cached(prompt)):
             return Begins.NOT_NOW

@@ -37,13 +37,13 @@ class Begins(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A place in the queue. begin: tries; it takes the place out of the queue when it begins, or when the last one of those
-    that share it does. what: whose it is. overtaken: how many began that came after it, while it was the first one that they
-    overtook. partly: it holds a slot already, and part of its pages.
+    """A place in the queue. begin: tries, as urgently as it then is; it takes the place out of the queue when it begins, or when
+    the last one of those that share it does. what: whose it is. overtaken: how many began that came after it, while it was the
+    first one that they overtook. partly: it holds a slot already, and part of its pages.
     """
 
     tenant: str
-    begin: Callable[[Now], Begins]
+    begin: Callable[[Now, Urgency], Begins]
     what: object
     overtaken: int = 0
     partly: bool = False
@@ -58,7 +58,6 @@ class Turns:
         self._legs = legs
         self.moving: FairQueue[Turn] = FairQueue()
         self.queue: FairQueue[Turn] = FairQueue()
-        self.urgency = Urgency.FIRST  # of the turn that is tried
 
     def queue_of(self, start: StartLeg) -> FairQueue[Turn]:
         """Where what is asked for by it waits."""
@@ -82,9 +81,9 @@ class Turns:
         passed: Turn | None = None
         queues = (queue.of_those(lambda tenant: tenant not in held_up) for queue in (self.moving, self.queue))
         for turn in itertools.chain.from_iterable(queues):
-            self.urgency = Urgency.FIRST if passed is None else Urgency.BY_TURN
+            urgency = Urgency.FIRST if passed is None else Urgency.BY_TURN
             may = turn.partly or (batch.slots.free and not batch.full)
-            went = turn.begin(now) if may else Begins.TOO_LITTLE
+            went = turn.begin(now, urgency) if may else Begins.TOO_LITTLE
             if went is Begins.TOO_LITTLE:
                 if not turn.partly:
                     batch.end_partly("memory")  # it comes before the one that holds part of its pages

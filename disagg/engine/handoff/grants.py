@@ -10,6 +10,7 @@ what a leg needs and what is there; nothing of pieces or of what landed.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from disagg.engine.choices import Choices
 from disagg.engine.core import Core
@@ -17,6 +18,7 @@ from disagg.engine.handoff.receiving import Receiving
 from disagg.engine.handoff.ring_owner import RingOwner
 from disagg.engine.instructions import ToLink, ToTransfer
 from disagg.engine.legs import Leg
+from disagg.engine.load import Urgency
 from disagg.engine.lookahead import Begun, after_grant
 from disagg.engine.now import Now
 from disagg.engine.turns import Begins, Turn
@@ -54,7 +56,7 @@ class Grants:
         """It has been announced."""
         leg, link = transfer.leg, transfer.link
         assert link is not None
-        transfer.turn = Turn(leg.tenant, lambda now: self._try(transfer, now), transfer)
+        transfer.turn = Turn(leg.tenant, partial(self._try, transfer), transfer)
         cost = leg.num_tokens + self._choices.cost(leg.start)
         self._turns.queue_of(leg.start).append(leg.tenant, transfer.turn, cost, leg.start.priority)
         self._waiting[link] = self._waiting.get(link, 0) + 1
@@ -76,7 +78,7 @@ class Grants:
         if not self._waiting[link]:
             del self._waiting[link]
 
-    def _try(self, transfer: Receiving, now: Now) -> Begins:
+    def _try(self, transfer: Receiving, now: Now, urgency: Urgency) -> Begins:
         """Pages, slots and a ring, all or nothing; the grant leaves when every rank has bound the pages."""
         leg, link = transfer.leg, transfer.link
         assert link is not None
@@ -95,7 +97,7 @@ class Grants:
             return Begins.TOO_LITTLE
         if not transfer.root:
             transfer.root, transfer.hashes = self._pool.prefix(leg.start)
-        if not self._brought_back(transfer, now):
+        if not self._brought_back(transfer, now, urgency):
             return Begins.NOT_NOW
         # Tenants that wait leave each other their parts of the free slots; what is left over goes choice by choice.
         tenants = self._turns.queue_of(leg.start).num_tenants
@@ -122,16 +124,15 @@ class Grants:
         self._out.append(ToTransfer(None, Bind(leg.key, pages.landing(leg.num_tokens))))
         return Begins.NOW
 
-    def _brought_back(self, transfer: Receiving, now: Now) -> bool:
+    def _brought_back(self, transfer: Receiving, now: Now, urgency: Urgency) -> bool:
         """What this server's host has of the prompt is cached again, so that it need not be sent. Storage is not asked: prefill
         has brought what is there, and sends it faster than it would be read twice.
         """
         if self._tiers is None:
             return True
         leg, salt = transfer.leg, transfer.leg.start.cache_salt
-        urgency, hashes = self._turns.urgency, transfer.hashes
         return self._tiers.loads.brought_back(
-            leg.key, salt, transfer.root, hashes, leg.num_tokens, now.s, storage=False, urgency=urgency
+            leg.key, salt, transfer.root, transfer.hashes, leg.num_tokens, now.s, storage=False, urgency=urgency
         )
 
     def _receive(self, transfer: Receiving, choices: int) -> SequencePages | None:
