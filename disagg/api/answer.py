@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
-from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from disagg.api.bodies import Call
 from disagg.api.connections import WRITER, Writer
-from disagg.api.errors import INTERNAL, Fault, fault_of
+from disagg.api.errors import INTERNAL, fault_of
+from disagg.api.events import Events, error_event
 from disagg.api.ports import RouterPort
-from disagg.api.replies import ChatWriter, Chunk, ChunkUsage, CompletionWriter, UsageReply, usage_reply
+from disagg.api.replies import ChatWriter, CompletionWriter, usage_reply
 from disagg.api.whole import PART_BYTES, WholeAnswer, sized
 from disagg.auth.quotas import Use
 from disagg.router.budget import Held
@@ -40,8 +39,6 @@ _EVENT_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # nginx would otherwise collect tokens before it passes them on
 }
-# What `str.splitlines` and its like take for the end of a line, as UTF-8 and as JSON's escape.
-_LINE_BREAKS = tuple((char.encode(), b"\\u%04x" % ord(char)) for char in "\u0085\u2028\u2029")
 
 
 class Answer(Response):
@@ -89,7 +86,7 @@ class Answer(Response):
             started = await _all_started(updates, len(call.requests))
             writer = (ChatWriter if call.kind == "chat" else CompletionWriter)(call, started, self._fingerprint)
             if call.stream:
-                await self._stream(send, connection, _Events(call, writer, started), updates)
+                await self._stream(send, connection, Events(call, writer, started), updates)
             else:
                 await self._whole(send, writer, started, updates)
 
@@ -127,7 +124,7 @@ class Answer(Response):
         self,
         send: Send,
         connection: Writer | None,
-        events: _Events,
+        events: Events,
         updates: AsyncGenerator[tuple[int, Update], None],
     ) -> None:
         # Waiting for the first token makes a plain HTTP status of what goes wrong before it: clients retry those.
@@ -142,18 +139,18 @@ class Answer(Response):
             await self._events(send, events, first, updates)
         except DisaggError as error:
             self._use.end(error)
-            await _send_last(send, _error_event(fault_of(error)))
+            await _send_last(send, error_event(fault_of(error)))
         except asyncio.CancelledError:  # the client is gone, and nothing is sent; or the server ends
-            await _send_last(send, _error_event(fault_of(Unavailable(_CLOSING))))
+            await _send_last(send, error_event(fault_of(Unavailable(_CLOSING))))
             raise
         except Exception:
-            await _send_last(send, _error_event(INTERNAL))
+            await _send_last(send, error_event(INTERNAL))
             raise
 
     async def _events(
         self,
         send: Send,
-        events: _Events,
+        events: Events,
         first: tuple[int, Update] | None,
         updates: AsyncGenerator[tuple[int, Update], None],
     ) -> None:
@@ -170,69 +167,12 @@ class Answer(Response):
         await _send_last(send, events.last(usages.values()))
 
 
-def _write_at_once(connection: Writer, events: _Events, delta: ChoiceDelta) -> bool:
-    """What is done with nearly all deltas of a single request: no task has to wake for it. Whatever is out of the ordinary is
-    left to the task, errors too, which would end more than this answer here.
-    """
-    if not connection.ready:
-        return False
-    try:
-        body = events.of(0, delta)
-    except Exception:  # noqa: BLE001  the task meets it again
-        return False
-    if body:
-        connection.write(body)
-    return True
-
-
-class _Events:
-    """The events of one streamed answer, as bytes. started: one per prompt."""
-
-    def __init__(self, call: Call, writer: ChatWriter | CompletionWriter, started: list[Started]) -> None:
-        self.started = started
-        self._call = call
-        self._writer = writer
-        self._usage = _RunningUsage(call, started)
-
-    def opening(self) -> bytes:
-        return _joined(self._writer.opening(self._usage.now()))
-
-    def of(self, prompt: int, delta: ChoiceDelta) -> bytes:
-        """Nothing, if the client is to see nothing of it."""
-        self._usage.add(delta)
-        if not _worth_sending(delta, self._call):
-            return b""
-        return _joined(self._writer.chunks(prompt, delta, self._usage.now()))
-
-    def last(self, usages: Iterable[Usage]) -> bytes:
-        last = [self._writer.usage(usage_reply(usages))] if self._call.usage_last else []
-        return _joined(last) + b"data: [DONE]\n\n"
-
-
 def _named(call: Call) -> Call:
     """Its prompts, if there are several, are known to belong together."""
     if len(call.requests) == 1:
         return call
     name = secrets.token_hex(8)
     return replace(call, requests=tuple(replace(request, call=name) for request in call.requests))
-
-
-class _RunningUsage:
-    """The `usage` of each chunk: left out, null (it comes at the end), or what was used so far."""
-
-    def __init__(self, call: Call, started: Iterable[Started]) -> None:
-        self._each = call.usage_each
-        self._otherwise: UnsetType | None = None if call.usage_last else UNSET
-        self._prompt = sum(len(s.prompt_token_ids) for s in started)
-        self._completion = 0
-
-    def add(self, delta: ChoiceDelta) -> None:
-        self._completion += len(delta.token_ids)
-
-    def now(self) -> ChunkUsage:
-        if not self._each:
-            return self._otherwise
-        return UsageReply(self._prompt, self._completion, self._prompt + self._completion)
 
 
 # ---- the client
@@ -276,33 +216,27 @@ def in_parts(pieces: list[bytes]) -> Iterator[bytes]:
         yield bytes(together)
 
 
+def _write_at_once(connection: Writer, events: Events, delta: ChoiceDelta) -> bool:
+    """What is done with nearly all deltas of a single request: no task has to wake for it. Whatever is out of the ordinary is
+    left to the task, errors too, which would end more than this answer here.
+    """
+    if not connection.ready:
+        return False
+    try:
+        body = events.of(0, delta)
+    except Exception:  # noqa: BLE001  the task meets it again
+        return False
+    if body:
+        connection.write(body)
+    return True
+
+
 async def _send_part(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _send_last(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def _joined(chunks: list[Chunk]) -> bytes:
-    return b"".join([_line(msgspec.json.encode(chunk)) for chunk in chunks])
-
-
-def _error_event(fault: Fault) -> bytes:
-    return _line(fault.body())
-
-
-def _line(data: bytes) -> bytes:
-    """One event. Many clients split a stream where Unicode breaks lines, not only where server-sent events do, and would cut
-    an answer's text in two: such characters are written as escapes. JSON has its own for those below U+0020."""
-    for char, escape in _LINE_BREAKS:
-        data = data.replace(char, escape)
-    return b"data: " + data + b"\n\n"
-
-
-def _worth_sending(delta: ChoiceDelta, call: Call) -> bool:
-    """Tokens whose text is held back make no event, unless the client sees tokens."""
-    return bool(delta.text or delta.finish or (delta.token_ids and (call.logprobs or call.return_token_ids)))
 
 
 # ---- the router
