@@ -55,7 +55,9 @@ class Offload:
         self._memory = memory
         self._stores = facts.storage
         self._asks = asks
-        self._asking: set[str] = set()  # names of sequences that wait for what storage says it has of them
+        self._asking: dict[
+            str, int
+        ] = {}  # by name of a sequence that runs: what storage was asked, and has not answered
         self._out = out
         self._clock = clock
         self._page_tokens = memory.layout.page_tokens
@@ -86,23 +88,26 @@ class Offload:
             return
         self._begin(sequence)
         if self._stores and sequence.hashes:
-            self._asking.add(_name(sequence))
             hashes = tuple(sequence.hashes)
-            self._asks.ask(sequence.salt, hashes, partial(self._found, sequence, _name(sequence), hashes))
+            self._asking[_name(sequence)] = self._asks.ask(
+                sequence.salt, hashes, partial(self._found, sequence, _name(sequence), hashes)
+            )
 
     def _found(self, sequence: Sequence, name: str, hashes: tuple[bytes, ...], answer: StoreFound) -> None:
         self.learn(hashes, answer)
         self._asks.forget(answer.ask)
-        if name in self._asking:
-            self._asking.remove(name)
+        if self._asking.get(name) == answer.ask:
+            del self._asking[name]
             self._progress(sequence)
+        else:
+            self._do(self.manager.answered(answer.ask))
 
     def learn(self, hashes: List[bytes], answer: StoreFound) -> None:
         """Storage has said what it has of these pages, one after the other."""
         if answer.known:
             pages = min(answer.pages, len(hashes))
             keys = [(g, hashes[at]) for g, group in enumerate(answer.page_nos) for at in group if at < pages]
-            self.manager.found(hashes, pages, keys)
+            self.manager.found(hashes, pages, keys, answer.beyond)
 
     def advanced(self, sequence: Sequence, num_tokens: int) -> None:
         """num_tokens more of the sequence are written; its full pages are in the cache."""
@@ -127,9 +132,9 @@ class Offload:
         """
         if sequence.is_prompt:
             self._begin(sequence)
-        self._asking.discard(_name(sequence))
+        asked = self._asking.pop(_name(sequence), 0)
         view, tail = partial(self._view, sequence), not sequence.distrusted
-        self._do(self.manager.finish(_name(sequence), sequence.computed, view, tail=tail))
+        self._do(self.manager.finish(_name(sequence), sequence.computed, view, tail=tail, asked=asked))
 
     def _begin(self, sequence: Sequence) -> None:
         self.manager.begin(
@@ -159,7 +164,7 @@ class Offload:
         if answer.op not in self._published:
             raise ProtocolError(f"upload {answer.op} is said to be published, and was not to be")
         self._published.remove(answer.op)
-        self._do(self.manager.published(answer.op, answer.pages))
+        self._do(self.manager.published(answer.op, answer.pages, answer.beyond))
 
     def store_works(self, answer: StoreWorks) -> None:
         self.manager.set_store(answer.works)

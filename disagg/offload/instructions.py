@@ -98,6 +98,15 @@ class ForgetAsk(Struct, frozen=True):
     ask: int
 
 
+class Beyond(Struct, frozen=True):
+    """Pages of stored spans that a sequence goes through, behind where it ends or leaves them: of others, which are not to be
+    stored again. keys: (group, hash) of what can be read of them.
+    """
+
+    hashes: tuple[bytes, ...] = ()
+    keys: tuple[tuple[int, bytes], ...] = ()
+
+
 class StoreFound(Struct, frozen=True):
     """pages: so many of the sequence's first are stored, those before `first` taken for granted. page_nos: by group, those
     of them that can be read. known: False if the store did not say, and has what it has.
@@ -107,6 +116,7 @@ class StoreFound(Struct, frozen=True):
     pages: int
     page_nos: tuple[tuple[int, ...], ...]
     known: bool = True
+    beyond: Beyond = Beyond()
 
 
 class StorePublished(Struct, frozen=True):
@@ -114,6 +124,7 @@ class StorePublished(Struct, frozen=True):
 
     op: int
     pages: int | None
+    beyond: Beyond = Beyond()
 
 
 class StoreWorks(Struct, frozen=True):

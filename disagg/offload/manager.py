@@ -22,22 +22,21 @@ Knows hashes, page numbers, pages and ranks; nothing of tensors, stores or reque
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from disagg.memory.layout import PoolLayout
-from disagg.messages.layout import GroupKind
 from disagg.messages.tiers import PageMove
 from disagg.offload.acks import Acks
 from disagg.offload.host import HostPool, Placed
-from disagg.offload.instructions import Copy, Discard, GpuPage, Instruction, Pin, Publish, Unpin
+from disagg.offload.instructions import Beyond, Copy, GpuPage, Instruction, Pin, Publish, Unpin
 from disagg.offload.rules import OffloadRules
-from disagg.offload.spans import Flow, InFlightSpans, Key, Span, SpanState, gpu_pages, know
+from disagg.offload.spans import Flow, InFlightSpans, Key, Span, SpanState, View, gpu_pages, know
 from disagg.offload.stored import StoredPages
-
-View = Callable[[int, int], int | None]  # (group, page_no) -> page of the GPU
+from disagg.offload.uploads import Uploads
 
 NEVER = 1 << 62
+NOTHING = Beyond()
 
 
 class OffloadManager:
@@ -61,10 +60,9 @@ class OffloadManager:
         self.host = host(rules.layout, lambda page_hash: self._copied.pop(page_hash, None))
         self._rules = rules
         self._groups = range(len(rules.layout.groups))
-        self._copies, self._uploads = Acks(ranks), Acks(ranks)
+        self._copies, self._uploads = Acks(ranks), Uploads(ranks, most_uploads)
         self._storing = storage
         self.host.whole_prefixes = not storage
-        self._most_uploads = most_uploads
         self._most_lingering = most_lingering
         self._flows: dict[str, Flow] = {}
         self._lingering: list[Flow] = []
@@ -73,9 +71,7 @@ class OffloadManager:
         self._copied: OrderedDict[bytes, None] = OrderedDict()  # pages whose content, if there is any, is on the host
         self.stored = StoredPages(self._groups)
         self._copying: dict[int, Span] = {}
-        self._uploading: dict[int, Span] = {}  # from its upload to its end
-        self._waiting: deque[Span] = deque()
-        self._transfers = 0  # uploads that ranks are at
+        self._asked: dict[int, Flow] = {}
         self._version = 0  # changes when what could not go on may be able to
         self._out: list[Instruction] = []
 
@@ -108,26 +104,37 @@ class OffloadManager:
             self._advance(flow, view)
         return self._take()
 
-    def finish(self, request: str, written: int, view: View, *, tail: bool = True) -> list[Instruction]:
+    def finish(self, request: str, written: int, view: View, *, tail: bool = True, asked: int = 0) -> list[Instruction]:
         """The sequence has ended, and lets go of its pages when these instructions are carried out. The name is free.
 
-        tail: what is below a stride is offloaded, too; not so of a request that was aborted.
+        tail: what is below a stride is offloaded, too; not so of a request that was aborted. asked: what storage has been asked
+        for it, and has not answered: until it has (`answered`), what is copied now waits on the host.
         """
         flow = self._flows.pop(request)
         if not tail:
             self._let_go(flow)
             return self._take()
         flow.ended = True
+        if asked and self._stores(flow):
+            flow.asked, self._asked[asked] = asked, flow
         flow.pages = max(flow.pages, min(written // self._rules.layout.page_tokens, len(flow.hashes)))
         self._advance(flow, view)
         if flow.at >= self._rules.last_point(flow.pages) or not self._linger(flow, view):
             self._let_go(flow)
         return self._take()
 
-    def found(self, hashes: Sequence[bytes], pages: int, keys: Iterable[Key] = ()) -> None:
+    def found(self, hashes: Sequence[bytes], pages: int, keys: Iterable[Key] = (), beyond: Beyond = NOTHING) -> None:
         """Storage was asked for a sequence, and has its first so many pages, in these groups. What it has not it has lost."""
         self.stored.add(hashes[:pages], keys)
         self.stored.lost(hashes[pages:])
+        self.stored.add(beyond.hashes, beyond.keys)
+
+    def answered(self, asked: int) -> list[Instruction]:
+        """Storage has said what it has (`found`), or that it cannot."""
+        flow = self._asked.pop(asked, None)
+        if flow is not None:
+            flow.asked = 0
+        return self._take()
 
     def set_store(self, works: bool) -> None:
         """Storage is degraded to none, or is there again: then what is on the host only is written, as sequences come by."""
@@ -164,13 +171,9 @@ class OffloadManager:
 
     def uploaded(self, rank: int, last: int, failed: Iterable[int] = ()) -> list[Instruction]:
         """A rank has ended all uploads up to this number, of which it could not write `failed`."""
-        for op in self._uploads.report(rank, last, failed):
-            span = self._uploading[op]
-            self._transfers -= 1
-            failed_somewhere = self._uploads.take_failed(op)
+        for span, failed_somewhere in self._uploads.report(rank, last, failed):
             if failed_somewhere or not span.to_storage:
-                self._out.append(Discard(op))
-                del self._uploading[op]
+                self._out.append(self._uploads.give_up(span))
                 if span.to_storage:
                     self._fail(span)
                 else:
@@ -180,13 +183,14 @@ class OffloadManager:
             self._publish(span)
         return self._take()
 
-    def published(self, op: int, pages: int | None) -> list[Instruction]:
+    def published(self, op: int, pages: int | None, beyond: Beyond = NOTHING) -> list[Instruction]:
         """So many of an upload's pages can be found from now on: all, or as many as somebody else had stored before. None: it is
-        not known whether any."""
-        span = self._uploading.pop(op)
+        not known whether any. beyond: what else is in the span that has them."""
+        span = self._uploads.end(op)
         assert span.state is SpanState.PUBLISHING, f"upload {op} is {span.state.value}"
         found = 0 if pages is None else min(pages, len(span.hashes))
         self.stored.add(span.hashes[:found])
+        self.stored.add(beyond.hashes, beyond.keys)
         if found < len(span.hashes):
             if found and self._storing:
                 self._go_on_from(span, found)
@@ -195,9 +199,7 @@ class OffloadManager:
             return self._take()
         self.stored.add((), span.keys)
         self.counts["stored"] += sum(map(len, span.placed))
-        self._end(span, SpanState.STORED)
-        for child in span.children:
-            self._publish(child)
+        self._is_stored(span)
         return self._take()
 
     # ---- how a sequence goes on
@@ -293,8 +295,7 @@ class OffloadManager:
             ready.append({})
             copies.append([])
             for page_no in wanted:
-                span.names[g, page_no] = flow.hashes[page_no], flow.hash_before(page_no)
-                host_page, page = self.host.find(g, flow.hashes[page_no]), view(g, page_no)
+                host_page, page = self.host.find(g, span.name(flow, g, page_no)), view(g, page_no)
                 if host_page is not None:
                     ready[g][page_no] = host_page
                 else:
@@ -307,13 +308,7 @@ class OffloadManager:
         if taken is None:
             self.host.release(held)
             return False
-        for g, (pages, host_pages) in enumerate(zip(copies, taken, strict=True)):
-            span.moved += zip(pages, host_pages, strict=True)
-            ready[g].update({page.page_no: at for page, at in zip(pages, host_pages, strict=True)})
-        span.placed = [dict(sorted(pages.items())) for pages in ready]
-        # A hit at the end of a span may need pages of a window before its start that no span before has.
-        first = min([span.start, *(min(pages) for pages in span.placed if pages)])
-        span.before = tuple(flow.hashes[first : span.start])
+        span.place(flow, ready, [list(zip(*moved, strict=True)) for moved in zip(copies, taken, strict=True)])
         self._begin_span(flow, span)
         return True
 
@@ -351,26 +346,41 @@ class OffloadManager:
 
     def _on_host(self, span: Span) -> None:
         know(self._copied, span.hashes)
-        if not span.to_storage:
+        if span.to_storage:
+            self._uploads.wait(span)
+        else:
             self._end(span, SpanState.ENDED)
-            return
-        span.state = SpanState.WAITING
-        self._waiting.append(span)
 
     def _start_uploads(self) -> None:
-        while self._waiting and self._transfers < self._most_uploads:
-            span = self._waiting.popleft()
-            span.state, span.upload = SpanState.UPLOADING, self._uploads.issue()
-            self._uploading[span.upload] = span
-            self._transfers += 1
-            self._out.append(span.as_upload())
+        while (span := self._uploads.next()) is not None:
+            if not self._leave_to_others(span):
+                self._out.append(self._uploads.begin(span))
 
     def _publish(self, span: Span) -> None:
-        if span.state is not SpanState.UPLOADED:
-            return
-        if span.parent is None or span.parent.state is SpanState.STORED:
+        is_next = span.parent is None or span.parent.state is SpanState.STORED
+        if span.state is SpanState.UPLOADED and is_next and not self._leave_to_others(span):
             span.state = SpanState.PUBLISHING
             self._out.append(Publish(span.upload))
+
+    def _leave_to_others(self, span: Span) -> bool:
+        """Somebody else has stored its first pages, as is known by now: only what follows these is left of it. Storage, which
+        finds a span by its first page, would have the others twice."""
+        known = next((i for i, each in enumerate(span.hashes) if not self.stored.has_prefix(each)), len(span.hashes))
+        if not known:
+            return False
+        span.leave_parent()
+        if span.state is SpanState.UPLOADED:
+            self._out.append(self._uploads.give_up(span))
+        if known < len(span.hashes):
+            self._go_on_from(span, known)
+        else:
+            self._is_stored(span)
+        return True
+
+    def _is_stored(self, span: Span) -> None:
+        self._end(span, SpanState.STORED)
+        for child in tuple(span.children):
+            self._publish(child)
 
     def _fail(self, span: Span) -> None:
         """It is not stored; what goes on from it will not be, either."""
@@ -401,11 +411,10 @@ class OffloadManager:
             doomed += span.children
             span.to_storage = False
             if span.state is SpanState.WAITING:
-                self._waiting.remove(span)
+                self._uploads.leave(span)
                 self._end(span, SpanState.ENDED)
             elif span.state is SpanState.UPLOADED:
-                self._out.append(Discard(span.upload))
-                del self._uploading[span.upload]
+                self._out.append(self._uploads.give_up(span))
                 self._end(span, SpanState.ENDED)
 
     def _end(self, span: Span, state: SpanState) -> None:
@@ -430,17 +439,10 @@ class OffloadManager:
 
     def _linger(self, flow: Flow, view: View) -> bool:
         """Pins what is still to be copied, if that is not too much. False: it is dropped."""
-        point = self._rules.last_point(flow.pages)
-        wanted: dict[tuple[int, int], int] = {}
-        for g, group in enumerate(self._rules.layout.groups):
-            for page_no in self._rules.needed(g, point):
-                page = view(g, page_no)
-                is_own = group.kind is not GroupKind.FULL or page_no >= flow.at
-                if is_own and page is not None and self.host.find(g, flow.hashes[page_no]) is None:
-                    wanted[g, page_no] = page
+        wanted = flow.to_be_copied(self._rules, self.host, view)
         waiting = sum(len(each.pinned) for each in self._lingering)
         if flow.next == NEVER or waiting + len(wanted) > self._most_lingering:
-            self.counts["dropped"] += point - flow.at
+            self.counts["dropped"] += self._rules.last_point(flow.pages) - flow.at
             return False
         flow.pinned = wanted
         if wanted:
@@ -479,7 +481,7 @@ class OffloadManager:
     @property
     def idle(self) -> bool:
         """Nothing is under way; what waits for room on the host, waits."""
-        return not (self._copying or self._uploading or self._waiting)
+        return not self._copying and self._uploads.idle
 
     def check_integrity(self, others: Iterable[Placed] = ()) -> None:
         """What must hold between any two events: what is held on the host is held by spans and running sequences.
@@ -487,7 +489,7 @@ class OffloadManager:
         others: what of the host is held by somebody else.
         """
         self.host.check_integrity()
-        spans = {*self._copying.values(), *self._uploading.values(), *self._waiting}
+        spans = {*self._copying.values(), *self._uploads}
         holding = [[*others], *(span.held for span in spans), *(flow.kept for flow in self._keepers)]
         held = Counter((g, page) for placed in holding for g, _, page in placed)
         assert held == self.host.holders(), "pages of the host that are held, and who holds them, differ"

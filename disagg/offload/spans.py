@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from disagg.messages.layout import GroupKind
-from disagg.offload.host import Placed
+from disagg.offload.host import HostPool, Placed
 from disagg.offload.instructions import GpuPage, Upload, UploadShare
 from disagg.offload.rules import OffloadRules
 from disagg.types.bounded import forget_oldest
 
 Key = tuple[int, bytes]  # (group, hash)
+View = Callable[[int, int], int | None]  # (group, page_no) -> page of the GPU
 
 KNOWN = 1 << 18  # names that are remembered, about 150 bytes each; of others, whoever is asked says that they are there
 
@@ -62,10 +63,34 @@ class Span:
         """Group, page number and page of the host, of each that it has."""
         return [(g, page_no, page) for g, pages in enumerate(self.placed) for page_no, page in pages.items()]
 
+    def name(self, flow: Flow, g: int, page_no: int) -> bytes:
+        """It has this page, of that name."""
+        page_hash = flow.hashes[page_no]
+        self.names[g, page_no] = page_hash, flow.hash_before(page_no)
+        return page_hash
+
+    def place(
+        self, flow: Flow, ready: Sequence[dict[int, int]], moved: Sequence[Sequence[tuple[GpuPage, int]]]
+    ) -> None:
+        """By group: what is on the host, {page_no: page}, and what is copied there."""
+        for there, pages in zip(ready, moved, strict=True):
+            self.moved += pages
+            here = {**there, **{page.page_no: at for page, at in pages}}
+            self.placed.append(dict(sorted(here.items())))
+        # A hit at the end of a span may need pages of a window before its start that no span before has.
+        first = min([self.start, *(min(pages) for pages in self.placed if pages)])
+        self.before = tuple(flow.hashes[first : self.start])
+
     def follow(self, flow: Flow) -> None:
         """A sequence has it as a part."""
         flow.open += 1
         self.followers.append(flow)
+
+    def leave_parent(self) -> None:
+        """It is found without it."""
+        if self.parent is not None:
+            self.parent.children.remove(self)
+            self.parent = None
 
     def goes_on_from(self, found: int, rules: OffloadRules) -> tuple[list[Placed], list[Span]]:
         """Somebody else's span has its first so many pages: it is what follows them. Returns the pages that it lets go of, and
@@ -137,6 +162,7 @@ class Flow:
         self.next = 0
         self.blocked_since = -1  # the manager's version when it was last found that there is no room
         self.ended = False
+        self.asked = 0  # what storage was asked for it and has not answered, now that it has ended
         # Without storage a sequence holds on the host what it has there, and lets go of all of it at its end: so nothing is
         # evicted before what goes on from it. open: spans that it has to wait for then.
         self.kept: list[Placed] = []
@@ -147,6 +173,17 @@ class Flow:
     def go_back(self, at: int) -> None:
         """Its pages from this one on are to be offloaded, again or still."""
         self.at, self.next, self.blocked_since = at, 0, -1
+
+    def to_be_copied(self, rules: OffloadRules, host: HostPool, view: View) -> dict[tuple[int, int], int]:
+        """Pages of the GPU that its last point needs and no span has, by group and page number."""
+        wanted: dict[tuple[int, int], int] = {}
+        for g, group in enumerate(rules.layout.groups):
+            for page_no in rules.needed(g, rules.last_point(self.pages)):
+                page = view(g, page_no)
+                is_own = group.kind is not GroupKind.FULL or page_no >= self.at
+                if is_own and page is not None and host.find(g, self.hashes[page_no]) is None:
+                    wanted[g, page_no] = page
+        return wanted
 
     def hash_before(self, page_no: int) -> bytes:
         return self.hashes[page_no - 1] if page_no else self.root

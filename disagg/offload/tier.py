@@ -28,6 +28,7 @@ from disagg.memory.groups import spec_of
 from disagg.memory.layout import pool_layout
 from disagg.messages.stored import PartRead, PartRef, Share, Span
 from disagg.offload.causes import Cause
+from disagg.offload.instructions import Beyond, StorePublished
 from disagg.offload.keys import Scope, page_key, part_path, read_path, span_path
 from disagg.offload.objects import (
     FRAME_BYTES,
@@ -329,6 +330,28 @@ class StorageTier:
             await self._store.delete([part.path for share in span.shares for part in share.parts])
         except StoreError:
             return
+
+
+def what_is_found(op: int, there: Span, ours: Span) -> StorePublished:
+    """Ours was to be published: how many of its pages are in one that begins with the same, and what else is there. Pure."""
+    pairs = zip(there.hashes, ours.hashes, strict=False)
+    shorter = min(len(there.hashes), len(ours.hashes))
+    pages = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    return StorePublished(op, pages, beyond([Found(there, pages)]))
+
+
+def beyond(found: Iterable[Found]) -> Beyond:
+    """What these spans have that is not the sequence's. Pure."""
+    left = [(each.span, each.pages) for each in found if each.pages < len(each.span.hashes)]
+    hashes = (page_hash for span, pages in left for page_hash in span.hashes[pages:])
+    keys = (
+        (g, span.hash_at(at))
+        for span, pages in left
+        for g, share in enumerate(span.shares)
+        for at in share.pages
+        if at >= span.start + pages
+    )
+    return Beyond(tuple(hashes), tuple(keys))
 
 
 def _matching(span: Span, hashes: Sequence[bytes]) -> int:

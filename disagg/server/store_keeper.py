@@ -27,7 +27,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from disagg.messages.stored import PartRead, PartRef, Span
+from disagg.messages.stored import PartRead, PartRef
 from disagg.messages.tiers import GroupParts, PartsRead, PartsWritten, ReadParts, TierCommand, WriteParts
 from disagg.offload.breaker import Breaker, StoreState
 from disagg.offload.causes import Cause
@@ -46,7 +46,7 @@ from disagg.offload.instructions import (
 )
 from disagg.offload.store import ObjectStore, StoreError
 from disagg.offload.survey import CLOCK_PATH
-from disagg.offload.tier import Found, Missed, StorageTier
+from disagg.offload.tier import Found, Missed, StorageTier, beyond, what_is_found
 from disagg.offload.units import heads_of
 from disagg.server.keeper_facts import KeeperFacts, KeeperLimits
 from disagg.server.tier_sums import TierSums
@@ -246,19 +246,20 @@ class StoreKeeper:
         self._start(self._publish_span(upload))
 
     async def _publish_span(self, upload: _Upload) -> None:
-        command, pages = upload.command, None
+        command = upload.command
+        answer = StorePublished(command.op, None)
         try:
             async with self._publishes:
-                pages = await self._published_pages(self._tier(command.salt), upload)
+                answer = await self._published(self._tier(command.salt), upload)
         except StoreError as error:
             logger.info("upload %d could not be published: %s", command.op, error)
         except Exception:  # whatever a store holds, the engine hears something
             logger.exception("upload %d could not be published", command.op)
         self._publishing.discard(command.op)
-        self._say(StorePublished(command.op, pages))
+        self._say(answer)
 
-    async def _published_pages(self, tier: StorageTier, upload: _Upload) -> int:
-        """How many of the upload's pages can be found now. Raises StoreError."""
+    async def _published(self, tier: StorageTier, upload: _Upload) -> StorePublished:
+        """What can be found now. Raises StoreError."""
         command = upload.command
         shares = [
             tier.share(g, share.page_nos, [part for parts in upload.parts.values() for part in parts[g]])
@@ -269,9 +270,9 @@ class StoreKeeper:
         num_pages = sum(len(share.pages) for share in shares)
         if there == span:
             self._sums.published_pages += num_pages
-            return len(span.hashes)
-        self._sums.duplicate_pages += num_pages
-        return _shared(there, span)
+        else:
+            self._sums.duplicate_pages += num_pages
+        return what_is_found(command.op, there, span)
 
     # ---- finding
 
@@ -341,7 +342,8 @@ class StoreKeeper:
             self._forget(next(iter(self._asks)))
         last = found[-1]
         page_nos = tuple(_readable(found, g) for g in range(len(self._facts.scope.groups)))
-        self._say(StoreFound(ask.ask, max(ask.first, last.span.start + last.pages), page_nos, known))
+        pages = max(ask.first, last.span.start + last.pages)
+        self._say(StoreFound(ask.ask, pages, page_nos, known, beyond(found)))
 
     def _forget(self, ask: int) -> None:
         _, found = self._asks.pop(ask, (None, []))
@@ -488,9 +490,3 @@ def _readable(found: Sequence[Found], g: int) -> tuple[int, ...]:
     return tuple(
         sorted({at for each in found for at in each.span.shares[g].pages if at < each.span.start + each.pages})
     )
-
-
-def _shared(there: Span, ours: Span) -> int:
-    """How many of our span's first pages are in another one that begins with the same."""
-    pairs = zip(there.hashes, ours.hashes, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(there.hashes), len(ours.hashes)))

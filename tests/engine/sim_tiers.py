@@ -41,6 +41,7 @@ from disagg.offload.instructions import (
     StoreWorks,
     Upload,
 )
+from disagg.offload.tier import Found, beyond, what_is_found
 from disagg.offload.units import heads_of, written_by
 from tests.engine.sim_pages import Cells, SimPages
 
@@ -68,6 +69,7 @@ class SimStore:
     def check(self) -> None:
         """No chain has a hole, and every part of what can be found is there."""
         known = {page_hash for span in self.spans.values() for page_hash in span.hashes}
+        assert len(known) == sum(len(span.hashes) for span in self.spans.values()), "a page is in two spans"
         for span in self.spans.values():
             assert not span.start or span.parent in known, "a span goes on from what is not stored"
             for share in span.shares:
@@ -232,15 +234,16 @@ class SimKeeper:
                 tuple({p for span in found for p in span.shares[g].pages if p < span.stop})
                 for g, _ in enumerate(self._facts.model.groups)
             )
-            self.events.append(StoreFound(command.ask, pages, page_nos if found else (), known=not fails))
+            others = beyond(Found(self._store.spans[span.hashes[0]], len(span.hashes)) for span in found)
+            self.events.append(StoreFound(command.ask, pages, page_nos if found else (), not fails, others))
         else:
             assert isinstance(command, Publish)
-            self.events.append(StorePublished(command.op, self._publish(*self._uploads.pop(command.op))))
+            self.events.append(self._publish(*self._uploads.pop(command.op)))
 
-    def _publish(self, upload: Upload, reports: dict[int, PartsWritten]) -> int | None:
+    def _publish(self, upload: Upload, reports: dict[int, PartsWritten]) -> StorePublished:
         assert len(reports) == self._facts.tp, "published before all parts are there"
         if self._fails():
-            return None
+            return StorePublished(upload.op, None)
         shares = tuple(
             Share(
                 b"",
@@ -253,7 +256,7 @@ class SimKeeper:
         )
         span = Span(b"", upload.parent, upload.start, upload.hashes, upload.before, shares)
         there = self._store.spans.setdefault(upload.hashes[0], span)
-        return _common(there.hashes, span.hashes)
+        return what_is_found(upload.op, there, span)
 
     def turn(self) -> None:
         """The store breaks, or works again."""

@@ -77,7 +77,7 @@ def _serve(world: World, random: Random, name: str, kind: float, whole: list[tup
         tail = random.random() < 0.8
         if tail and name != HOST_ONLY:
             whole.append((sequence.hashes, world.rules.last_point(sequence.written // PAGE_TOKENS)))
-        world.finish(name, tail=tail)
+        world.finish(name, tail=tail, asked=world.storing and random.random() < 0.3)
 
 
 def _hear(world: World, random: Random, kind: float, faults: bool) -> bool:
@@ -93,6 +93,8 @@ def _hear(world: World, random: Random, kind: float, faults: bool) -> bool:
         return fails
     elif kind < 0.84:
         world.report_uploads(rank, random.choice([0, 0, 1]))
+    elif kind < 0.86:
+        world.answer(random.randrange(99), known=random.random() < 0.7)
     else:
         outcome = random.choice(["done"] * 12 + (["lost", "failed"] if faults else []))
         world.publish(random.randrange(99), outcome)
@@ -108,8 +110,7 @@ def _trouble(world: World, random: Random, kind: float) -> None:
     elif kind < 0.98:
         world.do(world.manager.give_up_waiting())
     elif world.sequences:
-        hashes = world.sequences[random.choice(sorted(world.sequences))].hashes
-        world.manager.found(hashes, world.stored_pages(hashes))
+        world.find(world.sequences[random.choice(sorted(world.sequences))].hashes)
 
 
 def _check_chains(world: World) -> None:

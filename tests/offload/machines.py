@@ -81,14 +81,14 @@ def manager_machine(
             self.hear(others)
 
         @precondition(lambda self: self.world.sequences)
-        @rule(number=PICK, tail=st.booleans())
-        def finish(self, number: int, tail: bool) -> None:
+        @rule(number=PICK, tail=st.booleans(), asked=st.booleans())
+        def finish(self, number: int, tail: bool, asked: bool) -> None:
             name = self._some(number)
             sequence = self.world.sequences[name]
             if tail and name != HOST_ONLY:
                 pages = self.world.rules.last_point(sequence.written // PAGE_TOKENS)
                 self.whole.append((sequence.hashes, pages))
-            self.world.finish(name, tail=tail)
+            self.world.finish(name, tail=tail, asked=asked and self.storage)
 
         # ---- ranks
 
@@ -144,8 +144,12 @@ def manager_machine(
         @precondition(lambda self: self.world.sequences and self.storage)
         @rule(number=PICK)
         def look_up(self, number: int) -> None:
-            hashes = self.world.sequences[self._some(number)].hashes
-            self.world.manager.found(hashes, self.world.stored_pages(hashes))
+            self.world.find(self.world.sequences[self._some(number)].hashes)
+
+        @precondition(lambda self: self.world.asked)
+        @rule(number=PICK, known=st.booleans())
+        def answer(self, number: int, known: bool) -> None:
+            self.world.answer(number, known=known)
 
         @precondition(lambda self: self.storage and self.faults)
         @rule(works=st.sampled_from([True, True, False]))

@@ -384,12 +384,56 @@ def test_at_most_so_many_uploads_are_under_way() -> None:
 
 
 @named
+def test_what_another_span_has_beyond_ours_is_not_stored_again() -> None:
+    world = new_world("full", ranks=1, stride_tokens=4)
+    run(world, "a", 8, 1)
+    world.other_server("a", 3)
+    world.finish("a")
+    world.settle()
+    assert spans(world) == [(0, 2), (2, 4), (3, 4)] and world.discarded == {2}
+    assert sorted(map(len, world.published.values())) == [1, 3]
+    world.check_end()
+
+
+@named
+def test_the_end_of_what_storage_was_asked_for_waits_on_the_host_for_its_answer() -> None:
+    for known, uploaded in ((True, [(3, 4)]), (False, [(0, 4), (3, 4)])):
+        world = new_world("full", ranks=1, stride_tokens=40)
+        run(world, "a", 8, 2)
+        world.other_server("a", 3)
+        world.finish("a", asked=True)
+        world.make_copy(0)
+        world.report_copies(0, 0)
+        assert not +world.pins and not world.uploads and not world.manager.idle
+        world.answer(0, known=known)
+        world.settle()
+        assert spans(world) == uploaded
+        world.check_end()
+
+
+@named
+def test_all_of_what_has_ended_may_be_stored_when_storage_answers() -> None:
+    world = new_world("full and windows", ranks=2, stride_tokens=4)
+    run(world, "a", 8, 1)
+    world.settle()
+    run(world, "b", 8, 1)
+    world.manager.stored.lost(world.sequences["b"].hashes)
+    world.finish("b", asked=True)
+    world.finish("a")
+    before = len(world.uploads)
+    world.settle()
+    assert len(world.uploads) == before
+    world.check_end()
+
+
+@named
 def test_what_storage_has_lost_is_stored_again_before_what_goes_on_from_it() -> None:
     world = new_world("full", ranks=1, stride_tokens=4)
     run(world, "a", 8, 1)
     world.settle()
     hashes = world.sequences["a"].hashes
     world.published.clear()
+    world.stored.clear()
     world.before.clear()
     world.manager.found(hashes, 0)
     for token in range(4):
@@ -427,7 +471,7 @@ def test_a_page_of_a_window_that_goes_to_the_host_only_is_not_taken_for_stored()
     world.finish("a")  # its copies are not made yet
     world.begin("b", range(10))
     hashes = world.sequences["b"].hashes
-    world.put(ROOT, tuple(hashes[:4]))
+    world.put(ROOT, tuple(hashes[:4]), ())
     world.manager.found(hashes, 4, [(0, each) for each in hashes[:4]])  # somebody has stored no more than this
     world.write("b", 10)
     world.finish("b")

@@ -43,7 +43,7 @@ def test_what_a_span_finds_on_the_host_is_held_as_long_as_the_sequence_runs() ->
 
     hear(6)
     decode(0, 5, [0])
-    machine.finish(number=0, tail=False)
+    machine.finish(number=0, tail=False, asked=False)
     hear(10)
     decode(0, 3, [0, 0])
     decode(3, 13, [0])

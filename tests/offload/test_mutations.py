@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from disagg.offload import acks, host, manager, rules
+from disagg.offload import acks, host, manager, rules, uploads
 from tests.memory.test_mutations import Mutation, does_nothing, mutated, replaced
 from tests.offload import test_manager, world
 from tests.offload.campaign import walk
@@ -55,7 +55,18 @@ OF_MANAGER = (
         replaced("span.parent is None or span.parent.state is SpanState.STORED", "True"),
     ),
     Mutation("children of what failed go on", "OffloadManager._fail", replaced("self._doom(child)", "pass")),
-    Mutation("children wait for ever", "OffloadManager.published", replaced("self._publish(child)", "pass")),
+    Mutation("children wait for ever", "OffloadManager._is_stored", replaced("self._publish(child)", "pass")),
+    Mutation(
+        "what else is in others' spans is stored again",
+        "OffloadManager.published",
+        replaced("self.stored.add(beyond.hashes, beyond.keys)", "pass"),
+    ),
+    Mutation(
+        "what others have stored is stored again, though that is known",
+        "OffloadManager._leave_to_others",
+        replaced("if not known:", "if True:"),
+    ),
+    Mutation("who storage was asked for waits for ever", "OffloadManager.answered", replaced("flow.asked = 0", "pass")),
     Mutation(
         "what somebody else stored counts as all of it",
         "OffloadManager.published",
@@ -109,11 +120,6 @@ OF_MANAGER = (
         replaced("self._out.append(Pin(gpu_pages(wanted)))", "pass"),
     ),
     Mutation(
-        "every upload is started at once",
-        "OffloadManager._start_uploads",
-        replaced("self._transfers < self._most_uploads", "True"),
-    ),
-    Mutation(
         "a page is on the host when the copy is ordered",
         "OffloadManager._begin_span",
         replaced(
@@ -127,6 +133,15 @@ OF_MANAGER = (
         "OffloadManager.set_store",
         replaced("flow.go_back(0)", "pass"),
     ),
+)
+OF_UPLOADS = (
+    Mutation("every upload is started at once", "Uploads.next", replaced("self._transfers >= self._most", "False")),
+    Mutation(
+        "nobody waits for what storage says",
+        "Uploads.next",
+        replaced("not any((flow.asked for flow in span.followers))", "True"),
+    ),
+    Mutation("places are not given back", "Uploads.report", replaced("self._transfers -= 1", "pass")),
 )
 OF_ACKS = (
     Mutation("one rank is enough", "Acks.report", replaced("min(self._reported)", "max(self._reported)")),
@@ -177,6 +192,7 @@ OF_HOST = (
 )
 TABLE = [
     *((manager, each) for each in OF_MANAGER),
+    *((uploads, each) for each in OF_UPLOADS),
     *((acks, each) for each in OF_ACKS),
     *((rules, each) for each in OF_RULES),
     *((host, each) for each in OF_HOST),
@@ -190,6 +206,9 @@ def put_in(monkeypatch: pytest.MonkeyPatch, module: ModuleType, copy: ModuleType
         monkeypatch.setattr(world, "OffloadManager", copy.OffloadManager)
     elif module is acks:
         monkeypatch.setattr(manager, "Acks", copy.Acks)
+        monkeypatch.setattr(uploads, "Acks", copy.Acks)
+    elif module is uploads:
+        monkeypatch.setattr(manager, "Uploads", copy.Uploads)
     elif module is rules:
         monkeypatch.setattr(world, "offload_rules", copy.offload_rules)
         monkeypatch.setattr(test_manager, "offload_rules", copy.offload_rules)
@@ -220,7 +239,7 @@ def test_it_is_noticed_that(module: ModuleType, mutation: Mutation, monkeypatch:
     assert notice is not None
 
 
-@pytest.mark.parametrize("module", [manager, acks, rules, host])
+@pytest.mark.parametrize("module", [manager, uploads, acks, rules, host])
 def test_a_copy_without_a_mutation_passes(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     put_in(monkeypatch, module, mutated(module, None))
     assert first_failure() is None

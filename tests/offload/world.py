@@ -16,7 +16,7 @@ from disagg.memory.hashing import chain_root, extend_hashes
 from disagg.memory.layout import PoolLayout, pool_layout
 from disagg.messages.layout import GroupKind
 from disagg.offload.host import HostPool
-from disagg.offload.instructions import Copy, Discard, GpuPage, Instruction, Pin, Publish, Unpin, Upload
+from disagg.offload.instructions import Beyond, Copy, Discard, GpuPage, Instruction, Pin, Publish, Unpin, Upload
 from disagg.offload.manager import OffloadManager
 from disagg.offload.rules import offload_rules
 
@@ -102,8 +102,13 @@ class World:
         self.published: dict[bytes, tuple[bytes, ...]] = {}  # by first hash: the pages that can be found
         self.before: dict[bytes, bytes] = {}  # by hash: of the page before, of pages that can be found
         self.stored: Counter[Name] = Counter()
+        self.pages: dict[bytes, tuple[Name, ...]] = {}  # by first hash: what can be read there
         self.points: set[bytes] = set()  # the last pages of spans
         self.seen: Counter[str] = Counter()
+        self.asked: dict[
+            int, list[bytes]
+        ] = {}  # hashes of those that have ended, of which storage has yet to say what it has
+        self.num_asked = 0
         self.to_be_stored: list[list[bytes]] = []  # of sequences that may go there
 
     # ---- sequences
@@ -162,10 +167,15 @@ class World:
         sequence = self.sequences[name]
         return lambda g, page_no: sequence.tables[g].get(page_no)
 
-    def finish(self, name: str, *, tail: bool = True) -> None:
+    def finish(self, name: str, *, tail: bool = True, asked: bool = False) -> None:
+        """asked: what storage has of it comes later, by `answer`."""
         sequence = self.sequences.pop(name)
         view = lambda g, page_no: sequence.tables[g].get(page_no)  # noqa: E731
-        self.do(self.manager.finish(name, sequence.written, view, tail=tail))
+        number = 0
+        if asked:
+            self.num_asked += 1
+            self.asked[number := self.num_asked] = sequence.hashes
+        self.do(self.manager.finish(name, sequence.written, view, tail=tail, asked=number))
         for table in sequence.tables:
             for page in table.values():
                 self._let_go(page)
@@ -286,24 +296,49 @@ class World:
             return
         there = self.published.get(upload.hashes[0])
         if there is None:
-            self.put(upload.parent, upload.hashes)
-            for g, share in enumerate(upload.shares):
-                for page_hash in share.hashes:
-                    self.stored[g, page_hash] += 1
+            self.put(upload.parent, upload.hashes, [(g, h) for g, s in enumerate(upload.shares) for h in s.hashes])
             there = upload.hashes
         else:
             self.seen["conflict"] += 1
         matching = 0
         while matching < min(len(there), len(upload.hashes)) and there[matching] == upload.hashes[matching]:
             matching += 1
-        self.do(self.manager.published(op, None if outcome == "lost" else matching))
+        told = (None,) if outcome == "lost" else (matching, self.beyond(upload.hashes[:matching]))
+        self.do(self.manager.published(op, *told))
 
-    def put(self, parent: bytes, hashes: tuple[bytes, ...]) -> None:
-        self.published[hashes[0]] = hashes
+    def answer(self, number: int, *, known: bool = True) -> None:
+        """To one that has ended. known: storage can say it."""
+        if not self.asked:
+            return
+        asked = sorted(self.asked)[number % len(self.asked)]
+        hashes = self.asked.pop(asked)
+        if known:
+            self.find(hashes)
+        self.seen["an answer that is late"] += 1
+        self.do(self.manager.answered(asked))
+
+    def put(self, parent: bytes, hashes: tuple[bytes, ...], pages: Sequence[Name]) -> None:
+        self.published[hashes[0]], self.pages[hashes[0]] = hashes, tuple(pages)
+        self.stored.update(pages)
+        twice = [name for name in pages if self.stored[name] > 1 and self.kinds[name[0]] is GroupKind.FULL]
+        assert not twice, "a page is stored twice"
         self.points.add(hashes[-1])
         for page_hash in hashes:
             self.before[page_hash] = parent
             parent = page_hash
+
+    def find(self, hashes: Sequence[bytes]) -> None:
+        """The manager is told what storage has of a sequence."""
+        pages = self.stored_pages(hashes)
+        keys = [(g, each) for g, each in self.stored if each in hashes[:pages]]
+        self.manager.found(hashes, pages, keys, self.beyond(hashes[:pages]))
+
+    def beyond(self, hashes: Sequence[bytes]) -> Beyond:
+        """Of a sequence that is stored: what else is in its spans."""
+        spans = [span for first, span in self.published.items() if first in hashes]
+        rest = [each for span in spans for each in span if each not in hashes]
+        self.seen["a span that goes on beyond ours"] += bool(rest)
+        return Beyond(tuple(rest), tuple(key for span in spans for key in self.pages[span[0]] if key[1] in rest))
 
     def stored_pages(self, hashes: Sequence[bytes]) -> int:
         """Pages of a sequence that can be found."""
@@ -315,8 +350,8 @@ class World:
         first = self.stored_pages(hashes)
         taken = tuple(hashes[first : first + pages])
         if taken and taken[0] not in self.published:
-            self.put(hashes[first - 1] if first else ROOT, taken)
-            self.stored.update((g, each) for g in self.groups if self.kinds[g] is GroupKind.FULL for each in taken)
+            full = [g for g in self.groups if self.kinds[g] is GroupKind.FULL]
+            self.put(hashes[first - 1] if first else ROOT, taken, [(g, each) for g in full for each in taken])
 
     def set_store(self, works: bool) -> None:
         self.storing = works
@@ -335,6 +370,7 @@ class World:
                     self.make_upload(rank)
                 self.report_uploads(rank, 0)
             self.publish(0, "done")
+            self.answer(0)
             if self.manager.idle and not self.to_publish:
                 return
         raise AssertionError("what is under way does not end")

@@ -16,6 +16,7 @@ from disagg.offload.breaker import Breaker
 from disagg.offload.causes import Cause
 from disagg.offload.instructions import (
     Ask,
+    Beyond,
     Discard,
     Fetch,
     ForgetAsk,
@@ -245,6 +246,21 @@ async def test_of_two_servers_that_publish_at_once_one_is_kept_and_both_know_wha
         )
     assert sum(server.sums.published_pages for server in servers) == statistics(found).pages
     assert sum(server.sums.duplicate_pages > 0 for server in servers) == 2
+
+
+async def test_what_else_is_in_spans_that_a_sequence_goes_through_is_told(server: Server) -> None:
+    await server.publish(1, TOKENS, 0, 7)
+    hashes, others = chain(SCOPE, TOKENS), chain(SCOPE, OTHER)
+    rest = Beyond(tuple(hashes[5:7]), (*((g, hashes[at]) for g in (0, 1) for at in (5, 6)), (2, hashes[6])))
+    assert (await server.ask(OTHER)).beyond == rest, "it leaves the span"
+    assert (await server.ask(TOKENS[:20])).beyond == rest, "it ends within the span"
+    assert (await server.ask(TOKENS)).beyond == Beyond()
+    for op, tokens, stop, pages in ((2, TOKENS, 5, 5), (3, OTHER, 8, 5)):
+        await server.upload(op, tokens, 0, stop)
+        server.keeper.do(Publish(op))
+        assert await server.next(StorePublished) == StorePublished(op, pages, rest)
+    assert await server.publish(4, OTHER, 5, 8) == 3
+    assert (await server.ask(OTHER)).pages == 8 and len(set(others[:8]) & set(hashes)) == 5
 
 
 async def test_tenants_share_nothing(server: Server) -> None:
