@@ -48,6 +48,7 @@ from disagg.messages.tiers import TierCommand, TierEvent
 from disagg.messages.transfer import Beat, CommandFrame, TransferCommand, TransferEvent, decode_events, encode_commands
 from disagg.server.pids import is_stopped
 from disagg.server.ucx_log import log_last_words
+from disagg.streams.awake import Awake
 from disagg.telemetry.held_dirs import HeldDir, remove_abandoned
 from disagg.telemetry.process import describe_status
 from disagg.types.errors import ConfigError, DisaggError
@@ -58,6 +59,7 @@ logger = logging.getLogger(__name__)
 CONNECT_POLL_S = 0.02
 HELLO_EVERY_S = 0.05
 STOP_WAIT_S = 5.0
+LOOK_S = 0.25  # from one look for silence to the next
 SOCKETS_PREFIX = "disagg-"
 MAX_SOCKET_PATH_BYTES = 107  # of Linux
 _NO_COMMAND = frozenset(
@@ -364,12 +366,16 @@ class Workers:
 
     async def _watch(self) -> None:
         """Silence ends them all. Before its first beat a rank is starting, which `call` bounds, as it does what it asks for; but
-        a process that is stopped does nothing meanwhile.
+        a process that is stopped does nothing meanwhile. While this process stood still itself, nobody was silent.
         """
         ran_s = [time.monotonic()] * self._num_ranks
+        awake = Awake()
         while True:
-            await asyncio.sleep(min(1.0, self._config.silent_s / 4))
+            await asyncio.sleep(LOOK_S)
             now = time.monotonic()
+            if not awake.look(now):
+                ran_s = [now] * self._num_ranks
+                continue
             for rank, pid in enumerate(self.pids):
                 if not is_stopped(pid):
                     ran_s[rank] = now

@@ -1,12 +1,14 @@
 """A worker that beats once, ends at `Shutdown`, and takes its time over everything else: for `test_workers.py`.
 
-Arguments: those of a worker, after seconds to be silent before each reply.
+Arguments: those of a worker, after seconds to be silent before each reply, and from one beat to the next, if there are more.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
+import threading
 import time
 
 import zmq
@@ -18,6 +20,7 @@ from disagg.messages.transfer import Beat, EventFrame, encode_events
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("silent_s", type=float)
+    parser.add_argument("beat_s", type=float)
     parser.add_argument("--rank", type=int)
     parser.add_argument("--sockets")
     arguments, _ = parser.parse_known_args()
@@ -30,7 +33,15 @@ def main() -> None:
         return socket
 
     control, transfer = dealer("control"), dealer("transfer")
-    transfer.send(encode_events(EventFrame(arguments.rank, 0, (Beat(-1, 0.0, 0, 0),))))
+
+    def beat() -> None:
+        for number in itertools.count():
+            transfer.send(encode_events(EventFrame(arguments.rank, number, (Beat(-1, 0.0, 0, 0),))))
+            if not arguments.beat_s:
+                return
+            time.sleep(arguments.beat_s)
+
+    threading.Thread(target=beat, daemon=True).start()
     while True:
         request = decode_request(control.recv())
         if isinstance(request, Shutdown):

@@ -7,16 +7,19 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from disagg.config.tree import LogConfig, WorkerConfig
 from disagg.messages.control import Dump, Dumped, Profile, Profiled
 from disagg.messages.plan import WorkerPlan
 from disagg.server.workers import Workers, WorkersLost, make_sockets_dir
+from disagg.streams.awake import READ_S
 from disagg.types.errors import ConfigError
 from tests.small_disk import small_disk as small_disk
 
@@ -26,9 +29,9 @@ WORKER = Path(__file__).with_name("slow_worker.py")
 
 
 @asynccontextmanager
-async def workers_of(reply_after_s: float, silent_s: float = SILENT_S) -> AsyncIterator[Workers]:
+async def workers_of(reply_after_s: float, silent_s: float = SILENT_S, beat_s: float = 0.0) -> AsyncIterator[Workers]:
     ignore: Callable[..., None] = lambda *_: None  # noqa: E731
-    command = (sys.executable, str(WORKER), str(reply_after_s))
+    command = (sys.executable, str(WORKER), str(reply_after_s), str(beat_s))
     workers = Workers("test", WorkerConfig(command=command, silent_s=silent_s), LogConfig(), 1, ignore, ignore)
     workers.start()
     try:
@@ -133,6 +136,23 @@ async def test_a_rank_that_nobody_has_called_may_not_be_silent() -> None:
     async with workers_of(0.0) as workers:
         await workers.call(Dump(), 30.0)
         assert "rank 0 has been silent" in await asyncio.wait_for(workers.wait_lost(), 30.0)
+
+
+def test_a_server_that_stood_still_itself_calls_no_rank_silent_that_was_not() -> None:
+    """On the loop that servers have, which looks at its timers before it reads."""
+
+    async def stand_still() -> None:
+        async with workers_of(0.0, beat_s=0.1) as workers:
+            await workers.call(Dump(), 30.0)
+            for _ in range(3):
+                await asyncio.sleep(1.0)
+                time.sleep(3 * SILENT_S)  # noqa: ASYNC251
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(workers.wait_lost(), READ_S + 1.0)
+            workers._processes[0].send_signal(signal.SIGSTOP)
+            assert "rank 0 has been" in await asyncio.wait_for(workers.wait_lost(), 30.0), "silence ends it still"
+
+    uvloop.run(stand_still())
 
 
 async def test_a_call_is_lost_when_its_time_is_over_though_the_rank_lives() -> None:
