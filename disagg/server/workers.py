@@ -370,6 +370,7 @@ class Workers:
         """
         ran_s = [time.monotonic()] * self._num_ranks
         awake = Awake()
+        awake.look(ran_s[0])
         while True:
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,7 +15,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import uvloop
 
 from disagg.config.tree import LogConfig, WorkerConfig
 from disagg.messages.control import Dump, Dumped, Profile, Profiled
@@ -138,21 +139,23 @@ async def test_a_rank_that_nobody_has_called_may_not_be_silent() -> None:
         assert "rank 0 has been silent" in await asyncio.wait_for(workers.wait_lost(), 30.0)
 
 
-def test_a_server_that_stood_still_itself_calls_no_rank_silent_that_was_not() -> None:
-    """On the loop that servers have, which looks at its timers before it reads."""
-
-    async def stand_still() -> None:
-        async with workers_of(0.0, beat_s=0.1) as workers:
-            await workers.call(Dump(), 30.0)
-            for _ in range(3):
-                await asyncio.sleep(1.0)
-                time.sleep(3 * SILENT_S)  # noqa: ASYNC251
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(workers.wait_lost(), READ_S + 1.0)
-            workers._processes[0].send_signal(signal.SIGSTOP)
-            assert "rank 0 has been" in await asyncio.wait_for(workers.wait_lost(), 30.0), "silence ends it still"
-
-    uvloop.run(stand_still())
+def test_a_server_that_was_stopped_itself_calls_no_rank_silent_that_was_not() -> None:
+    server = subprocess.Popen([sys.executable, "-m", "tests.server.stopped_server"], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    try:
+        assert server.stdout.readline() == "ready\n"
+        for _ in range(3):
+            server.send_signal(signal.SIGSTOP)
+            time.sleep(3 * SILENT_S)
+            server.send_signal(signal.SIGCONT)
+            assert not select.select([server.stdout], [], [], READ_S + 1.0)[0], server.stdout.readline()
+        (worker,) = subprocess.run(["pgrep", "-P", str(server.pid)], capture_output=True, text=True).stdout.split()
+        os.kill(int(worker), signal.SIGSTOP)
+        assert server.stdout.readline().startswith("rank 0 has been "), "silence ends it still"
+        assert server.wait(60.0) == 0
+    finally:
+        server.kill()
+        server.wait()
 
 
 async def test_a_call_is_lost_when_its_time_is_over_though_the_rank_lives() -> None:
