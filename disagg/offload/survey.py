@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -19,6 +18,7 @@ from msgspec import Struct
 from disagg.config.sizes import show_bytes
 from disagg.messages.stored import PartRef, Share, Span
 from disagg.offload.causes import Cause
+from disagg.offload.chains import going_on_from, without_parent
 from disagg.offload.directory import STAGED, Entry
 from disagg.offload.keys import LAYOUT, PARTS, READS, SPANS, page_key, parse_path
 from disagg.offload.objects import (
@@ -243,9 +243,9 @@ async def verify(
 ) -> list[Damage]:
     """Every object that cannot be used, read to its last byte. Raises StoreError when the store does not answer."""
     damage = list(found.damage)
-    lost = _without_parent(found.spans)
+    lost = without_parent(found.spans)
     if lost:  # what they go on from may have been written when the survey had passed it
-        still = _without_parent((await survey(store, progress)).spans)
+        still = without_parent((await survey(store, progress)).spans)
         lost = {path: each for path, each in lost.items() if path in still}
     for each in lost.values():
         why = f"the page before its first, page {each.span.start - 1}, is in no span: nobody can find it"
@@ -266,14 +266,6 @@ async def verify(
     jobs = [(each, share, part) for each in found.spans for share in each.span.shares for part in share.parts]
     await _each(read, jobs, len(jobs), "verifying parts", progress)
     return sorted(damage, key=lambda each: each.path)
-
-
-def _without_parent(spans: Sequence[StoredSpan]) -> dict[str, StoredSpan]:
-    """By path, those whose page before the first is in no span."""
-    starts: dict[str, set[bytes]] = defaultdict(set)
-    for each in spans:
-        starts[each.folder].update((each.span.root, *each.span.hashes))
-    return {each.path: each for each in spans if each.span.parent not in starts[each.folder]}
 
 
 async def _verify_part(store: ObjectStore, each: StoredSpan, share: Share, ref: PartRef) -> None:
@@ -397,10 +389,11 @@ async def collect(
 
 async def remove_damaged(store: ObjectStore, found: Survey, damage: Sequence[Damage]) -> Collected:
     """What `verify` found, but for what is spared: a part goes with the span that names it, since without one of its parts a span
-    is of no use. What goes on from there cannot be found any more, and is garbage for `collect`."""
+    is of no use, and with the span goes what goes on from there, which nobody could find any more."""
     bad = {each.path for each in damage if not each.spared}
     removal = _Removal(store, found)
     spans = [each for each in found.spans if each.path in bad or any(part.path in bad for part in each.parts)]
+    spans = [*going_on_from(spans, found.spans), *spans]
     await removal.spans(spans)
     gone = {each.path for each in spans} | {part.path for each in spans for part in each.parts}
     await removal.delete(sorted(bad - gone))
