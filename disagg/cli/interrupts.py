@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from types import FrameType
 
 from disagg.types.status import BY_SIGNAL
@@ -25,9 +26,17 @@ def end_at_ctrl_c() -> None:
 
 
 def raise_at_ctrl_c() -> None:
-    """For a command that has processes or files to end: they are ended by whoever lets KeyboardInterrupt through."""
+    """For a command that has processes or files to end: they are ended by whoever lets KeyboardInterrupt through. So they are at
+    SIGTERM, which is raised as SystemExit with the status of shells."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _end):
+        signal.signal(signal.SIGTERM, _raise)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once is enough, and what ends then is not to be interrupted
+    sys.exit(BY_SIGNAL + number)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -45,4 +45,4 @@ def size_pool(
 
 
 def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / 2**20:.0f} MiB" if abs(num_bytes) >= 10 << 20 else f"{num_bytes} bytes"

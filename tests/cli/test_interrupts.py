@@ -82,7 +82,7 @@ def test_a_request_that_is_cancelled_by_ctrl_c_has_the_same_status(monkeypatch: 
 
 
 def test_where_ctrl_c_is_ignored_it_stays_so() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before, at_sigterm = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.getsignal(signal.SIGTERM)
     try:
         interrupts.end_at_ctrl_c()
         interrupts.raise_at_ctrl_c()
@@ -94,3 +94,28 @@ def test_where_ctrl_c_is_ignored_it_stays_so() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, at_sigterm)
+
+
+TIDIES_UP = """
+import signal, tempfile
+from disagg.cli import interrupts
+
+interrupts.end_at_ctrl_c()
+interrupts.raise_at_ctrl_c()
+with tempfile.TemporaryDirectory() as name:
+    print(name, flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_a_command_with_files_to_remove_removes_them_at_sigterm_as_at_ctrl_c(number: int, status: int) -> None:
+    command = subprocess.Popen(
+        [sys.executable, "-c", TIDIES_UP], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert command.stdout is not None
+    folder = Path(command.stdout.readline().strip())
+    assert folder.is_dir()
+    command.send_signal(number)
+    assert command.wait(30) == status and not folder.exists()

@@ -61,3 +61,8 @@ def test_a_pool_without_room_for_one_page_is_refused_with_the_numbers() -> None:
 def test_more_than_the_device_has_is_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError, match="2048 MiB for KV, as configured, are more than the device has, 1024 MiB"):
         size_pool(layout(), set_bytes=2 << 30, total_bytes=1 << 30, peak_bytes=0, staging_bytes=0, utilization=0.9)
+
+
+def test_a_pool_of_less_than_a_page_is_said_in_bytes() -> None:
+    with pytest.raises(ValueError, match=r"65536 bytes for KV \(as configured\) do not hold one large page of \d+ bytes"):
+        size_pool(layout(), set_bytes=64 << 10, total_bytes=0, peak_bytes=0, staging_bytes=0, utilization=0.9)

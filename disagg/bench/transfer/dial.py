@@ -74,7 +74,7 @@ class FarRanks:
             connected = socket.create_connection((host, port), DIAL_S)
         except OSError as error:
             self._local.close()
-            raise ConfigError(f"--to: nobody listens at {self._to}: {error}; start it there with --listen") from error
+            raise DisaggError(f"--to: nobody listens at {self._to}: {error}; start it there with --listen") from error
         self._ends = _Ends(Wire(connected))
         self.own_host = self._ends.wire.own_host
         self.src = self._local.src
