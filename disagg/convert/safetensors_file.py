@@ -12,6 +12,7 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Final, Literal
 
@@ -76,7 +77,7 @@ def find_weight_files(model_dir: Path) -> tuple[Path, ...]:
     """The safetensors files of a Hugging Face directory, sorted. Raises ConfigError saying what is missing.
 
     model.safetensors where it is there, as transformers has it, which loads it whatever an index beside it says; else those that
-    the index names; else every *.safetensors file.
+    the index names. By other names transformers reads none.
     """
     index = model_dir / INDEX_NAME
     single = model_dir / SINGLE_NAME
@@ -90,12 +91,9 @@ def find_weight_files(model_dir: Path) -> tuple[Path, ...]:
                 f"model directory {model_dir} lacks {len(missing)} files that {INDEX_NAME} names: {', '.join(missing[:3])}"
             )
         return tuple(model_dir / name for name in names)
-    files = tuple(sorted(each for each in model_dir.glob("*.safetensors") if _is_regular(each))[: _MAX_FILES + 1])
-    if not files:
-        raise ConfigError(f"model directory {model_dir} lacks safetensors weights ({SINGLE_NAME} or {INDEX_NAME})")
-    if len(files) > _MAX_FILES:
-        raise ConfigError(f"model directory {model_dir} has more than {_MAX_FILES} safetensors files")
-    return files
+    others = [each.name for each in islice(model_dir.glob("*.safetensors"), 3)]
+    unnamed = f"; {', '.join(others)} by another name are not read" if others else ""
+    raise ConfigError(f"model directory {model_dir} lacks safetensors weights ({SINGLE_NAME} or {INDEX_NAME}){unnamed}")
 
 
 def _is_regular(path: Path) -> bool:

@@ -67,9 +67,22 @@ def never_opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("make", ODD)
-@pytest.mark.parametrize("name", [SINGLE_NAME, INDEX_NAME, "part-1.safetensors", "other.safetensors"])
+def test_what_has_another_name_is_no_weight_file_whatever_it_is(
+    tmp_path: Path, make: Make, never_opened: list[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    make(tmp_path / "other.safetensors")
+    never_opened.append("other.safetensors")
+    said = r"lacks safetensors weights \(model.safetensors or model.safetensors.index.json\); other.safetensors by another name"
+    for look in (find_weight_files, lambda folder: resolve(str(folder), folder)):
+        with pytest.raises(ConfigError, match=said):
+            look(tmp_path)
+
+
+@pytest.mark.parametrize("make", ODD)
+@pytest.mark.parametrize("name", [SINGLE_NAME, INDEX_NAME, "part-1.safetensors"])
 def test_what_is_no_file_is_no_weight_file(tmp_path: Path, make: Make, name: str, never_opened: list[str]) -> None:
-    """part-1: as an index names it; other: as it is found where there is no index."""
+    """part-1: as an index names it."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "whole.safetensors").touch()
     if name == "part-1.safetensors":

@@ -64,5 +64,7 @@ def test_more_than_the_device_has_is_refused_with_both_numbers() -> None:
 
 
 def test_a_pool_of_less_than_a_page_is_said_in_bytes() -> None:
-    with pytest.raises(ValueError, match=r"65536 bytes for KV \(as configured\) do not hold one large page of \d+ bytes"):
+    with pytest.raises(
+        ValueError, match=r"65536 bytes for KV \(as configured\) do not hold one large page of \d+ bytes"
+    ):
         size_pool(layout(), set_bytes=64 << 10, total_bytes=0, peak_bytes=0, staging_bytes=0, utilization=0.9)
