@@ -76,7 +76,7 @@ CASES = (
     Case("gemma3_text", TINY, 64, fields=WIDE),
     Case("smollm2-135m", (64, 128), 48, chunk_tokens=64, stride_tokens=64, **REAL),
     Case("smollm2-135m", (64, 128), 48, chunk_tokens=64, stride_tokens=64, tp=3, **REAL),
-    Case("gemma3-270m", (256, 512), 96, chunk_tokens=128, stride_tokens=256, **{**REAL, "vocab": 200_000}),
+    Case("gemma3-270m", (256, 512), 176, chunk_tokens=128, stride_tokens=256, **{**REAL, "vocab": 200_000}),
 )
 
 
