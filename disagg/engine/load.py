@@ -39,9 +39,8 @@ class Load:
     urgency: Urgency
     state: LoadState = LoadState.WAITING
     waits_for: Load | None = None  # who brings some of the same, or holds the host
-    for_room: bool = (
-        False  # it waits for what others have brought to be used; once it has reserved, for pages of the pool
-    )
+    # It waits for what others have brought to be used; once it has reserved, for pages of the pool.
+    for_room: bool = False
     had_turn: bool = False  # since it was last asked ahead
     progress: int = 0  # of others, when it was last asked
     reserved: int = 0  # large pages: `large` from when it begins to bring something until its sequence begins

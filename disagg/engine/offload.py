@@ -55,9 +55,7 @@ class Offload:
         self._memory = memory
         self._stores = facts.storage
         self._asks = asks
-        self._asking: dict[
-            str, int
-        ] = {}  # by name of a sequence that runs: what storage was asked, and has not answered
+        self._asking: dict[str, int] = {}  # by name of what runs: which question storage has not answered
         self._out = out
         self._clock = clock
         self._page_tokens = memory.layout.page_tokens
