@@ -25,12 +25,16 @@ def going_on_from(gone: Sequence[StoredSpan], spans: Sequence[StoredSpan]) -> li
     children: dict[tuple[str, bytes], list[StoredSpan]] = defaultdict(list)
     for each in spans:
         children[each.folder, each.span.parent].append(each)
-    left, lost = list(gone), {each.path: each for each in gone}
+    found: list[StoredSpan] = []
+    known, left = {each.path for each in gone}, list(gone)
     while left:
         each = left.pop()
-        for page in ((each.folder, page_hash) for page_hash in each.span.hashes):
+        for page in [(each.folder, page_hash) for page_hash in each.span.hashes]:
             holders[page] -= 1
-            behind = [child for child in children[page] if child.path not in lost] if holders[page] <= 0 else []
-            lost.update((child.path, child) for child in behind)
+            if holders[page]:
+                continue
+            behind = [child for child in children[page] if child.path not in known]
+            known |= {child.path for child in behind}
+            found += behind
             left += behind
-    return list(lost.values())[: len(gone) - 1 : -1]
+    return found[::-1]

@@ -116,7 +116,7 @@ class OffloadManager:
             return self._take()
         flow.ended = True
         if asked and self._stores(flow):
-            flow.asked, self._asked[asked] = asked, flow
+            flow.asked, self._asked[asked] = True, flow
         flow.pages = max(flow.pages, min(written // self._rules.layout.page_tokens, len(flow.hashes)))
         self._advance(flow, view)
         if flow.at >= self._rules.last_point(flow.pages) or not self._linger(flow, view):
@@ -133,7 +133,7 @@ class OffloadManager:
         """Storage has said what it has (`found`), or that it cannot."""
         flow = self._asked.pop(asked, None)
         if flow is not None:
-            flow.asked = 0
+            flow.asked = False
         return self._take()
 
     def set_store(self, works: bool) -> None:

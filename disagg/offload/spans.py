@@ -162,7 +162,7 @@ class Flow:
         self.next = 0
         self.blocked_since = -1  # the manager's version when it was last found that there is no room
         self.ended = False
-        self.asked = 0  # what storage was asked for it and has not answered, now that it has ended
+        self.asked = False  # it has ended, and storage has yet to say what it has of it
         # Without storage a sequence holds on the host what it has there, and lets go of all of it at its end: so nothing is
         # evicted before what goes on from it. open: spans that it has to wait for then.
         self.kept: list[Placed] = []

@@ -394,7 +394,7 @@ class ServerStream:
     # ---- verdicts
 
     async def _watch_lease(self) -> None:
-        awake = Awake()
+        awake = Awake(self._clock())
         while True:
             await asyncio.sleep(self._tick_s)
             now_s = self._clock()

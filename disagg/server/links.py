@@ -109,7 +109,7 @@ class Links(PeerServicer):
         reason). on_gone: a lost link's peer has exited.
         """
         self._lease_s = lease_s
-        self._awake = Awake()
+        self._awake = Awake(time.monotonic())
         self._greeting = greeting
         self._on_up = on_up
         self._on_message = on_message

@@ -156,7 +156,7 @@ class RouterStreams(ServerServicer):
         dump: Callable[[], Any],
     ) -> None:
         self._lease_s = lease_s
-        self._awake = Awake()
+        self._awake = Awake(time.monotonic())
         self._heartbeat_s = heartbeat_s
         self._hello = hello
         self._load = load

@@ -369,8 +369,7 @@ class Workers:
         a process that is stopped does nothing meanwhile. While this process stood still itself, nobody was silent.
         """
         ran_s = [time.monotonic()] * self._num_ranks
-        awake = Awake()
-        awake.look(ran_s[0])
+        awake = Awake(ran_s[0])
         while True:
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()

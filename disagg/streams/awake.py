@@ -7,19 +7,19 @@ READ_S = 2.0  # for what came meanwhile to be read
 
 
 class Awake:
-    """Of one who looks for silence again and again.
+    """Of one who looks for silence again and again, from now_s on.
 
     A process that stood still (it was stopped, or its machine was) finds that nothing was heard of anybody for as long, though
     what they said lies in its sockets. So it first takes time to read.
     """
 
-    def __init__(self) -> None:
-        self._looked_s: float | None = None
+    def __init__(self, now_s: float) -> None:
+        self._looked_s = now_s
         self._woke_s = float("-inf")
 
     def look(self, now_s: float) -> bool:
         """To be called at each look. Whether silence is the other's."""
-        if self._looked_s is not None and now_s - self._looked_s > STILL_S:
+        if now_s - self._looked_s > STILL_S:
             self._woke_s = now_s
         self._looked_s = now_s
         return now_s - self._woke_s >= READ_S

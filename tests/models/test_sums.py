@@ -101,6 +101,14 @@ def parts_of(rank: int, number: int, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=draw, dtype=torch.float32) * 10.0 ** (number % 3 - 1)
 
 
+def norm_with(weight: Tensor) -> FusedRMSNorm:
+    norm: Any = torch.nn.Module()
+    norm.weight, norm.eps = torch.nn.Parameter(weight), 1e-5
+    norm.__class__ = FusedRMSNorm
+    norm.eps_name, norm.offset = "eps", False
+    return norm  # type: ignore[no-any-return]
+
+
 def error(got: Tensor, right: Tensor) -> float:
     return float((got.double().cpu() - right).norm() / right.norm())
 
@@ -118,10 +126,7 @@ def norm_sums(alone: Ranks, meeting: Path, dtype: torch.dtype, rows: int, parts:
     ranks = on_device(meeting, alone.rank, alone.size)
     device = device_of(ranks)
     shared = shared_by(ranks, meeting, width, dtype.itemsize)
-    norm: Any = torch.nn.Module()
-    norm.weight, norm.eps = torch.nn.Parameter(parts_of(9, 9, (width,)).to(device, dtype)), 1e-5
-    norm.__class__ = FusedRMSNorm
-    norm.eps_name, norm.offset = "eps", False
+    norm = norm_with(parts_of(9, 9, (width,)).to(device, dtype))
     residual = parts_of(8, 8, (1, rows, width)).to(device, dtype)
     bits, worst = [], 0.0
     for number in range(ROUNDS):
@@ -197,10 +202,7 @@ def no_numbers(alone: Ranks, meeting: Path) -> list[bool]:
     ranks = on_device(meeting, alone.rank, alone.size)
     device = device_of(ranks)
     shared = shared_by(ranks, meeting, 64, 4)
-    norm: Any = torch.nn.Module()
-    norm.weight, norm.eps = torch.nn.Parameter(torch.ones(64, device=device)), 1e-5
-    norm.__class__ = FusedRMSNorm
-    norm.eps_name, norm.offset = "eps", False
+    norm = norm_with(torch.ones(64, device=device))
     mine = torch.zeros(1, 2, 64, device=device)
     if ranks.rank == 1:
         mine[0, 1].view(torch.int32)[3] = -1
@@ -237,10 +239,7 @@ def timed(alone: Ranks, meeting: Path, slow_s: float) -> tuple[tuple[SumTimes, .
     left in the memory."""
     ranks = on_device(meeting, alone.rank, alone.size)
     shared = shared_by(ranks, meeting, 64, 4)
-    norm: Any = torch.nn.Module()
-    norm.weight, norm.eps = torch.nn.Parameter(torch.ones(64, device=device_of(ranks))), 1e-5
-    norm.__class__ = FusedRMSNorm
-    norm.eps_name, norm.offset = "eps", False
+    norm = norm_with(torch.ones(64, device=device_of(ranks)))
     whole = ranks.sum
 
     def slowly(part: Tensor) -> Tensor:

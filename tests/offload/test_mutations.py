@@ -66,7 +66,9 @@ OF_MANAGER = (
         "OffloadManager._leave_to_others",
         replaced("if not known:", "if True:"),
     ),
-    Mutation("who storage was asked for waits for ever", "OffloadManager.answered", replaced("flow.asked = 0", "pass")),
+    Mutation(
+        "who storage was asked for waits for ever", "OffloadManager.answered", replaced("flow.asked = False", "pass")
+    ),
     Mutation(
         "what somebody else stored counts as all of it",
         "OffloadManager.published",

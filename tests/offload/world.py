@@ -105,9 +105,7 @@ class World:
         self.pages: dict[bytes, tuple[Name, ...]] = {}  # by first hash: what can be read there
         self.points: set[bytes] = set()  # the last pages of spans
         self.seen: Counter[str] = Counter()
-        self.asked: dict[
-            int, list[bytes]
-        ] = {}  # hashes of those that have ended, of which storage has yet to say what it has
+        self.asked: dict[int, list[bytes]] = {}  # hashes of what has ended, of which storage has yet to say what it has
         self.num_asked = 0
         self.to_be_stored: list[list[bytes]] = []  # of sequences that may go there
 

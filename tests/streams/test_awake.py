@@ -8,13 +8,13 @@ from tests.streams.test_state import LEASE_S
 
 
 def test_who_looks_as_often_as_it_should_believes_what_it_hears() -> None:
-    awake = Awake()
+    awake = Awake(0.0)
     assert all(awake.look(at / 10) for at in range(100))
     assert awake.look(9.9 + STILL_S), "late, but not for long"
 
 
 def test_who_stood_still_has_time_to_read_each_time() -> None:
-    awake = Awake()
+    awake = Awake(0.0)
     assert awake.look(0.0)
     for woke_s in (30.0, 33.0, 100.0):
         assert not awake.look(woke_s)
