@@ -136,7 +136,7 @@ GPU = {
         outputs=1024,
         rates=(0.1, 0.2),
         document_tokens=65536,
-        documents=(2, 4),
+        documents=(4, 6),
         window=32768,
     ),
     # Llama 3.1 8B: all layers are alike, so nothing may be lost.

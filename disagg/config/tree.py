@@ -43,6 +43,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         "gate_up",
         "qkv",
         "few_rows",
+        "rank_sums",
         "rotation",
         "ends",
     )  # on a GPU, where modules have the shape

@@ -7,7 +7,7 @@
     few_rows  products of up to 128 rows by kernels that also norm, gate, or leave partial sums to the next norm
               (models/products); needs `residual`, `gate_up` and `qkv`
     rank_sums of several ranks: sums of few rows are part of the products and norms that `few_rows` has, in memory that all ranks
-              write (models/sums), instead of NCCL's; needs `few_rows`. Not by default: on a slow link NCCL is the faster
+              write (models/sums), instead of NCCL's where that is the slower (sum_times); needs `few_rows`
     rotation  cosines and sines of positions from a table, and token ids, by a launch each instead of a dozen (ends)
     ends      logits where they are wanted, without a copy; of no rows picked, where all are wanted (ends)
 

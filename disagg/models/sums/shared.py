@@ -105,9 +105,11 @@ def share_rows(ranks: Ranks, width: int, itemsize: int, device: torch.device) ->
     except (RuntimeError, TypeError) as error:  # other versions of torch may give other handles
         why = str(error)
     handles = ranks.exchange(handle, MOST_HANDLE_BYTES, device)
+    releases = (ranks.rank + 1) % ranks.size  # torch counts on one receiver of what it lends
     try:
         others = tuple(
-            None if rank == ranks.rank else _mapped(each, shape, device) for rank, each in enumerate(handles)
+            None if rank == ranks.rank else _mapped(each, shape, device, releases=rank == releases)
+            for rank, each in enumerate(handles)
         )
     except (RuntimeError, TypeError, ConfigError, msgspec.DecodeError) as error:
         why = why or str(error)
@@ -123,15 +125,18 @@ def share_rows(ranks: Ranks, width: int, itemsize: int, device: torch.device) ->
     return SharedRows(ranks, memory, rows)
 
 
-def _mapped(handle: bytes, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Another process's tensor, as this device sees it. Raises ConfigError, RuntimeError."""
+def _mapped(handle: bytes, shape: tuple[int, ...], device: torch.device, *, releases: bool) -> Tensor:
+    """Another process's tensor, as this device sees it. releases: torch's account there of what is lent, since the owner keeps it
+    anyway; of one receiver only. Raises ConfigError, RuntimeError.
+    """
     if not handle:
         raise ConfigError("another rank has no memory to share")
     peer, *rest = msgspec.msgpack.decode(handle)
     if not torch.cuda.can_device_access_peer(device, peer):
         raise ConfigError(f"{device} does not reach GPU {peer}")
     storage = torch.UntypedStorage._new_shared_cuda(device.index, *rest)
-    torch.UntypedStorage._release_ipc_counter_cuda(rest[3], rest[4])  # the owner keeps it anyway
+    if releases:
+        torch.UntypedStorage._release_ipc_counter_cuda(rest[3], rest[4])
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage).view(-1)[: math.prod(shape)].view(shape)
 
 
