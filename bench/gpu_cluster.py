@@ -160,6 +160,12 @@ def prompt_of(number: int, tokens: int, vocab: int = VOCAB) -> list[int]:
 
 def ask(cluster: Cluster, prompt: list[int], outputs: int) -> Asked:
     """Raises AssertionError if an answer is not complete, ValueError if its timeline does not become so."""
+    request_id, times = answered(cluster, prompt, outputs)
+    return Asked(_timeline(cluster, request_id), times[0], times[1])
+
+
+def answered(cluster: Cluster, prompt: list[int], outputs: int) -> tuple[str, list[float]]:
+    """A request's name, and when each of its tokens came, in seconds after it was sent. Raises AssertionError."""
     body = {
         "model": cluster.model,
         "prompt": prompt,
@@ -181,7 +187,7 @@ def ask(cluster: Cluster, prompt: list[int], outputs: int) -> Asked:
                 for choice in data.get("choices", ()):
                     times += [time.perf_counter() - started] * len(choice.get("token_ids") or [])
     assert len(times) == outputs, f"{len(times)} of {outputs} tokens came"
-    return Asked(_timeline(cluster, request_id), times[0], times[1])
+    return request_id, times
 
 
 def _timeline(cluster: Cluster, request_id: str) -> tuple[TimelineEvent, ...]:

@@ -3,7 +3,8 @@
 A real cluster (one prefill, one decode server) with a random model of Llama-3.1-8B's shape, nothing set. Sequences decode, and
 prompts of 8192 tokens come to them, one after the other: each is prefilled elsewhere, and its KV lands beside their steps.
 For each, the longest silence of any sequence from its arrival to its last token, against that of as long a time just before
-it, with nobody coming. Seen at the client, over HTTP, from processes of its own. The goal is 1 ms more.
+it, with nobody coming; and the same apart for the time until its first token, in which its KV comes, and for its other tokens,
+which are in the sequences' own steps. Seen at the client, over HTTP, from processes of its own. The goal is 1 ms more.
 `--device cpu` with a small shape runs the same on a CPU, to try it.
 """
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from bench.engine import SHAPE
-from bench.gpu_cluster import add_shape, ask, make_model_apart, prompt_of
+from bench.gpu_cluster import add_shape, answered, make_model_apart, prompt_of
 from bench.streams import STREAMS_PER_PROCESS, Crowd, Stream, completion
 from tests.cluster.cluster import Cluster
 
@@ -33,17 +34,23 @@ GOAL_MS = 1.0
 
 
 class Visit(Struct, frozen=True):
-    """A newcomer: when it was asked and answered, by the client's clock."""
+    """A newcomer: when it was asked, had its first token and was answered, by the client's clock."""
 
     begin_s: float
+    first_s: float
     end_s: float
 
 
 class Silences(Struct, frozen=True):
-    """Milliseconds, of any sequence the longest: while a newcomer was there, and in as long a time before it."""
+    """Milliseconds, of any sequence the longest: while a newcomer was there, and in as long a time before it.
+
+    arriving_ms, joined_ms: until its first token, and from there on.
+    """
 
     with_it_ms: float
     before_ms: float
+    arriving_ms: float
+    joined_ms: float
 
     @property
     def added_ms(self) -> float:
@@ -60,7 +67,10 @@ def silences(streams: Sequence[Sequence[float]], visit: Visit) -> Silences:
     """streams: times of tokens, of each sequence."""
     length_s = visit.end_s - visit.begin_s
     return Silences(
-        longest_ms(streams, visit.begin_s, visit.end_s), longest_ms(streams, visit.begin_s - length_s, visit.begin_s)
+        with_it_ms=longest_ms(streams, visit.begin_s, visit.end_s),
+        before_ms=longest_ms(streams, visit.begin_s - length_s, visit.begin_s),
+        arriving_ms=longest_ms(streams, visit.begin_s, visit.first_s),
+        joined_ms=longest_ms(streams, visit.first_s, visit.end_s),
     )
 
 
@@ -83,14 +93,14 @@ def come(cluster: Cluster, vocab: int, tokens: int, count: int, wait_s: float) -
         longest_s = max((visit.end_s - visit.begin_s for visit in visits), default=1.0)
         time.sleep(wait_s if number == 0 else 1.2 * longest_s + draw.uniform(0.1, 0.2))
         begin_s = time.perf_counter()
-        ask(cluster, prompt_of(1000 + number, tokens, vocab), 4)
-        visits.append(Visit(begin_s, time.perf_counter()))
+        _, times = answered(cluster, prompt_of(1000 + number, tokens, vocab), 4)
+        visits.append(Visit(begin_s, begin_s + times[0], begin_s + times[-1]))
     return visits
 
 
 def measure(cluster: Cluster, crowd: Crowd, arguments: argparse.Namespace, note: Callable[[str], None]) -> None:
     for number in range(2):  # the first newcomers of a cluster compile and introduce
-        ask(cluster, prompt_of(500 + number, arguments.tokens, arguments.vocab), 4)
+        answered(cluster, prompt_of(500 + number, arguments.tokens, arguments.vocab), 4)
     bodies = [
         completion(cluster.model, prompt_of(number, CONTEXT, arguments.vocab), arguments.outputs)
         for number in range(arguments.sequences)
@@ -107,7 +117,8 @@ def measure(cluster: Cluster, crowd: Crowd, arguments: argparse.Namespace, note:
     for visit, each in zip(kept, found, strict=True):
         note(
             f"newcomer of {arguments.tokens} tokens, there for {(visit.end_s - visit.begin_s) * 1e3:.0f} ms: longest silence "
-            f"{each.with_it_ms:.2f} ms, before {each.before_ms:.2f}: {each.added_ms:+.2f}"
+            f"{each.with_it_ms:.2f} ms ({each.arriving_ms:.2f} until its first token, {each.joined_ms:.2f} from there), before "
+            f"{each.before_ms:.2f}: {each.added_ms:+.2f}"
         )
     if not found:
         note(f"none of {len(visits)} came while all {arguments.sequences} decoded: more --outputs are needed")

@@ -24,18 +24,18 @@ def test_the_longest_silence_of_any_sequence_counts_where_it_ends() -> None:
 
 def test_what_is_added_is_beside_as_long_a_time_before() -> None:
     times = [0.0, 1.0, 2.0, 3.0, 4.25, 5.25]
-    found = silences([times], Visit(3.0, 5.0))
-    assert found == Silences(pytest.approx(1250), pytest.approx(1000))
+    found = silences([times], Visit(3.0, 4.5, 6.0))
+    assert found == Silences(*(pytest.approx(ms) for ms in (1250, 1000, 1250, 1000)))
     assert found.added_ms == pytest.approx(250)
 
 
 def test_only_who_came_while_all_decoded_and_nobody_else_was_there_counts() -> None:
     streams = [stream(0.0, 100.0), stream(5.0, 90.0)]
     early, first, close, last, late = (
-        Visit(5.6, 6.0),
-        Visit(20.0, 22.0),
-        Visit(23.0, 25.0),
-        Visit(40.0, 42.0),
-        Visit(89.0, 91.0),
+        Visit(5.6, 5.8, 6.0),
+        Visit(20.0, 21.0, 22.0),
+        Visit(23.0, 24.0, 25.0),
+        Visit(40.0, 41.0, 42.0),
+        Visit(89.0, 90.5, 91.0),
     )
     assert undisturbed(streams, [early, first, close, last, late]) == [first, last]
