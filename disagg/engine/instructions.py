@@ -103,6 +103,7 @@ class Counters:
     hit_tokens: int = 0  # in the prefix cache, wherever they were before
     brought_tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # of these, by tier: host, storage
     loaded_tokens: dict[str, int] = field(default_factory=dict)  # by tier, whether found by whom they were for or not
+    loads_left: dict[str, int] = field(default_factory=dict)  # by why: slower, late
     query_tokens: int = 0
     payload_bytes_sent: int = 0
     payload_bytes_received: int = 0

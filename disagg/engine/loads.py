@@ -76,6 +76,7 @@ class Loads:
         self._reserved_large = 0  # by all loads
         self._forgotten = 0  # sequences that have begun, or ended
         self.rates = Rates(load_always=facts.load_always)
+        self.left: Counter[str] = Counter()  # loads that were not made, or not waited for, by why: slower, late
         self.tokens: Counter[str] = Counter()  # that loads brought, by tier
         self.failures = 0
 
@@ -166,6 +167,7 @@ class Loads:
                 continue
             if now_s - load.since_s > self.rates.patience_s(self._tokens_of(load)):
                 load.given_up = True
+                self.left["late"] += 1
                 if load.state is LoadState.WAITING:
                     self._over(load)
 
@@ -294,6 +296,7 @@ class Loads:
         remote = [(g, p) for g, p in lacking if self._offload.host.find(g, load.hashes[p]) is None]
         if not self.rates.worth_loading(load.gain * self._page_tokens, self._bytes(lacking), self._bytes(remote)):
             load.slower = True
+            self.left["slower"] += 1
             self._over(load)
         elif not self._has_room(load):
             self._wait(load, for_room=True)

@@ -32,6 +32,7 @@ class Tiers:
         self._asks = Asks(out)
         self.offload = Offload(facts, tp, memory, self._asks, out, clock)
         self.loads = Loads(facts, tp, memory, self.offload, self._asks, out, clock)
+        counters.loads_left = self.loads.left
 
     def begins(self, who: Hashable, cached_tokens: int) -> Mapping[str, int]:
         """A sequence begins, so many of whose tokens are cached: how many of them its load brought, by tier.

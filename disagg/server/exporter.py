@@ -113,6 +113,8 @@ class Exporter:
             self._up(metrics.prefix_hit_tokens.labels(tier), f"{rank} hit tokens {tier}", count)
         for tier, count in counters.loaded_tokens.items():
             self._up(metrics.loaded_tokens.labels(tier), f"{rank} loaded tokens {tier}", count)
+        for why, count in counters.loads_left.items():
+            self._up(metrics.loads_left.labels(why), f"{rank} loads left {why}", count)
         for outcome, count in counters.legs.items():
             self._up(metrics.legs.labels(outcome), f"{rank} leg {outcome}", count)
         for reason, count in counters.transfer_failures.items():

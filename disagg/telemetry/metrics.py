@@ -189,6 +189,12 @@ class EngineMetrics:
             ["tier"],
             registry=registry,
         )
+        self.loads_left = Counter(
+            "disagg_prefix_loads_left",
+            "Prompts for which KV was not brought back because it is slower than computing, or was late, by which",
+            ["why"],
+            registry=registry,
+        )
         for state in LARGE_PAGE_STATES:
             self.kv_large_pages.labels(state)
         self.prefix_hit_tokens.labels("gpu")

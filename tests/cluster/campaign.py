@@ -45,9 +45,16 @@ class Sizes:
 
 
 def sizes(
-    model_dir: Path, longest: int, page_tokens: int, chunk_tokens: int, checkpoint_tokens: int, tp: int = 1, pp: int = 1
+    model_dir: Path,
+    longest: int,
+    page_tokens: int,
+    chunk_tokens: int,
+    checkpoint_tokens: int,
+    tp: int = 1,
+    pp: int = 1,
+    slack: int = 4,
 ) -> Sizes:
-    """tp, pp: of servers whose ranks' pools are to be so small."""
+    """tp, pp: of servers whose ranks' pools are to be so small. slack: beyond the longest sequence, one part in so many of it."""
     model = PagedModel.load(model_dir, "float32", "cpu", links=StageLinks(0, pp))
     groups = [group.on_rank(tp) for group in model.whole_groups]
     layout: PoolLayout = pool_layout([spec_of(group, page_tokens) for group in groups], page_tokens, checkpoint_tokens)
@@ -61,7 +68,7 @@ def sizes(
         max(memory.large_pages_to_prefill(n, chunk_tokens), memory.large_pages_to_decode(0, n, 1))
         for n in range(1, longest + 1)
     )
-    return Sizes(page_tokens, chunk_tokens, checkpoint_tokens, (alone + max(1, alone // 4)) * large_bytes)
+    return Sizes(page_tokens, chunk_tokens, checkpoint_tokens, (alone + max(1, alone // slack)) * large_bytes)
 
 
 def conversations(seed: int, vocab: int, lengths: Sequence[int], documents: int = 3) -> list[list[int]]:

@@ -121,6 +121,7 @@ def test_what_comes_from_storage_while_it_is_copied_to_the_host_is_there_once() 
     (fetch,) = store_commands(out, Fetch)
     prefill.now_s = 20.0
     prefill.do(prefill.engine.tick(prefill.now))
+    assert prefill.engine.counters.loads_left == {"late": 1}
     prefill.compute_all()
     prefill.link(m.Complete(leg.key))
     copies = [each for each in to_transfer(prefill.event(SendsDropped(LINK, leg.key))) if isinstance(each, CopyOut)]
@@ -129,6 +130,20 @@ def test_what_comes_from_storage_while_it_is_copied_to_the_host_is_there_once() 
     prefill.do(prefill.engine.tier_event(0, CopiedOut(copies[-1].op, 0, 0.0), prefill.now))
     tiers = prefill.engine.core.tiers
     assert tiers is not None and tiers.offload.host.filled_large == PAGES, "the second copies are let go of"
+
+
+def test_what_is_computed_because_it_comes_more_slowly_is_counted() -> None:
+    prefill = with_a_prompt_on_the_host()
+    large = start("large", 4 * 8, first_token=500)
+    prefill.start(large)
+    prefill.compute_all()
+    done(prefill, large)
+    tiers = prefill.engine.core.tiers
+    assert tiers is not None
+    tiers.loads.rates.computing.add(1_000_000, 1.0)
+    tiers.loads.rates.from_host.add(1, 1.0)
+    assert not loaded(prefill, prefill.start(start("again", 4 * PAGES + 1)))
+    assert prefill.engine.counters.loads_left == {"slower": 1}
 
 
 def test_a_checkpoint_that_lands_when_decode_has_begun_is_stored_too() -> None:

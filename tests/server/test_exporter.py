@@ -157,6 +157,14 @@ def test_what_was_loaded_in_vain_is_told_from_what_was_found() -> None:
     assert exported.value("disagg_prefix_hit_tokens_total", tier="storage") == 16
 
 
+def test_what_was_not_loaded_is_counted_by_why() -> None:
+    exported, engine = Exported(), FakeEngine()
+    engine.counters.loads_left = {"slower": 3, "late": 1}
+    exported.export(engine)
+    assert exported.value("disagg_prefix_loads_left_total", why="slower") == 3
+    assert exported.value("disagg_prefix_loads_left_total", why="late") == 1
+
+
 def test_what_is_observed_is_counted_once() -> None:
     exported, engine = Exported(), FakeEngine()
     engine.counters.observe("step", 0.5)
