@@ -7,7 +7,7 @@ used so: hits where a prefix cache is on, none where it is off, evictions and pr
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,12 +28,17 @@ MAX_TIGHT_ROUNDS = 5
 
 @dataclass(frozen=True)
 class Sizes:
-    """How a model is cut for a test. tight_bytes: a pool in which the longest request fits, and little else."""
+    """How a model is cut for a test. tight_bytes: a pool in which the longest request fits, and little else; so many large pages.
+
+    grown: large pages of sequences, as `KvMemory.large_pages_to_decode`.
+    """
 
     page_tokens: int
     chunk_tokens: int
     checkpoint_tokens: int
     tight_bytes: int
+    num_large: int
+    grown: Callable[[int, int, int], int]
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -68,7 +73,9 @@ def sizes(
         max(memory.large_pages_to_prefill(n, chunk_tokens), memory.large_pages_to_decode(0, n, 1))
         for n in range(1, longest + 1)
     )
-    return Sizes(page_tokens, chunk_tokens, checkpoint_tokens, (alone + max(1, alone // slack)) * large_bytes)
+    num_large = alone + max(1, alone // slack)
+    tight_bytes = num_large * large_bytes
+    return Sizes(page_tokens, chunk_tokens, checkpoint_tokens, tight_bytes, num_large, memory.large_pages_to_decode)
 
 
 def conversations(seed: int, vocab: int, lengths: Sequence[int], documents: int = 3) -> list[list[int]]:

@@ -1,15 +1,16 @@
 """Pools so small that every request gives way at least once, and goes on from the host; then workers die in mid-offload.
 
 Every answer is compared, token by token, with what `transformers` says. That each request was parked its timeline says, and
-the timelines' sum is what the servers counted. Who was never parked is asked again, last of a crowd that grows: who began
-last gives way. Prompts end on and beside pages, strides and checkpoints, and answers go over more of these; some requests
-have three choices.
+the timelines' sum is what the servers counted. Who was never parked is asked again, last of a crowd that grows, or behind some
+that have begun and that it does not fit beside to the end: who began last gives way. Prompts end on and beside pages, strides
+and checkpoints, and answers go over more of these; some requests have three choices.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from tests.models.tiny import VOCAB_SIZE, make_tiny
 CACHE = Path("~/.cache/disagg/models").expanduser()
 CONCURRENCY = 8
 MAX_ROUNDS = 30
+BEGIN_S = 120.0
 DEATHS = ("copying", "writing")  # see dying_worker
 
 
@@ -46,6 +48,9 @@ class Case:
     tp: int = 1
     stores: bool = True
     slack: int = 4  # of the pool, as `sizes` has it
+    beside: bool = (
+        False  # who was never parked is asked beside few: in a crowd, whose prompts are long, hardly two run at once
+    )
     vocab: int = VOCAB_SIZE
     fields: dict[str, Any] = field(default_factory=dict)  # what differs in a tiny configuration
 
@@ -78,16 +83,30 @@ CASES = (
     Case("gemma3_text", TINY, 64, fields=WIDE),
     Case("smollm2-135m", (64, 128), 48, chunk_tokens=64, stride_tokens=64, **REAL),
     Case("smollm2-135m", (64, 128), 48, chunk_tokens=64, stride_tokens=64, tp=3, **REAL),
-    # Nothing long has room beside another, and short ones end before they lack pages, unless there is hardly more than for one.
-    Case("gemma3-270m", (256, 512), 144, chunk_tokens=128, stride_tokens=256, slack=16, **{**REAL, "vocab": 200_000}),
+    Case(
+        "gemma3-270m",
+        (256, 512),
+        128,
+        chunk_tokens=64,
+        stride_tokens=256,
+        slack=16,
+        beside=True,
+        **{**REAL, "vocab": 200_000},
+    ),
 )
+
+
+def choices_of(number: int) -> int:
+    return 3 if number % 4 == 1 else 1
 
 
 class Crowd:
     """Asks, compares, and counts how often each request was parked."""
 
-    def __init__(self, case: Case, cluster: Cluster, prompts: Sequence[list[int]], answers: Sequence[Answer]) -> None:
-        self._case, self._cluster, self._prompts, self._answers = case, cluster, prompts, answers
+    def __init__(
+        self, case: Case, cut: Sizes, cluster: Cluster, prompts: Sequence[list[int]], answers: Sequence[Answer]
+    ) -> None:
+        self._case, self._cut, self._cluster, self._prompts, self._answers = case, cut, cluster, prompts, answers
         self.never = set(range(len(prompts)))  # parked
         self.parked = self.steps = self.ties = 0
         self._rng = random.Random(str(case))
@@ -99,8 +118,41 @@ class Crowd:
             for each in [pool.submit(self._one, number, what, salt) for number in order]:
                 each.result()
 
+    def last(self, number: int, what: str, salt: str) -> None:
+        """Behind others that it fits beside at first, and not when all of them have grown."""
+        before = self._others(number)
+        with ThreadPoolExecutor(len(before) + 1) as pool:
+            asked = []
+            for begun, other in enumerate(before, 1):
+                asked.append(pool.submit(self._one, other, what, salt))
+                until_s = time.monotonic() + BEGIN_S
+                while self._cluster.metrics("decode-0")["disagg_requests_running"] < begun:
+                    assert time.monotonic() < until_s, f"{before} have not begun"
+                    if any(each.done() for each in asked):
+                        break  # one was too early for the others, and is again in another round
+                    time.sleep(0.02)
+            asked.append(pool.submit(self._one, number, what, salt))
+            for each in asked:
+                each.result()
+
+    def _others(self, number: int) -> list[int]:
+        """The longest ones, which have one choice each; by pages."""
+        grown, outputs = self._cut.grown, self._case.outputs
+        lengths = [len(prompt) for prompt in self._prompts]
+        found: list[int] = []
+        for other in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+            together = [*found, other, number]
+            if other == number or choices_of(other) > 1:
+                continue
+            if sum(grown(lengths[n], lengths[n], 1) for n in together) < self._cut.num_large:
+                found.append(other)
+                # Who began first is ahead, and ends before the last one is as long.
+                if sum(grown(lengths[n], lengths[n] + outputs // 2, 1) for n in together) > self._cut.num_large:
+                    break
+        return found
+
     def _one(self, number: int, what: str, salt: str) -> None:
-        choices = 3 if number % 4 == 1 else 1
+        choices = choices_of(number)
         fields = {"max_tokens": self._case.outputs, "ignore_eos": True, "cache_salt": salt, "n": choices}
         got = self._cluster.complete(self._prompts[number], timeout_s=900, **fields)
         steps, ties = check([self._answers[number]] * choices, got.token_ids, f"{what}, prompt {number}")
@@ -127,9 +179,13 @@ def run(case: Case, tmp_path: Path) -> None:
     store = ("--storage", f"file://{tmp_path / 'store'}") if case.stores else ()
     memory = ("--kv-memory", str(cut.tight_bytes))
     with Cluster(tmp_path / "run", "--model", str(model_dir), *cut.flags, *memory, *tp, *tiers, *store, sets=sets) as c:
-        crowd = Crowd(case, c, prompts, answers)
+        crowd = Crowd(case, cut, c, prompts, answers)
         for number in range(MAX_ROUNDS):
-            crowd.all(f"round {number}", f"salt {number // 2}")  # what one round has stored the next one finds
+            if number > 1 and case.beside:
+                for last in sorted(crowd.never):
+                    crowd.last(last, f"round {number}, {last} last", f"salt {number}")
+            else:
+                crowd.all(f"round {number}", f"salt {number // 2}")  # what one round has stored the next one finds
             print(f"{case}: after round {number}, {crowd.parked} parkings, and never of {sorted(crowd.never)}")
             if number and not crowd.never:
                 break
