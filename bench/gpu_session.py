@@ -23,12 +23,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 from msgspec import Struct
 
 from bench.shards import PYTEST_FLAGS, plugins
+from disagg.config.tree import Fusion
 
 ROOT = Path(__file__).parents[1]
 MODEL_DIR = "{scratch}/llama-8b"  # made by the first part that wants it, for all of them; 16 GiB
@@ -69,7 +70,7 @@ def beside_each_other(processes: int, *files: str) -> tuple[str, ...]:
 
 
 EIGHT_B = ("--model-dir", MODEL_DIR)
-ALL_FUSIONS = ("norm", "residual", "gate_up", "qkv", "few_rows", "rank_sums", "rotation", "ends")
+ALL_FUSIONS: tuple[str, ...] = get_args(Fusion)
 PARTS = (
     Part(
         "parity",

@@ -42,15 +42,16 @@ class Visit(Struct, frozen=True):
 
 
 class Silences(Struct, frozen=True):
-    """Milliseconds, of any sequence the longest: while a newcomer was there, and in as long a time before it.
+    """Milliseconds, of any sequence the longest: until a newcomer's first token, from there to its last one, and in as long a
+    time before it as it was there."""
 
-    arriving_ms, joined_ms: until its first token, and from there on.
-    """
-
-    with_it_ms: float
-    before_ms: float
     arriving_ms: float
     joined_ms: float
+    before_ms: float
+
+    @property
+    def with_it_ms(self) -> float:
+        return max(self.arriving_ms, self.joined_ms)
 
     @property
     def added_ms(self) -> float:
@@ -67,10 +68,9 @@ def silences(streams: Sequence[Sequence[float]], visit: Visit) -> Silences:
     """streams: times of tokens, of each sequence."""
     length_s = visit.end_s - visit.begin_s
     return Silences(
-        with_it_ms=longest_ms(streams, visit.begin_s, visit.end_s),
-        before_ms=longest_ms(streams, visit.begin_s - length_s, visit.begin_s),
         arriving_ms=longest_ms(streams, visit.begin_s, visit.first_s),
         joined_ms=longest_ms(streams, visit.first_s, visit.end_s),
+        before_ms=longest_ms(streams, visit.begin_s - length_s, visit.begin_s),
     )
 
 

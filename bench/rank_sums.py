@@ -27,12 +27,12 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from msgspec import Struct
 from torch import Tensor
 
-from disagg.models.fused.modules import FusedRMSNorm
 from disagg.models.fused.sum_times import ROWS, SUMS, NormedSums, seconds
 from disagg.models.products.choice import OneRow, one_row
 from disagg.models.products.launch import Norm, launch_one
 from disagg.models.ranks import Ranks, dist
 from disagg.models.sums.shared import SharedRows, share_rows
+from tests.models.norms import fused_norm
 
 ROUNDS = 15
 WAIT_S = 60.0
@@ -85,15 +85,6 @@ class Product(Struct, frozen=True):
     tile: str
     alone_s: float
     summed_s: float
-
-
-def plain_norm(width: int, device: torch.device) -> FusedRMSNorm:
-    norm: Any = torch.nn.Module()
-    norm.weight, norm.eps = torch.nn.Parameter(torch.ones(width, dtype=torch.bfloat16, device=device)), 1e-5
-    norm.__class__ = FusedRMSNorm
-    norm.eps_name, norm.offset = "eps", False
-    assert isinstance(norm, FusedRMSNorm)
-    return norm
 
 
 def products(ranks: Ranks, shared: SharedRows, width: int, device: torch.device) -> Iterator[Product]:
@@ -159,7 +150,8 @@ def work(rank: int, wanted: argparse.Namespace, folder: Path, told: Connection) 
     shared = None
     if on_gpu:
         shared = share_rows(ranks, wanted.width, 2, device)
-        normed = NormedSums(plain_norm(wanted.width, device), ranks, shared, max(wanted.rows))
+        weight = torch.ones(wanted.width, dtype=torch.bfloat16, device=device)
+        normed = NormedSums(fused_norm(weight), ranks, shared, max(wanted.rows))
         ways |= {"and a norm behind": normed.by_collective} | ({"in the norm": normed.own} if shared else {})
         symmetric = Symmetric(ranks, folder / "symmetric", max(wanted.rows) * wanted.width, device)
         ways |= {"one shot": symmetric.one_shot, "two shots": symmetric.two_shot}

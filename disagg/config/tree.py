@@ -6,7 +6,7 @@ refused at start with its path, the value and what is allowed.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct, field
 
@@ -37,16 +37,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     )
     decode_attention: Literal["auto", "triton", "torch"] = "auto"
     graphs: bool = True  # decode steps as CUDA graphs, where the model's can be captured
-    fusions: tuple[Fusion, ...] = (
-        "norm",
-        "residual",
-        "gate_up",
-        "qkv",
-        "few_rows",
-        "rank_sums",
-        "rotation",
-        "ends",
-    )  # on a GPU, where modules have the shape
+    fusions: tuple[Fusion, ...] = get_args(Fusion)  # on a GPU, where modules have the shape
     cache_dir: str = "~/.cache/disagg/models"
 
     @property

@@ -32,7 +32,7 @@ class Tiers:
         self._asks = Asks(out)
         self.offload = Offload(facts, tp, memory, self._asks, out, clock)
         self.loads = Loads(facts, tp, memory, self.offload, self._asks, out, clock)
-        counters.loads_left = self.loads.left
+        counters.loaded_tokens, counters.loads_left = self.loads.tokens, self.loads.left
 
     def begins(self, who: Hashable, cached_tokens: int) -> Mapping[str, int]:
         """A sequence begins, so many of whose tokens are cached: how many of them its load brought, by tier.
@@ -54,7 +54,6 @@ class Tiers:
                 self.offload.copied_out(rank, message)
             case CopiedIn():
                 self.loads.copied_in(rank, message)
-                self._counters.loaded_tokens.update(self.loads.tokens)
             case PartsWritten():
                 self.offload.parts_written(rank, message)
             case PartsRead():

@@ -25,7 +25,8 @@ def test_the_longest_silence_of_any_sequence_counts_where_it_ends() -> None:
 def test_what_is_added_is_beside_as_long_a_time_before() -> None:
     times = [0.0, 1.0, 2.0, 3.0, 4.25, 5.25]
     found = silences([times], Visit(3.0, 4.5, 6.0))
-    assert found == Silences(*(pytest.approx(ms) for ms in (1250, 1000, 1250, 1000)))
+    assert found == Silences(*(pytest.approx(ms) for ms in (1250, 1000, 1000)))
+    assert found.with_it_ms == pytest.approx(1250)
     assert found.added_ms == pytest.approx(250)
 
 

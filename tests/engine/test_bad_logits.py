@@ -29,7 +29,7 @@ from tests.engine.lone_engine import (
     start,
     to_transfer,
 )
-from tests.engine.test_lone_offload import PAGES, done, loaded, store_commands, with_a_prompt_on_the_host
+from tests.engine.test_lone_offload import PAGES, done, loaded, store_commands, with_a_prompt_on_the_host_only
 from tests.engine.test_mixed import WIDE, Mixed, leg
 
 GROUPS = pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (FULL, STATE)])
@@ -135,11 +135,7 @@ def test_decode_keeps_nothing_of_what_prefill_gives_up_unless_nobody_wants_it_an
 
 def test_what_is_on_its_way_from_the_host_when_it_fails_is_not_kept_either() -> None:
     """Nobody waits for it any more: it took so long that the prompt was computed meanwhile."""
-    prefill = with_a_prompt_on_the_host()
-    large = start("large", 4 * 8, first_token=500)
-    prefill.start(large)
-    prefill.compute_all()
-    done(prefill, large)
+    prefill = with_a_prompt_on_the_host_only()
     (copy,) = (each for each in to_transfer(prefill.start(start("fails", 4 * PAGES + 1))) if isinstance(each, CopyIn))
     prefill.now_s = 2 * MOST_WAIT_S
     prefill.do(prefill.engine.tick(prefill.now))

@@ -81,6 +81,16 @@ def with_a_prompt_on_the_host() -> Prefill:
     return prefill
 
 
+def with_a_prompt_on_the_host_only() -> Prefill:
+    """Another one has had all of the pool since."""
+    prefill = with_a_prompt_on_the_host()
+    large = start("large", 4 * 8, first_token=500)
+    prefill.start(large)
+    prefill.compute_all()
+    done(prefill, large)
+    return prefill
+
+
 def test_what_had_no_room_in_the_pool_is_brought_when_there_is_some() -> None:
     prefill = with_a_prompt_on_the_host()
     large, again = start("large", 4 * 8, first_token=500), start("again", 4 * PAGES + 1)
@@ -133,11 +143,7 @@ def test_what_comes_from_storage_while_it_is_copied_to_the_host_is_there_once() 
 
 
 def test_what_is_computed_because_it_comes_more_slowly_is_counted() -> None:
-    prefill = with_a_prompt_on_the_host()
-    large = start("large", 4 * 8, first_token=500)
-    prefill.start(large)
-    prefill.compute_all()
-    done(prefill, large)
+    prefill = with_a_prompt_on_the_host_only()
     tiers = prefill.engine.core.tiers
     assert tiers is not None
     tiers.loads.rates.computing.add(1_000_000, 1.0)

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from disagg.messages.control import Computation
-from disagg.models.fused.modules import FusedLayer, FusedRMSNorm, Sum
+from disagg.models.fused.modules import FusedLayer, Sum
 from disagg.models.fused.passes import FUSIONS, fuse
 from disagg.models.fused.sum_times import SumTimes, limit, measure, rows_that_pay, slowest
 from disagg.models.loader import load
@@ -35,6 +35,7 @@ from disagg.models.products.launch import Norm, Scaled, add_one
 from disagg.models.ranks import Ranks
 from disagg.models.sums.shared import EMPTY_BYTE, MOST_SENT_BYTES, SLOTS, SharedRows, most_rows, share_rows
 from tests.models.driver import Driver
+from tests.models.norms import fused_norm
 from tests.models.ranks import RankPool
 from tests.models.test_graphs import GraphDriver
 from tests.models.test_parity import prompts_of
@@ -101,14 +102,6 @@ def parts_of(rank: int, number: int, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=draw, dtype=torch.float32) * 10.0 ** (number % 3 - 1)
 
 
-def norm_with(weight: Tensor) -> FusedRMSNorm:
-    norm: Any = torch.nn.Module()
-    norm.weight, norm.eps = torch.nn.Parameter(weight), 1e-5
-    norm.__class__ = FusedRMSNorm
-    norm.eps_name, norm.offset = "eps", False
-    return norm  # type: ignore[no-any-return]
-
-
 def error(got: Tensor, right: Tensor) -> float:
     return float((got.double().cpu() - right).norm() / right.norm())
 
@@ -126,7 +119,7 @@ def norm_sums(alone: Ranks, meeting: Path, dtype: torch.dtype, rows: int, parts:
     ranks = on_device(meeting, alone.rank, alone.size)
     device = device_of(ranks)
     shared = shared_by(ranks, meeting, width, dtype.itemsize)
-    norm = norm_with(parts_of(9, 9, (width,)).to(device, dtype))
+    norm = fused_norm(parts_of(9, 9, (width,)).to(device, dtype))
     residual = parts_of(8, 8, (1, rows, width)).to(device, dtype)
     bits, worst = [], 0.0
     for number in range(ROUNDS):
@@ -202,7 +195,7 @@ def no_numbers(alone: Ranks, meeting: Path) -> list[bool]:
     ranks = on_device(meeting, alone.rank, alone.size)
     device = device_of(ranks)
     shared = shared_by(ranks, meeting, 64, 4)
-    norm = norm_with(torch.ones(64, device=device))
+    norm = fused_norm(torch.ones(64, device=device))
     mine = torch.zeros(1, 2, 64, device=device)
     if ranks.rank == 1:
         mine[0, 1].view(torch.int32)[3] = -1
@@ -239,7 +232,7 @@ def timed(alone: Ranks, meeting: Path, slow_s: float) -> tuple[tuple[SumTimes, .
     left in the memory."""
     ranks = on_device(meeting, alone.rank, alone.size)
     shared = shared_by(ranks, meeting, 64, 4)
-    norm = norm_with(torch.ones(64, device=device_of(ranks)))
+    norm = fused_norm(torch.ones(64, device=device_of(ranks)))
     whole = ranks.sum
 
     def slowly(part: Tensor) -> Tensor:
