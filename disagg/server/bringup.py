@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -122,6 +122,20 @@ def why_not_role(config: Config, role: ServerRole) -> str:
 
 PREFILL_DECODE_ROWS = 64  # prompts of which one token is left, at once, in a step that does not wait for Python
 
+
+def spent(call_s: Mapping[str, float], load_s: float) -> str:
+    """Where the time of a start went. call_s: of calls to workers, by the request's name. load_s: of weights, at rank 0."""
+    parts = {
+        "starting workers": call_s["Load"] - load_s,
+        "loading": load_s,
+        "largest step": call_s["Profile"],
+        "pool and captures": call_s["MakePool"],
+        "transfers": call_s["OpenTransfer"],
+        "offload": call_s.get("OpenOffload", 0.0),
+    }
+    return ", ".join(f"{name} {took_s:.1f} s" for name, took_s in parts.items())
+
+
 Stages = tuple[tuple[LayerGroup | None, ...], ...]
 
 
@@ -224,7 +238,7 @@ class Bringup:
             ranks=ranks,
             fingerprint=self._fingerprint(loaded.weights_hash, groups),
             model=identity_of(loaded),
-            what=f"{inspected.model_type} in {dtype}, model loaded in {loaded.load_s:.1f} s",
+            what=f"{inspected.model_type} in {dtype}; {spent(workers.call_s, loaded.load_s)}",
         )
 
     def _engine(self, facts: EngineFacts, lockstep: bool) -> AnyEngine:

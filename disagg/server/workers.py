@@ -140,6 +140,7 @@ class Workers:
         self._replies: asyncio.Queue[ControlReply] = asyncio.Queue()  # to all but Dump
         self._dumps: asyncio.Queue[ControlReply] = asyncio.Queue()
         self._calls = 0  # that wait for replies, and during which ranks may be silent
+        self.call_s: dict[str, float] = {}  # how long each kind of call took, the last time; of all ranks
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._pidfds: list[int] = []
@@ -249,10 +250,12 @@ class Workers:
         """
         keeps_it = not isinstance(request, Dump)
         self._calls += keeps_it
+        asked_s = time.monotonic()
         try:
-            return await self._call(request, time.monotonic() + timeout_s)
+            return await self._call(request, asked_s + timeout_s)
         finally:
             self._calls -= keeps_it
+            self.call_s[type(request).__name__] = time.monotonic() - asked_s
 
     async def _call(self, request: ControlRequest, deadline: float) -> list[ControlReply]:
         arrived = self._dumps if isinstance(request, Dump) else self._replies

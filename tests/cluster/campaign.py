@@ -30,7 +30,7 @@ MAX_TIGHT_ROUNDS = 5
 class Sizes:
     """How a model is cut for a test. tight_bytes: a pool in which the longest request fits, and little else; so many large pages.
 
-    grown: large pages of sequences, as `KvMemory.large_pages_to_decode`.
+    longest: tokens of that request. grown: large pages of sequences, as `KvMemory.large_pages_to_decode`.
     """
 
     page_tokens: int
@@ -38,6 +38,7 @@ class Sizes:
     checkpoint_tokens: int
     tight_bytes: int
     num_large: int
+    longest: int
     grown: Callable[[int, int, int], int]
 
     @property
@@ -75,7 +76,9 @@ def sizes(
     )
     num_large = alone + max(1, alone // slack)
     tight_bytes = num_large * large_bytes
-    return Sizes(page_tokens, chunk_tokens, checkpoint_tokens, tight_bytes, num_large, memory.large_pages_to_decode)
+    return Sizes(
+        page_tokens, chunk_tokens, checkpoint_tokens, tight_bytes, num_large, longest, memory.large_pages_to_decode
+    )
 
 
 def conversations(seed: int, vocab: int, lengths: Sequence[int], documents: int = 3) -> list[list[int]]:

@@ -1,22 +1,24 @@
 """Pools so small that every request gives way at least once, and goes on from the host; then workers die in mid-offload.
 
 Every answer is compared, token by token, with what `transformers` says. That each request was parked its timeline says, and
-the timelines' sum is what the servers counted. Who was never parked is asked again, last of a crowd that grows, or behind some
-that have begun and that it does not fit beside to the end: who began last gives way. Prompts end on and beside pages, strides
+the timelines' sum is what the servers counted. Who was never parked is asked again, last of a crowd that grows, or behind one
+that it fits beside at first and not to the end: who began last gives way. Prompts end on and beside pages, strides
 and checkpoints, and answers go over more of these; some requests have three choices.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
-import time
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from disagg.convert.model_dir import resolve
@@ -29,7 +31,7 @@ from tests.models.tiny import VOCAB_SIZE, make_tiny
 CACHE = Path("~/.cache/disagg/models").expanduser()
 CONCURRENCY = 8
 MAX_ROUNDS = 30
-BEGIN_S = 120.0
+ANSWER_S = 900.0
 DEATHS = ("copying", "writing")  # see dying_worker
 
 
@@ -48,8 +50,8 @@ class Case:
     tp: int = 1
     stores: bool = True
     slack: int = 4  # of the pool, as `sizes` has it
-    beside: bool = (
-        False  # who was never parked is asked beside few: in a crowd, whose prompts are long, hardly two run at once
+    behind: bool = (
+        False  # who was never parked is asked behind one that grows: of a crowd of long prompts hardly two run at once
     )
     vocab: int = VOCAB_SIZE
     fields: dict[str, Any] = field(default_factory=dict)  # what differs in a tiny configuration
@@ -66,6 +68,11 @@ class Case:
         lengths = {1, *(at + d for at in (self.page_tokens, *self.around) for d in (-1, 0, 1))}
         rng = random.Random(str(self))
         return [[rng.randrange(3, self.vocab) for _ in range(length)] for length in sorted(lengths)]
+
+    def companion(self, model_dir: Path, prompts: Sequence[Sequence[int]]) -> Companion:
+        prompt = [prompts[-1][0]]
+        (answer,) = reference.generate(model_dir, [prompt], len(prompts[-1]) + self.outputs - len(prompt))
+        return Companion(prompt, answer)
 
     def cut(self, model_dir: Path, longest: int) -> Sizes:
         pages = self.page_tokens, self.chunk_tokens, self.checkpoint_tokens
@@ -90,7 +97,7 @@ CASES = (
         chunk_tokens=64,
         stride_tokens=256,
         slack=16,
-        beside=True,
+        behind=True,
         **{**REAL, "vocab": 200_000},
     ),
 )
@@ -98,6 +105,40 @@ CASES = (
 
 def choices_of(number: int) -> int:
     return 3 if number % 4 == 1 else 1
+
+
+@dataclass(frozen=True)
+class Companion:
+    """One request that grows from one token to the longest of all."""
+
+    prompt: list[int]
+    answer: Answer
+
+    def ask(self, cluster: Cluster, salt: str, at: int, reached: threading.Event) -> tuple[list[int], str]:
+        """Its outputs, and the request's id. reached: set when it has so many tokens."""
+        body = {
+            "model": cluster.model,
+            "prompt": self.prompt,
+            "return_token_ids": True,
+            "temperature": 0,
+            "max_tokens": len(self.answer.outputs),
+            "ignore_eos": True,
+            "cache_salt": salt,
+            "stream": True,
+        }
+        outputs: list[int] = []
+        request_id = ""
+        with httpx.stream("POST", f"{cluster.http}/v1/completions", json=body, timeout=ANSWER_S) as reply:
+            assert reply.status_code == 200, reply.read()
+            for line in reply.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                request_id = event["id"]
+                outputs += [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
+                if len(self.prompt) + len(outputs) >= at:
+                    reached.set()
+        return outputs, request_id
 
 
 class Crowd:
@@ -118,45 +159,42 @@ class Crowd:
             for each in [pool.submit(self._one, number, what, salt) for number in order]:
                 each.result()
 
-    def last(self, number: int, what: str, salt: str) -> None:
-        """Behind others that it fits beside at first, and not when all of them have grown."""
-        before = self._others(number)
-        with ThreadPoolExecutor(len(before) + 1) as pool:
-            asked = []
-            for begun, other in enumerate(before, 1):
-                asked.append(pool.submit(self._one, other, what, salt))
-                until_s = time.monotonic() + BEGIN_S
-                while self._cluster.metrics("decode-0")["disagg_requests_running"] < begun:
-                    assert time.monotonic() < until_s, f"{before} have not begun"
-                    if any(each.done() for each in asked):
-                        break  # one was too early for the others, and is again in another round
-                    time.sleep(0.02)
-            asked.append(pool.submit(self._one, number, what, salt))
-            for each in asked:
-                each.result()
+    def behind(self, number: int, companion: Companion, what: str, salt: str) -> None:
+        """Asked when another one has grown so far that it fits beside that one at first, and not to its end."""
+        length, outputs, choices = len(self._prompts[number]), self._case.outputs, choices_of(number)
+        grown, most = self._cut.grown, 3 * outputs // 4  # before the end of either
 
-    def _others(self, number: int) -> list[int]:
-        """The longest ones, which have one choice each; by pages."""
-        grown, outputs = self._cut.grown, self._case.outputs
-        lengths = [len(prompt) for prompt in self._prompts]
-        found: list[int] = []
-        for other in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
-            together = [*found, other, number]
-            if other == number or choices_of(other) > 1:
-                continue
-            if sum(grown(lengths[n], lengths[n], 1) for n in together) < self._cut.num_large:
-                found.append(other)
-                # Who began first is ahead, and ends before the last one is as long.
-                if sum(grown(lengths[n], lengths[n] + outputs // 2, 1) for n in together) > self._cut.num_large:
+        def pressed(at: int) -> bool:
+            begins = grown(1, at, 1) + grown(length, length + 1, choices)
+            goes_on = grown(1, at + most, 1) + grown(length, length + most, choices)
+            return begins <= self._cut.num_large < goes_on
+
+        at = next((at for at in range(self._cut.longest - outputs, 0, -1) if pressed(at)), 0)
+        assert at, f"{what}: nothing is so long that {length} tokens fit beside it, and {length + most} do not"
+        with ThreadPoolExecutor(1) as pool:
+            reached = threading.Event()
+            first = pool.submit(companion.ask, self._cluster, salt, at, reached)
+            while not reached.wait(0.1):
+                if first.done():
                     break
-        return found
+            self._one(number, what, salt)
+            ours, request_id = first.result()
+        steps, ties = check([companion.answer], [ours], f"{what}, the one before it")
+        self.steps, self.ties, self.parked = (
+            self.steps + steps,
+            self.ties + ties,
+            self.parked + self._parkings(request_id),
+        )
+
+    def _parkings(self, request_id: str) -> int:
+        return sum(event["name"].endswith("/parked") for event in self._cluster.timeline(request_id))
 
     def _one(self, number: int, what: str, salt: str) -> None:
         choices = choices_of(number)
         fields = {"max_tokens": self._case.outputs, "ignore_eos": True, "cache_salt": salt, "n": choices}
-        got = self._cluster.complete(self._prompts[number], timeout_s=900, **fields)
+        got = self._cluster.complete(self._prompts[number], timeout_s=ANSWER_S, **fields)
         steps, ties = check([self._answers[number]] * choices, got.token_ids, f"{what}, prompt {number}")
-        parked = sum(event["name"].endswith("/parked") for event in self._cluster.timeline(got.id))
+        parked = self._parkings(got.id)
         self.steps, self.ties, self.parked = self.steps + steps, self.ties + ties, self.parked + parked
         if parked:
             self.never.discard(number)
@@ -165,6 +203,7 @@ class Crowd:
 def run(case: Case, tmp_path: Path) -> None:
     model_dir, prompts = case.make(tmp_path), case.prompts()
     answers = reference.generate(model_dir, prompts, case.outputs)
+    companion = case.companion(model_dir, prompts) if case.behind else None
     cut = case.cut(model_dir, max(map(len, prompts)) + case.outputs)
     orders = tmp_path / "orders"
     orders.mkdir()
@@ -181,9 +220,9 @@ def run(case: Case, tmp_path: Path) -> None:
     with Cluster(tmp_path / "run", "--model", str(model_dir), *cut.flags, *memory, *tp, *tiers, *store, sets=sets) as c:
         crowd = Crowd(case, cut, c, prompts, answers)
         for number in range(MAX_ROUNDS):
-            if number > 1 and case.beside:
+            if number > 1 and companion is not None:
                 for last in sorted(crowd.never):
-                    crowd.last(last, f"round {number}, {last} last", f"salt {number}")
+                    crowd.behind(last, companion, f"round {number}, {last} last", f"salt {number}")
             else:
                 crowd.all(f"round {number}", f"salt {number // 2}")  # what one round has stored the next one finds
             print(f"{case}: after round {number}, {crowd.parked} parkings, and never of {sorted(crowd.never)}")

@@ -35,7 +35,7 @@ from disagg.offload.rules import offload_rules
 from disagg.offload.store import StoreError
 from disagg.prefill_server.role import PREFILL
 from disagg.server import bringup
-from disagg.server.bringup import Bringup, Incarnation, computation_of, with_device
+from disagg.server.bringup import Bringup, Incarnation, computation_of, spent, with_device
 from disagg.server.offloading import Offloading
 from disagg.types.errors import ConfigError
 from disagg.types.ids import Role
@@ -73,6 +73,7 @@ class FakeGroup:
 
     def __init__(self, ranks: int, groups: tuple[LayerGroup, ...], cuts: tuple[int, ...] = ()) -> None:
         self.asked: list[ControlRequest] = []
+        self.call_s: dict[str, float] = {}
         self.device_bytes: tuple[int, ...] = ()  # of each rank; none on a CPU
         self._tp = ranks
         self._groups = groups
@@ -80,6 +81,7 @@ class FakeGroup:
 
     async def call(self, request: ControlRequest, timeout_s: float) -> list[ControlReply]:
         self.asked.append(request)
+        self.call_s[type(request).__name__] = 1.0
         return [self._reply(rank, request) for rank in range(self._tp)]
 
     async def barrier(self, timeout_s: float) -> None: ...
@@ -127,6 +129,15 @@ def test_workers_are_told_all_that_is_set_of_how_a_model_is_computed() -> None:
     every = ModelConfig(prefill_attention="triton", decode_attention="torch", graphs=False, fusions=("norm",))
     assert computation_of(every, Role.PREFILL, 128) == Computation("triton", "torch", False, ("norm",), decode_rows=64)
     assert computation_of(ModelConfig(), Role.MIXED, 0) == Computation(mixed=True)
+
+
+def test_where_the_time_of_a_start_went_is_said_of_every_part() -> None:
+    calls = {"Load": 14.0, "Profile": 2.0, "MakePool": 3.0, "OpenTransfer": 4.0}
+    without = (
+        "starting workers 9.0 s, loading 5.0 s, largest step 2.0 s, pool and captures 3.0 s, transfers 4.0 s, offload "
+    )
+    assert spent(calls, 5.0) == f"{without}0.0 s"
+    assert spent({**calls, "OpenOffload": 6.0}, 5.0) == f"{without}6.0 s"
 
 
 async def test_without_offload_no_rank_hears_of_it() -> None:
