@@ -35,7 +35,7 @@ from disagg.models.ranks import Ranks
 from disagg.models.sharding import shard
 from disagg.models.stages import cuts_of, hidden_of
 from disagg.models.states import attach
-from disagg.models.surplus import further_layers_of, surplus
+from disagg.models.surplus import further_layers_of, strangers, surplus
 from disagg.text.model_files import CONFIG, ModelFiles
 from disagg.types.errors import ConfigError
 from disagg.types.plain import one_line, quoted
@@ -324,6 +324,12 @@ def _check_surplus(
         raise ConfigError(
             f"{model_dir} holds {len(more)} weights more than {CONFIG} describes, such as {quoted(more[0])}: it would be "
             f"served as a model of {num_layers} layers, without them"
+        )
+    beside = {name for name in unused if name not in stored or stored[name].dtype in _FLOAT_DTYPES}
+    if more := strangers(beside, used):
+        raise ConfigError(
+            f"{model_dir} holds {len(more)} weights in parts of the model that {CONFIG} does not describe, such as "
+            f"{quoted(more[0])}: it would be served without them; write down what they are there, merge them, or leave them out"
         )
 
 

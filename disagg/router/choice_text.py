@@ -48,7 +48,8 @@ class ChoiceText:
         self._tokenizer = tokenizer
         self._choice = choice
         self._min_tokens = params.min_tokens
-        self._stop_token_ids = frozenset(params.stop_token_ids)
+        ends = frozenset() if params.ignore_eos else {tokenizer.end_token_id}  # which is no reason to name
+        self._stop_token_ids = frozenset(params.stop_token_ids) - ends
         self._detokenizer = Detokenizer(tokenizer, start_ids=prompt_token_ids)
         self._finder = StopFinder(stops or StopTable(params.stop)) if params.stop else None
         self._chars = 0  # detokenized
@@ -89,11 +90,11 @@ class ChoiceText:
         return ChoiceDelta(choice=self._choice, text=text, token_ids=token_ids) if text or token_ids else None
 
     def _take(self, piece: str, text: list[str], searched: bool) -> bool:
-        """Adds what of the piece can be given out; whether a stop string was found. Before min_tokens none is sought."""
+        """Adds what of the piece can be given out; whether a stop string was found. Before min_tokens none is complete."""
         self._chars += len(piece)
         hit = False
-        if self._finder is not None and searched:
-            piece, hit = self._finder.push(piece)
+        if self._finder is not None:
+            piece, hit = self._finder.push(piece, searched)
         text.append(piece)
         self._given_chars += len(piece)
         return hit

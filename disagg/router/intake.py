@@ -26,6 +26,7 @@ from disagg.types.sampling import (
     MAX_INT,
     MAX_PRIORITY,
     MAX_SESSION_CHARS,
+    MAX_STOP_TOKENS,
     SamplingParams,
     check_ids,
 )
@@ -104,7 +105,7 @@ class Intake:
             )
         if request.too_large:
             raise InvalidRequest(request.too_large, "max_tokens")
-        return params
+        return with_end(params, self.tokenizer.end_token_id)
 
     def stop_table(self, stops: tuple[str, ...]) -> StopTable | None:
         """One for all requests that have the same stop strings now, as the prompts of one call have."""
@@ -173,6 +174,14 @@ class Intake:
     def check_model(self, model: str) -> None:
         if model != self._model_name:
             raise UnknownModel(f"model {quoted(model)} is not served here; {self._model_name!r} is", "model")
+
+
+def with_end(params: SamplingParams, token_id: int | None) -> SamplingParams:
+    """The tokenizer's own end ends an answer, too, as in vLLM: a fine-tuned model's files often name it there only."""
+    ids = params.stop_token_ids
+    if token_id is None or params.ignore_eos or token_id in ids or len(ids) == MAX_STOP_TOKENS:
+        return params
+    return replace(params, stop_token_ids=(*ids, token_id))
 
 
 def checked_deadline_s(deadline_s: float) -> float:

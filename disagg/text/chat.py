@@ -24,11 +24,13 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Struct
 
-from disagg.text.model_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, ModelFiles, token_content
+from disagg.text.declared import Declared
+from disagg.text.model_files import CHAT_TEMPLATE, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, ModelFiles
 from disagg.types.errors import ConfigError, InvalidRequest
 from disagg.types.plain import clip
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FILES = (CHAT_TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)
+_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 MAX_SAID_CHARS = 400  # of a template's own words, in an error
 RENDER_S = 5.0  # beside the event loop, for thousands of messages; most templates need 20 us for each
 MAX_REPEATED = 1 << 20  # elements or characters of what a template multiplies
@@ -55,8 +57,10 @@ class TemplateSource(Struct, frozen=True):
             text = _pick(config.get("chat_template"), files.model_dir)
         if text is None:
             return None
-        tokens = {role: token_content(config.get(role)) for role in _SPECIAL_TOKENS}
-        return cls(text, {role: token for role, token in tokens.items() if token is not None})
+        roles = Declared.of(files).roles
+        return cls(
+            text, {role: token for role, token in roles.items() if role.isidentifier() and role not in _VARIABLES}
+        )
 
 
 class ChatTemplate:
@@ -73,7 +77,7 @@ class ChatTemplate:
     @classmethod
     def load(cls, model_dir: Path) -> Self | None:
         """None where the model has no chat template, as base models. chat_template.jinja goes before the rest."""
-        return cls.of(ModelFiles.read(model_dir, (CHAT_TEMPLATE, TOKENIZER_CONFIG)))
+        return cls.of(ModelFiles.read(model_dir, _FILES))
 
     @classmethod
     def of(cls, files: ModelFiles) -> Self | None:

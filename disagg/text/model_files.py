@@ -21,6 +21,8 @@ GENERATION: Final = "generation_config.json"
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
+SPECIAL_TOKENS_MAP: Final = "special_tokens_map.json"
+ADDED_TOKENS: Final = "added_tokens.json"
 
 # Every file that decides how text becomes tokens and when an answer ends, with the most bytes that are read of it.
 # The largest known tokenizer.json has 33 MB, the largest tokenizer_config.json 1.2 MB.
@@ -31,10 +33,13 @@ LIMITS: Final[Mapping[str, int]] = MappingProxyType(
         TOKENIZER: 128 << 20,
         TOKENIZER_CONFIG: 8 << 20,
         CHAT_TEMPLATE: 1 << 20,
+        SPECIAL_TOKENS_MAP: 1 << 20,
+        ADDED_TOKENS: 8 << 20,
     }
 )
+_LATER: Final = frozenset({SPECIAL_TOKENS_MAP, ADDED_TOKENS})  # of which older versions say nothing
 _OF_TEXT: Final = frozenset(
-    {TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE}
+    {TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS_MAP, ADDED_TOKENS}
 )  # a directory of weights alone has none of them
 
 
@@ -76,11 +81,13 @@ class ModelFiles:
 def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
     """Names of files that are not the same on both sides, by digests. Who says nothing may have the same.
 
-    Only config.json is always there: without it a side says nothing at all, and without tokenizer.json nothing of text.
+    Only config.json is always there: without it a side says nothing at all, and without tokenizer.json nothing of text. Of
+    what older versions do not read they say nothing either.
     """
     if CONFIG not in ours or CONFIG not in theirs:
         return ()
     silent = _OF_TEXT if TOKENIZER not in ours or TOKENIZER not in theirs else frozenset()
+    silent |= {name for name in _LATER if name not in ours or name not in theirs}
     return tuple(name for name in LIMITS if name not in silent and ours.get(name) != theirs.get(name))
 
 

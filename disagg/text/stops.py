@@ -29,8 +29,11 @@ class StopFinder:
         """The stop string that was found."""
         return self._hit
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """The text that is safe to emit now, and whether a stop string was found. After a hit nothing is emitted."""
+    def push(self, text: str, sought: bool = True) -> tuple[str, bool]:
+        """The text that is safe to emit now, and whether a stop string was found. After a hit nothing is emitted.
+
+        sought: whether one that is complete in this text counts. It may begin where none did.
+        """
         if self._hit is not None:
             return "", True
         automaton, state = self._automaton, self._state
@@ -38,7 +41,7 @@ class StopFinder:
         for at, char in enumerate(text, start=len(self._held) + 1):
             state = automaton.step(state, char)
             length = automaton.stop_chars[state]
-            if length:
+            if length and sought:
                 self._hit = pending[at - length : at]
                 self._held, self._state = "", 0
                 return pending[: at if self._include else at - length], True

@@ -12,8 +12,9 @@ from typing import Any, Self
 
 import tokenizers
 
+from disagg.text.declared import Declared, declare
 from disagg.text.decoders import StagedDecoder, byte_level_bytes, byte_of, staged_decoder
-from disagg.text.model_files import CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, ModelFiles, token_content
+from disagg.text.model_files import CONFIG, GENERATION, TOKENIZER, ModelFiles
 from disagg.text.tokenizer_bounds import check_model, check_post_processor, decoder_growth, growth, without_chance
 from disagg.types.errors import ConfigError, InvalidRequest
 from disagg.types.plain import quoted
@@ -27,9 +28,10 @@ class Tokenizer:
     """Immutable once loaded, and safe to share between threads."""
 
     def __init__(
-        self, inner: tokenizers.Tokenizer, vocab_size: int | None = None, eos_token_ids: tuple[int, ...] = ()
+        self, inner: tokenizers.Tokenizer, vocab_size: int | None = None, end_token_id: int | None = None
     ) -> None:
-        """`vocab_size`: how many logits the model has; by default as many as the tokenizer has ids."""
+        """vocab_size: how many logits the model has; by default as many as the tokenizer has ids. end_token_id: by which an
+        answer ends, where it is none of those that the model's configuration names."""
         inner.no_padding()  # some tokenizer.json files were saved with padding or truncation on
         inner.no_truncation()
         self._inner = inner
@@ -45,7 +47,7 @@ class Tokenizer:
         if vocab_size is None:
             vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.vocab_size = vocab_size
-        self.eos_token_ids = eos_token_ids
+        self.end_token_id = end_token_id
         vocabulary = inner.get_vocab(with_added_tokens=True)
         self._longest = max(map(len, vocabulary), default=1)  # a byte-level token has a character per byte
         self._slack = _SHRINKS if _may_shrink(inner) else 1
@@ -86,14 +88,16 @@ class Tokenizer:
             raise ConfigError(
                 f"{files.model_dir / CONFIG}: vocab_size is {str(vocab_size)[:40]!r}; it must be from 1 to {MAX_VOCAB_SIZE - 1}"
             )
-        tokenizer_config = files.json(TOKENIZER_CONFIG)
-        eos_ids = [*_ids(files.json(GENERATION).get("eos_token_id")), *_ids(config.get("eos_token_id"))]
         inner = _parse(files.contents[TOKENIZER], path)
-        named = token_content(tokenizer_config.get("eos_token"))
-        if named is not None and (token_id := inner.token_to_id(named)) is not None:
-            eos_ids.append(token_id)
+        rows = rows or vocab_size
+        declared = Declared.of(files)
+        declare(inner, declared, rows, files)
+        end = inner.token_to_id(declared.roles.get("eos_token", ""))
+        known = _ids(files.json(GENERATION).get("eos_token_id")) or _ids(config.get("eos_token_id"))
+        if end in known or (end is not None and rows is not None and end >= rows):
+            end = None
         try:
-            return cls(inner, rows or vocab_size, tuple(dict.fromkeys(eos_ids)))
+            return cls(inner, rows, end)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
@@ -132,10 +136,18 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids that the tokenizer does not know (a model may have more logits than tokens) stand for no text.
 
-        Lets other threads run meanwhile, as `encoding` does. Raises InvalidRequest for a text that is too long.
+        Lets other threads run meanwhile, as `encoding` does. Raises InvalidRequest for a text that is too long, or that the
+        tokenizer cannot make.
         """
         self._check_text_of(ids)
-        return self._inner.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+        try:
+            return self._inner.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic, which is no Exception
+            raise InvalidRequest(
+                f"the model's tokenizer cannot make text of these tokens: {quoted(str(error))}", "token_ids"
+            ) from error
 
     def _check_text_of(self, ids: Sequence[int]) -> None:
         """By the longest token first: each by itself takes 0.3 us."""

@@ -20,7 +20,15 @@ import msgspec
 from msgspec import Struct
 
 from disagg.telemetry.process import die_with_parent, ended_from_outside, leave_signals_to_parent, limit_resources
-from disagg.text.model_files import CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, ModelFiles
+from disagg.text.model_files import (
+    ADDED_TOKENS,
+    CONFIG,
+    GENERATION,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    ModelFiles,
+)
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import ConfigError, DisaggError, InvalidRequest
 from disagg.types.plain import quoted
@@ -30,7 +38,7 @@ THREAD_BYTES = 128 << 20  # of addresses: the library has a thread per core, eac
 DEADLINE_S = 120.0
 REFUSED = 3
 PROGRAM = "disagg.text.tokenizer_trial"
-_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG)
+_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
 _WORDS_BYTES = 8 << 10
 _CAUSE_CHARS = 400
 _SAMPLE = "A few words,\tdon't they? 12,345.67\n\n    naïve — 日本語 👩‍👩‍👧 <s> [INST] ▁Ġ é́ \u200b\x00"

@@ -94,9 +94,9 @@ CASES = (
         "gemma3-270m",
         (256, 512),
         128,
-        chunk_tokens=64,
+        chunk_tokens=16,
         stride_tokens=256,
-        slack=16,
+        slack=64,
         behind=True,
         **{**REAL, "vocab": 200_000},
     ),
@@ -167,10 +167,12 @@ class Crowd:
         def pressed(at: int) -> bool:
             begins = grown(1, at, 1) + grown(length, length + 1, choices)
             goes_on = grown(1, at + most, 1) + grown(length, length + most, choices)
-            return begins <= self._cut.num_large < goes_on
+            return begins < self._cut.num_large < goes_on
 
         at = next((at for at in range(self._cut.longest - outputs, 0, -1) if pressed(at)), 0)
         assert at, f"{what}: nothing is so long that {length} tokens fit beside it, and {length + most} do not"
+        # Prefill has it already when it is asked for: else the other one would have grown too far meanwhile.
+        self._cluster.complete(self._prompts[number], timeout_s=ANSWER_S, max_tokens=1, cache_salt=salt)
         with ThreadPoolExecutor(1) as pool:
             reached = threading.Event()
             first = pool.submit(companion.ask, self._cluster, salt, at, reached)

@@ -131,10 +131,11 @@ def test_layer_kinds_agree_with_transformers(tmp_path: Path, changes: dict[str, 
     assert facts.sliding_window == (64 if SLIDING in expected else None)
 
 
-def test_all_ends_of_text_are_found_once(tmp_path: Path) -> None:
-    folder = model(tmp_path, eos_token_id=[2, 7])
+def test_ends_of_text_are_those_by_which_the_engine_ends_answers(tmp_path: Path) -> None:
+    folder = model(tmp_path, eos_token_id=[2, 7, 2])
+    assert inspect_model(folder).eos_token_ids == (2, 7)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 2]}))
-    assert inspect_model(folder).eos_token_ids == (9, 2, 7)
+    assert inspect_model(folder).eos_token_ids == (9, 2)
 
 
 def test_shards_add_up(tmp_path: Path) -> None:

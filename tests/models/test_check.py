@@ -206,6 +206,40 @@ def test_the_next_layers_are_ignored_where_they_are_announced(
     assert "weights more than config.json describes" in refusal(llama)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.q_proj.bias",
+        "model.layers.1.self_attn.q_norm.weight",
+        "model.layers.0.self_attn.q_proj.lora_A.default.weight",
+        "model.layers.2.mlp.down_proj.weight_scale",
+        "model.norm.bias",
+        "lm_head.bias",
+    ],
+)
+def test_weights_in_the_models_own_parts_that_the_configuration_does_not_know_are_refused(
+    llama: Path, name: str
+) -> None:
+    edit_weights(llama, lambda weights: weights.update({name: torch.ones(3)}))
+    said = refusal(llama)
+    assert f"1 weights in parts of the model that config.json does not describe, such as {name!r}" in said
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.rotary_emb.inv_freq",  # of checkpoints from before it was a buffer
+        "model.layers.1.self_attn.k_scale",
+        "vision_tower.layers.1.self_attn.q_proj.bias",
+        "model.visual.merger.weight",
+        "mtp.layers.0.self_attn.q_norm.weight",
+    ],
+)
+def test_what_is_beside_the_models_own_weights_is_ignored(llama: Path, name: str) -> None:
+    edit_weights(llama, lambda weights: weights.update({name: torch.ones(3)}))
+    assert check_model(ModelFiles.read(llama), "float32") in (0, 3), "counted, unless the library knows of it"
+
+
 def test_what_is_of_another_model_is_ignored_and_counted(llama: Path) -> None:
     def add(weights: Weights) -> None:
         weights |= {f"vision_tower.layers.{layer}.fc1.weight": torch.zeros(2, 3) for layer in range(9)}

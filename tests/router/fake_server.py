@@ -63,7 +63,7 @@ def tiny_tokenizer() -> Tokenizer:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<eos>"])
-    return Tokenizer(inner, eos_token_ids=(EOS,))
+    return Tokenizer(inner)
 
 
 TOKENIZER = tiny_tokenizer()

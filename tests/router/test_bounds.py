@@ -49,7 +49,7 @@ def with_a_token_beyond() -> Tokenizer:
     """The fake servers' tokenizer, with an added token for which their model has no row."""
     inner = tokenizers.Tokenizer.from_str(TOKENIZER._inner.to_str())
     inner.add_tokens([tokenizers.AddedToken(BEYOND, special=False, normalized=False)])
-    return Tokenizer(inner, vocab_size=TOKENIZER.vocab_size, eos_token_ids=TOKENIZER.eos_token_ids)
+    return Tokenizer(inner, vocab_size=TOKENIZER.vocab_size)
 
 
 async def test_a_text_whose_token_the_model_has_no_row_for_is_refused_and_reaches_no_server(cluster: Cluster) -> None:
