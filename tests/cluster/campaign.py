@@ -7,7 +7,7 @@ used so: hits where a prefix cache is on, none where it is off, evictions and pr
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,7 +30,7 @@ MAX_TIGHT_ROUNDS = 5
 class Sizes:
     """How a model is cut for a test. tight_bytes: a pool in which the longest request fits, and little else; so many large pages.
 
-    longest: tokens of that request. grown: large pages of sequences, as `KvMemory.large_pages_to_decode`.
+    layout, late_runs: of a rank's pool, see KvMemory.
     """
 
     page_tokens: int
@@ -38,8 +38,8 @@ class Sizes:
     checkpoint_tokens: int
     tight_bytes: int
     num_large: int
-    longest: int
-    grown: Callable[[int, int, int], int]
+    layout: PoolLayout
+    late_runs: int
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -76,9 +76,7 @@ def sizes(
     )
     num_large = alone + max(1, alone // slack)
     tight_bytes = num_large * large_bytes
-    return Sizes(
-        page_tokens, chunk_tokens, checkpoint_tokens, tight_bytes, num_large, longest, memory.large_pages_to_decode
-    )
+    return Sizes(page_tokens, chunk_tokens, checkpoint_tokens, tight_bytes, num_large, layout, memory.late_runs)
 
 
 def conversations(seed: int, vocab: int, lengths: Sequence[int], documents: int = 3) -> list[list[int]]:

@@ -22,6 +22,8 @@ import httpx
 import pytest
 
 from disagg.convert.model_dir import resolve
+from disagg.memory.spans import pages_for, window_pages
+from disagg.messages.layout import GroupKind
 from tests.cluster.campaign import Sizes, check, sizes, total
 from tests.cluster.cluster import Cluster
 from tests.models import reference
@@ -32,6 +34,7 @@ CACHE = Path("~/.cache/disagg/models").expanduser()
 CONCURRENCY = 8
 MAX_ROUNDS = 30
 ANSWER_S = 900.0
+DRIFT = 24  # tokens that an answer gets until one that is asked for now begins beside it
 DEATHS = ("copying", "writing")  # see dying_worker
 
 
@@ -94,9 +97,9 @@ CASES = (
         "gemma3-270m",
         (256, 512),
         128,
-        chunk_tokens=16,
+        chunk_tokens=64,
         stride_tokens=256,
-        slack=64,
+        slack=25,
         behind=True,
         **{**REAL, "vocab": 200_000},
     ),
@@ -114,14 +117,14 @@ class Companion:
     prompt: list[int]
     answer: Answer
 
-    def ask(self, cluster: Cluster, salt: str, at: int, reached: threading.Event) -> tuple[list[int], str]:
-        """Its outputs, and the request's id. reached: set when it has so many tokens."""
+    def ask(self, cluster: Cluster, salt: str, most: int, at: int, reached: threading.Event) -> tuple[list[int], str]:
+        """So many outputs at most, and the request's id. reached: set when it has so many tokens."""
         body = {
             "model": cluster.model,
             "prompt": self.prompt,
             "return_token_ids": True,
             "temperature": 0,
-            "max_tokens": len(self.answer.outputs),
+            "max_tokens": most,
             "ignore_eos": True,
             "cache_salt": salt,
             "stream": True,
@@ -139,6 +142,35 @@ class Companion:
                 if len(self.prompt) + len(outputs) >= at:
                     reached.set()
         return outputs, request_id
+
+
+def pressing(cut: Sizes, length: int, outputs: int, companion: Companion) -> tuple[int, int]:
+    """(outputs, tokens): when an answer of so many outputs has so many tokens, a prompt of that length is to be asked.
+
+    A request begins where there is room for what all keep in windows at their ends, and for what they attend to now: it is what
+    is attended to that grows beyond the pool.
+    """
+
+    def large(tokens: int, limit: int) -> float:
+        found = 0.0
+        for group, per_large in zip(cut.layout.groups, cut.layout.per_large, strict=True):
+            pages = pages_for(tokens, cut.page_tokens)
+            if group.kind is GroupKind.WINDOW:
+                kept = window_pages(group.window_tokens, cut.late_runs, cut.page_tokens)
+                pages = min(kept, pages_for(limit, cut.page_tokens))
+            found += pages / per_large
+        return found
+
+    best = (0.0, 0, 0)
+    for limit in range(2 * DRIFT, len(companion.prompt) + len(companion.answer.outputs), 4):
+        for at in range(max(1, limit - outputs - DRIFT), limit - DRIFT, 4):
+            steps = min(outputs, limit - at - DRIFT)
+            begins = large(at + DRIFT, limit) + large(length + 1, length + outputs)
+            ends = large(at + DRIFT + steps, limit) + large(length + steps, length + outputs)
+            best = max(best, (min(cut.num_large - begins, ends - cut.num_large), limit - len(companion.prompt), at))
+    spare, most, at = best
+    assert spare > 0, f"nothing presses {length} tokens out of {cut.num_large} large pages"
+    return most, at
 
 
 class Crowd:
@@ -161,27 +193,18 @@ class Crowd:
 
     def behind(self, number: int, companion: Companion, what: str, salt: str) -> None:
         """Asked when another one has grown so far that it fits beside that one at first, and not to its end."""
-        length, outputs, choices = len(self._prompts[number]), self._case.outputs, choices_of(number)
-        grown, most = self._cut.grown, 3 * outputs // 4  # before the end of either
-
-        def pressed(at: int) -> bool:
-            begins = grown(1, at, 1) + grown(length, length + 1, choices)
-            goes_on = grown(1, at + most, 1) + grown(length, length + most, choices)
-            return begins < self._cut.num_large < goes_on
-
-        at = next((at for at in range(self._cut.longest - outputs, 0, -1) if pressed(at)), 0)
-        assert at, f"{what}: nothing is so long that {length} tokens fit beside it, and {length + most} do not"
+        outputs, at = pressing(self._cut, len(self._prompts[number]), self._case.outputs, companion)
         # Prefill has it already when it is asked for: else the other one would have grown too far meanwhile.
         self._cluster.complete(self._prompts[number], timeout_s=ANSWER_S, max_tokens=1, cache_salt=salt)
         with ThreadPoolExecutor(1) as pool:
             reached = threading.Event()
-            first = pool.submit(companion.ask, self._cluster, salt, at, reached)
+            first = pool.submit(companion.ask, self._cluster, salt, outputs, at, reached)
             while not reached.wait(0.1):
                 if first.done():
                     break
             self._one(number, what, salt)
             ours, request_id = first.result()
-        steps, ties = check([companion.answer], [ours], f"{what}, the one before it")
+        steps, ties = check([companion.answer.first(outputs)], [ours], f"{what}, the one before it")
         self.steps, self.ties, self.parked = (
             self.steps + steps,
             self.ties + ties,
