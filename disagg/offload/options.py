@@ -159,7 +159,7 @@ class StorageTarget(Struct, frozen=True):
 def storage_target(url: str, options: Mapping[str, OptionValue]) -> StorageTarget:
     """Raises ConfigError that names what is wrong, and what is allowed."""
     scheme = _check_url(url)
-    known = STORE_OPTIONS[scheme] | (_CLIENT | _RETRY if scheme != "file" else {})
+    known = options_of(scheme)
     store: dict[str, Any] = {}
     client: dict[str, Any] = {}
     retry: dict[str, Any] = {"max_retries": DEFAULT_RETRIES, "retry_timeout": timedelta(seconds=DEFAULT_RETRY_S)}
@@ -177,6 +177,11 @@ def storage_target(url: str, options: Mapping[str, OptionValue]) -> StorageTarge
         if store.get(name, "").startswith("http:") and client.get("allow_http", "false") != "true":
             raise ConfigError(f"storage.options.{name}: http needs storage.options.allow_http = true")
     return StorageTarget(url.rstrip("/"), scheme, store, client, retry)
+
+
+def options_of(scheme: str) -> dict[str, Kind]:
+    """All that may be said of storage at such a URL: to its store, to its HTTP client, and of retries."""
+    return STORE_OPTIONS[scheme] | (_CLIENT | _RETRY if scheme != "file" else {})
 
 
 def is_secret(name: str) -> bool:

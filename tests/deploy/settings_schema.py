@@ -13,10 +13,13 @@ from typing import Any
 import msgspec
 import yaml
 
-from disagg.config.check import LEAST_KV_BYTES, LEAST_S, MIXED_ONLY, WHOLE_PROMPTS
+from disagg.config.check import LEAST_KV_BYTES, LEAST_S, LINKS_PER_ARENA, MIXED_ONLY, WHOLE_PROMPTS
 from disagg.config.load import ENV_PREFIX
-from disagg.config.tree import AuthConfig, Config, TlsConfig
-from disagg.offload.options import STORE_OPTIONS, is_secret
+from disagg.config.staging import PAGE_BYTES, Device, size_staging
+from disagg.config.steps import CPU_PAGE_TOKENS
+from disagg.config.tree import AuthConfig, Config, TlsConfig, TransferConfig
+from disagg.memory.sizing import CPU_POOL_BYTES
+from disagg.offload.options import MAX_SECONDS, STORE_OPTIONS, is_secret, options_of
 
 SCHEMA = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "disagg" / "values.schema.json"
 KNOWN = SCHEMA.with_name("settings.json")
@@ -55,29 +58,55 @@ JUDGED = {
     "router": ("lease_s", "heartbeat_s", "memory_bytes", "answer_bytes"),
     "server": ("dp", "pp"),
 }
+# Further settings that templates read, which may be variables as well: what those will be, only the pod knows.
+READ = {
+    "engine": ("kv_memory_bytes",),
+    "worker": ("load_timeout_s",),
+    "transfer": ("arena_bytes", "segment_bytes", "link_segments", "gather_bytes", "gather_buffers", "kernels"),
+    "router": ("http_port", "grpc_port", "own_http_port"),
+    "record": ("dir",),
+}
+DEVICES: tuple[Device, ...] = ("cpu", "cuda")
+SIZED = ("arena_bytes", "segment_bytes", "gather_bytes")
 
 
 def known() -> dict[str, Any]:
-    """What templates know: `defaults` of what they judge, `wholePrompts`, `leastSeconds`, `leastKvBytes`, `bounds` of sizes and
-    durations, which a schema sees in numbers only, `environment`: names of variables that would set what the chart decides or
-    judges, `variables`: those of all other settings, `mixedOnly`, and `secretOptions`: options of storage that no ConfigMap
-    may have."""
+    """What templates know: `defaults` of what they judge or read, `wholePrompts`, `leastSeconds`, `leastKvBytes`,
+    `cpuPageTokens`, `cpuPoolBytes`, `staging`: its sizes by device and what they must keep to, `bounds` of sizes and durations,
+    which a schema sees in numbers only, `environment`: names of variables that would set what the chart decides or judges,
+    `variables`: those of all other settings, `mixedOnly`, `storageOptions`: of what kind each is, by the URL's scheme,
+    `storageSeconds`: the most that one may have, and `secretOptions`: those that no ConfigMap may have."""
     tree = Config()
     own = {_variable(section, name) for table in (OF_THE_CHART, JUDGED) for section in table for name in table[section]}
     return {
         "defaults": {
-            section: {name: getattr(getattr(tree, section), name) for name in names}
-            for section, names in JUDGED.items()
+            section: {
+                name: getattr(getattr(tree, section), name)
+                for table in (JUDGED, READ)
+                for name in table.get(section, ())
+            }
+            for section in {**JUDGED, **READ}
         },
         "wholePrompts": list(WHOLE_PROMPTS),
         "leastSeconds": {each.path: each.least_s for each in LEAST_S},
         "leastKvBytes": LEAST_KV_BYTES,
+        "cpuPageTokens": CPU_PAGE_TOKENS,
+        "cpuPoolBytes": CPU_POOL_BYTES,
+        "staging": _staging(),
         "bounds": _bounds(),
         "variables": {_variable(*path.split(".")): path for path in _paths() if _variable(*path.split(".")) not in own},
         "mixedOnly": [f"engine.{name}" for name in MIXED_ONLY],
         "environment": sorted(own),
+        "storageOptions": {scheme: options_of(scheme) for scheme in STORE_OPTIONS},
+        "storageSeconds": MAX_SECONDS,
         "secretOptions": sorted({name for table in STORE_OPTIONS.values() for name in table if is_secret(name)}),
     }
+
+
+def _staging() -> dict[str, Any]:
+    made = {device: size_staging(TransferConfig(), device) for device in DEVICES}
+    sizes = {device: {name: getattr(each, name) for name in SIZED} for device, each in made.items()}
+    return {"sizes": sizes, "pageBytes": PAGE_BYTES, "linksPerArena": LINKS_PER_ARENA}
 
 
 def _variable(section: str, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 import tomllib
@@ -21,6 +22,7 @@ from disagg.config.check import check_exposure, check_role
 from disagg.config.load import load_config
 from disagg.config.tree import Config, ServerRef
 from disagg.discovery.pods import found_in
+from disagg.offload.options import storage_target
 from tests.deploy.chart import (
     CHART,
     HELMS,
@@ -33,6 +35,7 @@ from tests.deploy.chart import (
     of_kind,
     processes,
     rendered,
+    template,
 )
 
 KUBERNETES = kubernetes_validate.utils.all_versions()[-2:]
@@ -117,6 +120,8 @@ def test_every_command_and_setting_is_one_that_the_processes_take(values: Path, 
         environ = process.environ(f"{process.name}-0", "10.0.0.1")
         config = load_config(context.params["file"], overrides_of(context.params["sets"]), environ)
         check_role(config, process.role)
+        if config.storage.url:
+            storage_target(config.storage.url, config.storage.options)
         check_promises(config, process.role, f"{process.name}-0", given(values))
 
 
@@ -458,3 +463,75 @@ def test_pods_begin_again_when_their_settings_change_and_only_then() -> None:
     plain, network, settings = sums("defaults.yaml"), sums("network-closed.yaml"), sums("settings.yaml")
     assert plain == network
     assert all(plain[role] != settings[role] for role in plain)
+
+
+def with_values(tmp_path: Path, values: dict[str, Any]) -> tuple[Manifest, ...]:
+    """Manifests of values that are not in the matrix."""
+    text = yaml.safe_dump(values)
+    (file := tmp_path / f"{hashlib.sha256(text.encode()).hexdigest()}.yaml").write_text(
+        text
+    )  # rendered once by its name
+    return rendered("helm-4", file)
+
+
+IN = "DuringSchedulingIgnoredDuringExecution"
+ON_NODES = {"nodeAffinity": {f"preferred{IN}": [{"weight": 1, "preference": {"matchExpressions": []}}]}}
+NEAR = {"podAffinity": {f"preferred{IN}": []}}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "own", "kinds", "near"),
+    [
+        ("required", {}, {"podAffinity"}, {f"required{IN}"}),
+        ("required", ON_NODES, {"nodeAffinity", "podAffinity"}, {f"required{IN}"}),
+        ("required", {**ON_NODES, "podAffinity": {}}, {"nodeAffinity", "podAffinity"}, {f"required{IN}"}),
+        ("preferred", {}, {"podAffinity"}, {f"preferred{IN}"}),
+        ("preferred", ON_NODES, {"nodeAffinity"}, set()),
+        ("preferred", NEAR, {"podAffinity"}, {f"preferred{IN}"}),
+        ("none", ON_NODES, {"nodeAffinity"}, set()),
+        ("none", {}, set(), set()),
+    ],
+)
+def test_what_pairs_require_is_required_beside_an_affinity_of_the_pools_own(
+    pairs: str, own: dict[str, Any], kinds: set[str], near: set[str], tmp_path: Path
+) -> None:
+    made = with_values(tmp_path, {"pairs": {"affinity": pairs}, "decode": {"affinity": own}})
+    [decode] = [each.pod for each in processes(made) if each.role == "decode"]
+    affinity = decode.get("affinity", {})
+    assert set(affinity) == kinds
+    assert set(affinity.get("podAffinity", {})) == near
+    if "nodeAffinity" in kinds:
+        assert affinity["nodeAffinity"] == ON_NODES["nodeAffinity"]
+    if near and own is not NEAR:
+        [term] = affinity["podAffinity"].popitem()[1]
+        term = term.get("podAffinityTerm", term)
+        assert term["topologyKey"] == "topology.kubernetes.io/zone"
+        assert term["labelSelector"]["matchExpressions"][0]["values"] == ["prefill", "decode"]
+
+
+def test_a_rollout_of_routers_waits_for_models_that_load(tmp_path: Path) -> None:
+    def deadline_s(values: dict[str, Any]) -> int:
+        [router] = of_kind(with_values(tmp_path, values), "Deployment")
+        return int(router["spec"]["progressDeadlineSeconds"])
+
+    loads = {"worker": {"load_timeout_s": "30m"}}
+    assert deadline_s({}) == 600 + 600
+    assert deadline_s({"decode": {"config": loads}}) == 1800 + 600
+    assert deadline_s({"mixed": {"config": loads}}) == 600 + 600, "there is no mixed pool"
+    assert deadline_s({"config": {"worker": {"load_timeout_s": "1000000h"}}}) == 2**31 - 1
+
+
+@pytest.mark.parametrize("version", HELMS)
+def test_volumes_from_images_are_taken_where_nothing_says_that_there_are_none(version: str) -> None:
+    for name in ("model-image", "extra-volumes"):
+        for words in ((), ("--kube-version", "1.33.0"), ("--kube-version", "1.35.1", "--api-versions", "v1/Pod")):
+            done = template(version, HERE / "values" / f"{name}.yaml", *words)
+            assert done.returncode == 0, done.stderr
+
+
+def test_the_pod_of_helm_test_is_where_routers_may_be(tmp_path: Path) -> None:
+    [plain] = of_kind(with_values(tmp_path, {}), "Pod")
+    assert not {"nodeSelector", "tolerations"} & set(plain["spec"])
+    where = {"nodeSelector": {"pool": "cpu"}, "tolerations": [{"key": "cpu", "operator": "Exists"}]}
+    [test] = of_kind(with_values(tmp_path, {"router": where}), "Pod")
+    assert {name: test["spec"][name] for name in where} == where

@@ -23,7 +23,7 @@ def test_there_are_as_many_as_was_promised() -> None:
 def test_it_is_refused_with_the_path(case: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
     file.write_text(yaml.safe_dump(case.get("values", {})))
-    words = [word for each in case.get("set", ()) for word in ("--set", each)]
+    words = [word for each in case.get("set", ()) for word in ("--set", each)] + case.get("words", [])
     path = str(case["path"])
     for version in HELMS:
         done = template(version, file, *words)

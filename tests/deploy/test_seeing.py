@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import promql_parser
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 
 from disagg.server.exporter import Exporter
 from disagg.telemetry.metrics import EngineMetrics
-from tests.deploy.chart import CHART, HERE, ROOT, of_kind, rendered
+from tests.deploy.chart import CHART, HERE, ROOT, Manifest, helm, of_kind, rendered
 from tests.repository.test_docs import metrics
 
 VALUES = HERE / "values"
@@ -100,8 +102,37 @@ def test_an_hpa_looks_at_what_is_scraped_or_recorded() -> None:
 
 
 def test_the_dashboard_is_in_the_chart_as_it_is_in_the_file() -> None:
-    maps = of_kind(rendered("helm-4", VALUES / "monitoring.yaml"), "ConfigMap")
-    [found] = [each["data"]["disagg.json"] for each in maps if "disagg.json" in each["data"]]
-    assert json.loads(found) == DASHBOARD
+    [found] = dashboards(rendered("helm-4", VALUES / "monitoring.yaml")).values()
+    own = {name: found[name] for name in ("uid", "title")}
+    assert found == {**DASHBOARD, **own}
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(ids) == len(set(ids))
+
+
+def dashboards(manifests: tuple[Manifest, ...]) -> dict[str, Any]:
+    """By the names of their files, which Grafana's sidecar puts into one directory."""
+    data = [each["data"] for each in of_kind(manifests, "ConfigMap")]
+    return {name: json.loads(text) for each in data for name, text in each.items() if name.endswith(".json")}
+
+
+def test_dashboards_of_several_releases_are_beside_each_other() -> None:
+    found: list[tuple[str, Any]] = []
+    releases = [("llm", "a"), ("llm", "b"), ("llm-v2", "a"), *(("x" * 52 + end, "a" * 63) for end in "yz")]
+    for release, namespace in releases:
+        words = ("--namespace", namespace, "--set", "dashboard.enabled=true")
+        done = helm("helm-4", "template", release, str(CHART), *words)
+        assert done.returncode == 0, done.stderr
+        manifests = tuple(each for each in yaml.safe_load_all(done.stdout) if each)
+        [(name, made)] = dashboards(manifests).items()
+        assert release[:8] in name and release[:8] in made["uid"] and release[:8] in made["title"]
+        assert re.fullmatch(r"[a-zA-Z0-9_-]{1,40}", made["uid"])
+        found.append((name, made))
+    assert len({name for name, _ in found}) == len(releases)
+    assert len({made["uid"] for _, made in found}) == len({made["title"] for _, made in found}) == len(releases)
+
+
+def test_a_gap_in_prometheus_scales_no_pool() -> None:
+    for scaled in of_kind(rendered("helm-4", VALUES / "autoscaling-keda.yaml"), "ScaledObject"):
+        load, *itl = (trigger["metadata"]["ignoreNullValues"] for trigger in scaled["spec"]["triggers"])
+        assert load == "false"
+        assert set(itl) <= {"true"}, "without answers there is no ITL, and the load decides"

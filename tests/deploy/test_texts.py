@@ -48,11 +48,17 @@ def takes(values: dict[str, Any], at: Place, word: str) -> bool:
 
 
 def full_of(word: str, values: dict[str, Any]) -> list[Place]:
-    """The places that take this word, and the plain one: no settings, which have a test of their own, and no names and values
-    that must not be just any."""
+    """The places that take this word, and the plain one: no settings, which have a test of their own, and no names, values and
+    addresses that must not be just any."""
     own = {"extraEnv", "extraVolumes", "extraVolumeMounts"}
+    issuer = () if values["tls"]["certManager"]["issuer"]["name"] else ("tls", "certManager", "issuer")
     free = [
-        at for at in texts(values) if "config" not in at[:2] and not (own & set(at[:2]) and at[-1] in ("name", "value"))
+        at
+        for at in texts(values)
+        if "config" not in at[:2]
+        and not (own & set(at[:2]) and at[-1] in ("name", "value"))
+        and (at[:2] != ("storage", "options") or at[2] == "region")
+        and (not issuer or at[:3] != issuer)
     ]
     return [at for at in free if takes(values, at, word) and takes(values, at, PLAIN)]
 

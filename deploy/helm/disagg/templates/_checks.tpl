@@ -6,6 +6,13 @@
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $fullname) -}}
 {{- fail (printf "fullnameOverride: Services of the release %s would be named %s-..., and a Service's name has lower case letters, digits and '-' only and begins with a letter; give fullnameOverride such a name, or the release" .Release.Name $fullname) -}}
 {{- end -}}
+{{- $image := .Values.image.repository -}}
+{{- if contains "@" $image -}}
+{{- fail (printf "image.repository is %s: it has a digest; say that in image.digest, and here what is before the @" $image) -}}
+{{- end -}}
+{{- if contains ":" (last (splitList "/" $image)) -}}
+{{- fail (printf "image.repository is %s: it has a tag; say that in image.tag, and here what is before its colon" $image) -}}
+{{- end -}}
 {{- $named := 0 -}}
 {{- range list .Values.model.name .Values.model.pvc.claimName .Values.model.image.reference .Values.model.hostPath.path -}}
 {{- if . -}}{{- $named = add1 $named -}}{{- end -}}
@@ -13,11 +20,19 @@
 {{- if gt (int $named) 1 -}}
 {{- fail "model: at most one of model.name, model.pvc.claimName, model.image.reference and model.hostPath.path says where the model is" -}}
 {{- end -}}
+{{- if .Values.model.image.reference -}}
+{{- include "disagg.checkImageVolume" (dict "root" . "at" "model.image") -}}
+{{- end -}}
 {{- if regexMatch "(^|/)\\.\\.(/|$)" .Values.model.hostPath.path -}}
 {{- fail "model.hostPath.path: it may have no '..'; say the directory itself" -}}
 {{- end -}}
 {{- if and (include "disagg.modelMounted" .) (not .Values.model.servedName) -}}
 {{- fail "model.servedName: clients need a name for a model that comes from a volume" -}}
+{{- end -}}
+{{- /* As _check_model in disagg/config/check.py: it goes into answers, paths, logs and labels. */ -}}
+{{- $public := .Values.model.servedName | default (regexReplaceAll "/+$" .Values.model.name "" | splitList "/" | last) -}}
+{{- if not (regexMatch "^[\\p{L}\\p{N}._/:@+=-]{0,128}$" $public) -}}
+{{- fail (printf "model.servedName: without it clients would call the model %q; that must have letters, digits and ._-/:@+= only, and at most 128 characters: give it such a name" $public) -}}
 {{- end -}}
 {{- if and .Values.model.path (not (include "disagg.modelMounted" .)) -}}
 {{- fail "model.path: it is a directory within a volume, and there is none: name one in model.pvc, model.image or model.hostPath" -}}
@@ -52,6 +67,13 @@
 {{- end -}}
 {{- if and (or .Values.storage.url .Values.storage.pvc.claimName) (not .Values.offload.enabled) -}}
 {{- fail "storage.url: it is used with offload.enabled only" -}}
+{{- end -}}
+{{- if not (include "disagg.storageUrl" .) -}}
+{{- range $name, $none := dict "budget" "" "compression" "none" "options" "map[]" -}}
+{{- if ne (get $values.storage $name | toString) $none -}}
+{{- fail (printf "storage.%s: there is no storage that it is about: say where it is in storage.url or storage.pvc.claimName" $name) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- if and .Values.storage.pvc.claimName .Values.storage.url (not (regexMatch "^file:///var/lib/disagg/kv(/|$)" .Values.storage.url)) -}}
 {{- fail "storage.url: the volume of storage.pvc is at file:///var/lib/disagg/kv" -}}
@@ -101,21 +123,11 @@
 
 {{/* Values end up in a ConfigMap, which more people read than secrets. What is refused is not repeated. */}}
 {{- define "disagg.checkSecrets" -}}
-{{- $known := .Files.Get "settings.json" | fromJson -}}
 {{- $instead := "it would be in a ConfigMap for all to read; name a secret in storage.credentialsSecret, whose keys become environment variables" -}}
 {{- if regexMatch "^[a-z0-9]+://[^/]*[@?]|[?#]" .Values.storage.url -}}
 {{- fail (printf "storage.url: it may have neither a user nor a query: %s" $instead) -}}
 {{- end -}}
-{{- range $name, $value := .Values.storage.options -}}
-{{- range $known.secretOptions -}}
-{{- if hasSuffix . (lower $name) -}}
-{{- fail (printf "storage.options.%s: %s" $name $instead) -}}
-{{- end -}}
-{{- end -}}
-{{- if regexMatch "^[a-z0-9]+://[^/]*@" (toString $value) -}}
-{{- fail (printf "storage.options.%s: it may have no user: %s" $name $instead) -}}
-{{- end -}}
-{{- end -}}
+{{- include "disagg.checkStorageOptions" . -}}
 {{- end }}
 
 {{/* (role, own, root) */}}
@@ -141,11 +153,19 @@
 {{- if .enabled -}}{{- include "disagg.checkScaling" $ -}}{{- end -}}
 {{- end -}}
 {{- include "disagg.checkAdded" . -}}
-{{- if or (ne .role "mixed") $own.enabled -}}{{- include "disagg.checkFit" . -}}{{- include "disagg.checkAmounts" . -}}{{- end -}}
+{{- if or (ne .role "mixed") $own.enabled -}}{{- include "disagg.checkAmounts" . -}}{{- include "disagg.checkFit" . -}}{{- end -}}
 {{- if ne .role "router" -}}
 {{- include "disagg.checkGpus" . -}}
+{{- if and $own.affinity.podAffinity (ne .role "mixed") (eq .root.Values.pairs.affinity "required") -}}
+{{- fail (printf "%s.affinity.podAffinity: pairs.affinity is required, which is a podAffinity, too, and a pod has one; say pairs.affinity: none, and here both" .role) -}}
+{{- end -}}
 {{- if and (eq $own.updateStrategy.type "OnDelete") (gt (int $own.updateStrategy.partition) 0) -}}
 {{- fail (printf "%s.updateStrategy.partition is %d: it is used with type RollingUpdate only" .role (int $own.updateStrategy.partition)) -}}
+{{- end -}}
+{{- $most := int $own.replicas -}}
+{{- if $own.autoscaling.enabled -}}{{- $most = int $own.autoscaling.maxReplicas -}}{{- end -}}
+{{- if and (gt (int $own.updateStrategy.partition) 0) (ge (int $own.updateStrategy.partition) $most) (or (ne .role "mixed") $own.enabled) -}}
+{{- fail (printf "%s.updateStrategy.partition is %d, and pods have the numbers 0 to %d: none would be rolled; it must be less than %s, %d" .role (int $own.updateStrategy.partition) (sub $most 1) (ternary (printf "%s.autoscaling.maxReplicas" .role) (printf "%s.replicas" .role) $own.autoscaling.enabled) $most) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}

@@ -85,15 +85,25 @@ config.{{ .section }}.{{ .name }}
 {{- fail (printf "offload.enabled, and %s is false: what is offloaded is found again by the prefix cache" (get $at "engine.prefix_cache")) -}}
 {{- end -}}
 {{- end -}}
-{{- /* 0: each server chooses, and minds checkpoint_tokens. */ -}}
-{{- if and (int64 $engine.page_tokens) (mod (int64 $engine.checkpoint_tokens) (max 1 (int64 $engine.page_tokens))) -}}
-{{- fail (printf "%s is %d: it must be a multiple of %s, %d" (get $at "engine.checkpoint_tokens") (int64 $engine.checkpoint_tokens) (get $at "engine.page_tokens") (int64 $engine.page_tokens)) -}}
-{{- end -}}
 {{- $known := .root.Files.Get "settings.json" | fromJson -}}
+{{- /* 0: each server chooses, and takes those of a CPU wherever longer ones do not fit. */ -}}
+{{- $pageTokens := int64 ($engine.page_tokens | default $known.cpuPageTokens) -}}
+{{- if mod (int64 $engine.checkpoint_tokens) $pageTokens -}}
+{{- $why := ternary "" ", which servers choose where longer pages do not fit" (ne (int64 $engine.page_tokens) 0) -}}
+{{- fail (printf "%s is %d: it must be a multiple of %s, %d%s" (get $at "engine.checkpoint_tokens") (int64 $engine.checkpoint_tokens) (get $at "engine.page_tokens") $pageTokens $why) -}}
+{{- end -}}
 {{- if and (gt (float64 $engine.target_step_ms) 0.0) (has $engine.policy $known.wholePrompts) -}}
 {{- fail (printf "%s is %v: %s = %s computes prompts in one step, however long that takes" (get $at "engine.target_step_ms") $engine.target_step_ms (get $at "engine.policy") $engine.policy) -}}
 {{- end -}}
 {{- include "disagg.checkBounds" (dict "known" $known "set" $set "at" $at) -}}
+{{- include "disagg.checkStaging" (dict "root" .root "role" .role "known" $known "set" $set "at" $at) -}}
+{{- include "disagg.checkOwnPort" (dict "role" .role "router" $set.router "at" (get $at "router.own_http_port")) -}}
+{{- if ne .role "router" -}}
+{{- include "disagg.checkRecords" (merge (dict "directory" $set.record.dir "at" (get $at "record.dir")) .) -}}
+{{- include "disagg.checkServerMemory" (merge (dict "known" $known "set" $set "at" $at) .) -}}
+{{- else -}}
+{{- include "disagg.checkRouterMemory" (dict "own" .own "set" $set "at" $at) -}}
+{{- end -}}
 {{- range $path, $least := $known.leastSeconds -}}
 {{- $parts := splitList "." $path -}}
 {{- $value := dig (first $parts) (last $parts) "" $set -}}
@@ -110,6 +120,19 @@ config.{{ .section }}.{{ .name }}
 {{- $beat := include "disagg.seconds" $set.router.heartbeat_s | float64 -}}
 {{- if gt (mulf $beat 2.0) $lease -}}
 {{- fail (printf "%s is %v: it must be at most half of %s, %v, or one late heartbeat loses every request" (get $at "router.heartbeat_s") $set.router.heartbeat_s (get $at "router.lease_s") $set.router.lease_s) -}}
+{{- end -}}
+{{- end }}
+
+{{/* A router's further port. Servers judge it as well, beside the ports that a router has by default: (role, router, at). */}}
+{{- define "disagg.checkOwnPort" -}}
+{{- range $name := list "http" "grpc" -}}
+{{- $port := int64 (get $.router (printf "%s_port" $name)) -}}
+{{- if eq (int64 $.router.own_http_port) $port -}}
+{{- if eq $.role "router" -}}
+{{- fail (printf "%s is %d: that is router.ports.%s, too; they must differ" $.at $port $name) -}}
+{{- end -}}
+{{- fail (printf "%s is %d: servers read it, too, and %d is what they take for a router's %s port; say router.config.router.own_http_port, for routers alone" $.at $port $port $name) -}}
+{{- end -}}
 {{- end -}}
 {{- end }}
 

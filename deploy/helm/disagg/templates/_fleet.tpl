@@ -1,3 +1,14 @@
+{{/* For how long a rollout of routers may go on without one that is ready: that one is with its first pair, and its servers may take
+worker.load_timeout_s to load; ten minutes more are for nodes and images. Kubernetes counts in 32 bits. */}}
+{{- define "disagg.routerDeadline" -}}
+{{- $most := 0.0 -}}
+{{- range $role := include "disagg.pools" . | fromJsonArray -}}
+{{- $set := include "disagg.effective" (dict "root" $ "role" $role) | fromJson -}}
+{{- $most = maxf $most (include "disagg.seconds" $set.worker.load_timeout_s | float64) -}}
+{{- end -}}
+{{- printf "%d" (int64 (minf 2147483647.0 (addf (ceil $most) 600.0))) -}}
+{{- end }}
+
 {{/*
 How routers find servers, in one place: settings of [router], as JSON. Servers are named after their pods. By `kubernetes` routers
 watch the pods of this release; by `static` they have the list of all that there can be, by the names that a StatefulSet gives, and

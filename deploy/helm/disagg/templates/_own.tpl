@@ -34,6 +34,12 @@
 {{- if ne (len $each) 2 -}}
 {{- fail (printf "%s: %s is %d kinds of volume; it must be one: configMap, secret, persistentVolumeClaim, emptyDir, hostPath, nfs, csi or image" $at $each.name (sub (len $each) 1)) -}}
 {{- end -}}
+{{- with dig "emptyDir" "sizeLimit" "" $each -}}
+{{- include "disagg.checkSize" (dict "at" (printf "%s.emptyDir.sizeLimit is %s" $at .) "text" .) -}}
+{{- end -}}
+{{- if hasKey $each "image" -}}
+{{- include "disagg.checkImageVolume" (dict "root" $.root "at" (printf "%s.image" $at)) -}}
+{{- end -}}
 {{- if regexMatch "(^|/)\\.\\.(/|$)" (dig "hostPath" "path" "" $each) -}}
 {{- fail (printf "%s.hostPath.path: it may have no '..'; say the directory itself" $at) -}}
 {{- end -}}
@@ -65,6 +71,49 @@
 {{- end -}}
 {{- end -}}
 {{- $taken = append $taken $path -}}
+{{- end -}}
+{{- end }}
+
+{{/* Volumes from images are there from Kubernetes 1.33 on. Whoever renders without a cluster and names no version has the one that
+Helm was built for, which says nothing: 1.32 is that of Helm 3.17, and a cluster's version comes with the kinds that it has. (root, at) */}}
+{{- define "disagg.checkImageVolume" -}}
+{{- $there := .root.Capabilities -}}
+{{- if semverCompare "<1.33.0-0" $there.KubeVersion.Version -}}
+{{- $helm := semver $there.HelmVersion.Version -}}
+{{- $unsaid := and (eq (int $helm.Major) 3) (eq $there.KubeVersion.Version (printf "v1.%d.0" (add $helm.Minor 15))) -}}
+{{- if or (not $unsaid) ($there.APIVersions.Has "v1/Pod") -}}
+{{- fail (printf "%s: volumes from images need Kubernetes 1.33 or later (and in 1.33 and 1.34 the feature gate ImageVolume), and this is %s; use a volume of another kind" .at $there.KubeVersion.Version) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Where a server writes what it did: the root is read-only, so only where something is mounted. What is mounted deeper counts.
+(root, role, own, directory, at) */}}
+{{- define "disagg.checkRecords" -}}
+{{- $home := "/var/cache/disagg" -}}
+{{- $directory := regexReplaceAll "^~(/|$)" .directory (printf "%s/" $home) -}}
+{{- if not (hasPrefix "/" $directory) -}}{{- $directory = printf "%s/%s" $home $directory -}}{{- end -}}
+{{- $directory = clean $directory -}}
+{{- $writable := dict "/tmp" true $home true "/dev/shm" true "/var/lib/disagg/kv" (ne .root.Values.storage.pvc.claimName "") -}}
+{{- $fixed := list "configMap" "secret" "image" -}}
+{{- range $mount := .own.extraVolumeMounts -}}
+{{- $may := not ($mount.readOnly | default false) -}}
+{{- range $each := $.own.extraVolumes -}}
+{{- if eq $each.name $mount.name -}}
+{{- range $kind, $source := omit $each "name" -}}
+{{- if or (has $kind $fixed) (get $source "readOnly") -}}{{- $may = false -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $_ := set $writable (clean $mount.mountPath) $may -}}
+{{- end -}}
+{{- $in := "" -}}
+{{- range $path, $_ := $writable -}}
+{{- if and (hasPrefix (printf "%s/" $path) (printf "%s/" $directory)) (gt (len $path) (len $in)) -}}{{- $in = $path -}}{{- end -}}
+{{- end -}}
+{{- if not (and $in (get $writable $in)) -}}
+{{- $why := ternary (printf "what is mounted at %s is read-only" $in) "the root of pods is read-only, and nothing is mounted there" (and (ne $in "") (ne $in "/var/lib/disagg/kv")) -}}
+{{- fail (printf "%s is %s: %s; name a directory in a volume of %s.extraVolumes that %s.extraVolumeMounts mounts, or in /tmp or %s, which end with the pod" .at .directory $why .role .role $home) -}}
 {{- end -}}
 {{- end }}
 

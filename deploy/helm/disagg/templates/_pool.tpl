@@ -25,21 +25,26 @@
 {{- end -}}
 {{- end }}
 
-{{/* Near the servers of the pairs: (root, role, own). */}}
+{{/* Where its pods may be: near the servers of the pairs, or as the values say. What is required of pairs is so beside that, too:
+(root, role, own). */}}
 {{- define "disagg.poolAffinity" -}}
-{{- $pairs := .root.Values.pairs -}}
-{{- if .own.affinity -}}
-{{ toYaml .own.affinity }}
-{{- else if and (ne $pairs.affinity "none") (ne .role "mixed") -}}
-podAffinity:
-  {{- if eq $pairs.affinity "required" }}
-  requiredDuringSchedulingIgnoredDuringExecution:
-    - {{- include "disagg.pairTerm" . | nindent 6 }}
-  {{- else }}
-  preferredDuringSchedulingIgnoredDuringExecution:
-    - weight: 100
-      podAffinityTerm: {{- include "disagg.pairTerm" . | nindent 8 }}
-  {{- end }}
+{{- $affinity := deepCopy .own.affinity -}}
+{{- $pairs := .root.Values.pairs.affinity -}}
+{{- if and (ne .role "mixed") (or (eq $pairs "required") (and (eq $pairs "preferred") (not $affinity))) -}}
+{{- $_ := set $affinity "podAffinity" (include "disagg.pairAffinity" . | fromYaml) -}}
+{{- end -}}
+{{- with $affinity -}}{{ toYaml . }}{{- end -}}
+{{- end }}
+
+{{/* Near the servers of the pairs: (root, role). */}}
+{{- define "disagg.pairAffinity" -}}
+{{- if eq .root.Values.pairs.affinity "required" -}}
+requiredDuringSchedulingIgnoredDuringExecution:
+  - {{- include "disagg.pairTerm" . | nindent 4 }}
+{{- else -}}
+preferredDuringSchedulingIgnoredDuringExecution:
+  - weight: 100
+    podAffinityTerm: {{- include "disagg.pairTerm" . | nindent 6 }}
 {{- end -}}
 {{- end }}
 

@@ -65,7 +65,7 @@
 {{- with .Values.offload.hostMemory -}}{{- $_ := set $offload "host_bytes" (include "disagg.bytes" .) -}}{{- end -}}
 {{- $tiers := dict "offload" $offload -}}
 {{- with .Values.storage -}}
-{{- $url := default (ternary "file:///var/lib/disagg/kv" "" (ne .pvc.claimName "")) .url -}}
+{{- $url := include "disagg.storageUrl" $ -}}
 {{- if $url -}}
 {{- $storage := dict "url" $url "compression" .compression "options" .options -}}
 {{- with .budget -}}{{- $_ := set $storage "budget_bytes" (include "disagg.bytes" .) -}}{{- end -}}

@@ -69,6 +69,9 @@
 {{- if and (not $manager.enabled) (or $manager.issuer.name $manager.dnsNames) -}}
 {{- fail "tls.certManager.enabled is false: tls.certManager.issuer and tls.certManager.dnsNames are used with it only" -}}
 {{- end -}}
+{{- if and (not $manager.issuer.name) (or (ne $manager.issuer.kind "Issuer") (ne $manager.issuer.group "cert-manager.io")) -}}
+{{- fail (printf "tls.certManager.issuer.name: it is empty, so nothing has the kind %s of %s: name that issuer, or leave kind and group out, and the chart makes one" $manager.issuer.kind $manager.issuer.group) -}}
+{{- end -}}
 {{- if and (eq $manager.issuer.group "cert-manager.io") (not (has $manager.issuer.kind (list "Issuer" "ClusterIssuer"))) -}}
 {{- fail (printf "tls.certManager.issuer.kind is %s: of the group cert-manager.io it may be Issuer or ClusterIssuer" $manager.issuer.kind) -}}
 {{- end -}}
