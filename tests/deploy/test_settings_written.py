@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from disagg.config.load import load_config
 from disagg.config.tree import Config
+from disagg.offload.options import storage_target
 from disagg.types.errors import ConfigError
 from tests.deploy.chart import CHART, of_kind, template
 from tests.deploy.settings_schema import known
@@ -126,8 +128,87 @@ def test_the_chart_refuses_the_texts_that_processes_refuse_and_no_others(text: s
 
 def refusal_of(path: str, text: str) -> str:
     """What a server on GPUs says of it; empty if it takes it."""
+    return refusal_of_all({path: text, "model.device": "cuda"})
+
+
+def refusal_of_all(settings_of_it: dict[str, Any]) -> str:
     try:
-        load_config(overrides={path: text, "model.device": "cuda"}, environ={})
+        load_config(overrides=settings_of_it, environ={})
     except ConfigError as error:
         return str(error)
     return ""
+
+
+STAGINGS: list[dict[str, Any]] = [
+    {"arena_bytes": "2Gi"},
+    {"arena_bytes": "64MiB"},
+    {"arena_bytes": "64Mi", "segment_bytes": "4Mi"},
+    {"arena_bytes": "64Mi", "segment_bytes": "4Mi", "gather_bytes": "4Mi"},
+    {"arena_bytes": "64Mi", "segment_bytes": "4Mi", "gather_bytes": "4Mi", "link_segments": 5},
+    {"arena_bytes": "4Gi", "segment_bytes": "256Mi", "link_segments": 4},
+    {"arena_bytes": "4Gi", "segment_bytes": 268439552},
+    {"segment_bytes": "2Mi"},
+    {"segment_bytes": "16Mi", "gather_bytes": "0"},
+    {"gather_bytes": 33558528, "link_segments": 2},
+    {"gather_bytes": 1048577},
+    {"link_segments": 3},
+    {"kernels": "triton"},
+    {"kernels": "torch", "gather_bytes": 0},
+]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_chart_refuses_the_staging_that_servers_refuse_and_no_other(device: str, tmp_path: Path) -> None:
+    refused = 0
+    for number, staging in enumerate(STAGINGS):
+        values = {"gpu": {"enabled": device == "cuda"}, "prefill": {"config": {"transfer": staging}}}
+        (file := tmp_path / f"{number}.yaml").write_text(yaml.safe_dump(values))
+        done = template("helm-4", file)
+        refusal = refusal_of_all(
+            {f"transfer.{name}": each for name, each in staging.items()} | {"model.device": device}
+        )
+        assert (done.returncode != 0) is bool(refusal), f"{staging}: {refusal or 'fine'}: {done.stderr}"
+        refused += bool(refusal)
+    assert 3 < refused < len(STAGINGS) - 3
+
+
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("s3://kv", {"region": "eu-west-1", "virtual_hosted_style_request": True, "max_retries": 0}),
+    ("s3://kv", {"endpoint": "http://[::1]:9000/a", "allow_http": "True"}),
+    ("s3://kv", {"endpoint": "HTTPS://minio", "timeout": 86400}),
+    ("s3://kv", {"endpoint": "http://minio"}),
+    ("s3://kv", {"endpoint": "https://minio:65536"}),
+    ("s3://kv", {"endpoint": "https://minio:x"}),
+    ("s3://kv", {"endpoint": "https://"}),
+    ("s3://kv", {"endpoint": "https://a b"}),
+    ("s3://kv", {"sts_endpoint": "http://sts", "proxy_url": "http://proxy:3128"}),
+    ("s3://kv", {"timeout": "1e2", "connect_timeout": 0.5}),
+    ("s3://kv", {"timeout": 0}),
+    ("s3://kv", {"timeout": 86400.5}),
+    ("s3://kv", {"timeout": True}),
+    ("s3://kv", {"max_retries": "7"}),
+    ("s3://kv", {"max_retries": -1}),
+    ("s3://kv", {"account_name": "x"}),
+    ("s3://kv", {"Region": "x"}),
+    ("s3://kv", {"web_identity_token_file": "/var/run/token", "access_key_id": "AKIA", "role_arn": 7}),
+    ("gs://kv", {"service_account": "/run/account.json", "base_url": "https://gcs"}),
+    ("az://kv", {"account_name": "x", "tenant_id": "some", "use_emulator": "FALSE"}),
+    ("az://kv", {"use_emulator": "no"}),
+    ("file:///var/lib/disagg/kv", {}),
+    ("file:///var/lib/disagg/kv", {"timeout": 20}),
+]
+
+
+def test_the_chart_refuses_the_options_of_storage_that_servers_refuse_and_no_others(tmp_path: Path) -> None:
+    for number, (url, options) in enumerate(OPTIONS):
+        volume = {"claimName": "kv" if url.startswith("file:") else ""}
+        values = {"offload": {"enabled": True}, "storage": {"url": url, "pvc": volume, "options": options}}
+        (file := tmp_path / f"{number}.yaml").write_text(yaml.safe_dump(values))
+        done = template("helm-4", file)
+        refusal = ""
+        try:
+            storage_target(url, options)
+        except ConfigError as error:
+            refusal = str(error)
+        assert (done.returncode != 0) is bool(refusal), f"{options}: {refusal or 'fine'}: {done.stderr}"
+        assert not refusal or any(f"storage.options.{name}" in done.stderr for name in options), done.stderr
