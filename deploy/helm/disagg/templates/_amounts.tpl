@@ -11,7 +11,7 @@
 
 {{/* A size as Kubernetes writes it: (at, text). */}}
 {{- define "disagg.checkSize" -}}
-{{- if not (regexMatch "^[0-9]+(\\.[0-9]+)?([eE][0-9]+|m|k|Ki|[MGTPE]i?)?$" .text) -}}
+{{- if not (regexMatch "^[0-9]+(\\.[0-9]+)?([eE][0-9]+|k|Ki|[MGTPE]i?)?$" .text) -}}
 {{- fail (printf "%s: Kubernetes writes sizes as a number with Ki, Mi, Gi or Ti (64Gi is 64 x 2^30 bytes) or k, M, G or T (64G is 64 x 10^9), without a B" .at) -}}
 {{- end -}}
 {{- end }}
@@ -20,7 +20,7 @@
 {{- define "disagg.checkResource" -}}
 {{- $text := include "disagg.quantity" .amount -}}
 {{- $at := printf "%s.%s is %s" .at .name $text -}}
-{{- if ne .name "cpu" -}}{{- include "disagg.checkSize" (dict "at" $at "text" $text) -}}{{- end -}}
+{{- if not (or (eq .name "cpu") (regexMatch "^[0-9]+(\\.[0-9]+)?m$" $text)) -}}{{- include "disagg.checkSize" (dict "at" $at "text" $text) -}}{{- end -}}
 {{- $number := include "disagg.amount" $text | float64 -}}
 {{- if eq .name "cpu" -}}
 {{- if not (regexMatch "^[0-9]+(\\.[0-9]+)?m?$" $text) -}}
