@@ -96,10 +96,10 @@ CASES = (
     Case(
         "gemma3-270m",
         (256, 512),
-        128,
+        256,
         chunk_tokens=64,
         stride_tokens=256,
-        slack=25,
+        slack=7,
         behind=True,
         **{**REAL, "vocab": 200_000},
     ),
@@ -147,26 +147,26 @@ class Companion:
 def pressing(cut: Sizes, length: int, outputs: int, companion: Companion) -> tuple[int, int]:
     """(outputs, tokens): when an answer of so many outputs has so many tokens, a prompt of that length is to be asked.
 
-    A request begins where there is room for what all keep in windows at their ends, and for what they attend to now: it is what
-    is attended to that grows beyond the pool.
+    A request begins where there is room for what all keep in windows at their ends, whatever may be late, and for what they
+    attend to now: it is what is attended to that grows beyond the pool.
     """
 
-    def large(tokens: int, limit: int) -> float:
+    def large(tokens: int, limit: int, late_runs: int) -> float:
         found = 0.0
         for group, per_large in zip(cut.layout.groups, cut.layout.per_large, strict=True):
             pages = pages_for(tokens, cut.page_tokens)
             if group.kind is GroupKind.WINDOW:
-                kept = window_pages(group.window_tokens, cut.late_runs, cut.page_tokens)
+                kept = window_pages(group.window_tokens, late_runs, cut.page_tokens)
                 pages = min(kept, pages_for(limit, cut.page_tokens))
             found += pages / per_large
         return found
 
     best = (0.0, 0, 0)
-    for limit in range(2 * DRIFT, len(companion.prompt) + len(companion.answer.outputs), 4):
-        for at in range(max(1, limit - outputs - DRIFT), limit - DRIFT, 4):
+    for limit in range(2 * DRIFT, len(companion.prompt) + len(companion.answer.outputs), 8):
+        for at in range(max(1, limit - outputs - DRIFT), limit - DRIFT, 8):
             steps = min(outputs, limit - at - DRIFT)
-            begins = large(at + DRIFT, limit) + large(length + 1, length + outputs)
-            ends = large(at + DRIFT + steps, limit) + large(length + steps, length + outputs)
+            begins = large(at + DRIFT, limit, cut.late_runs) + large(length + 1, length + outputs, cut.late_runs) + 1
+            ends = large(at + DRIFT + steps, limit, 0) + large(length + steps, length + outputs, 0)
             best = max(best, (min(cut.num_large - begins, ends - cut.num_large), limit - len(companion.prompt), at))
     spare, most, at = best
     assert spare > 0, f"nothing presses {length} tokens out of {cut.num_large} large pages"
@@ -245,7 +245,7 @@ def run(case: Case, tmp_path: Path) -> None:
     with Cluster(tmp_path / "run", "--model", str(model_dir), *cut.flags, *memory, *tp, *tiers, *store, sets=sets) as c:
         crowd = Crowd(case, cut, c, prompts, answers)
         for number in range(MAX_ROUNDS):
-            if number > 1 and companion is not None:
+            if number and companion is not None:
                 for last in sorted(crowd.never):
                     crowd.behind(last, companion, f"round {number}, {last} last", f"salt {number}")
             else:
