@@ -56,7 +56,7 @@ class Declared(Struct, frozen=True):
                 roles = {**own, **roles}
             elif isinstance(listed, list):
                 further += [text for each in listed if (text := token_content(each)) is not None]
-        special = dict.fromkeys([*roles.values(), *further])
+        special = dict.fromkeys(text for text in (*roles.values(), *further) if text)
         where = files.model_dir / (ADDED_TOKENS if older else TOKENIZER_CONFIG)
         with_ids = _older(files.json(ADDED_TOKENS), special) if older else _with_flags(config[_DECODER])
         if with_ids is None:

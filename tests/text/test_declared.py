@@ -65,6 +65,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[dict[str, Any]]
     "nothing": ({}, {}, None),
     "roles": (OLD, {}, None),
     "roles, of none that is special": (OLD, {}, none_special),
+    "roles, one of them empty": ({**OLD, "pad_token": ""}, {}, None),
     "a role that is new": ({**OLD, "pad_token": "<|tool|>"}, {}, None),
     "further": ({**OLD, "extra_special_tokens": ["<|tool|>", "<|other|>"]}, {}, None),
     "further, by names of its own": ({**OLD, "extra_special_tokens": {"tool_token": "<|tool|>"}}, {}, None),
