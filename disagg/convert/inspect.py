@@ -277,9 +277,10 @@ def _eos_token_ids(model_dir: Path, config: Mapping[str, Any]) -> tuple[int, ...
     """generation_config.json's, else config.json's, each id once: as the engine takes them."""
     path = model_dir / "generation_config.json"
     generation = _read_json(path) if path.is_file() else {}
-    found = _ids(path, generation.get("eos_token_id"), "eos_token_id")
+    said = generation.get("eos_token_id")
+    found = _ids(path, said, "eos_token_id")
     others = _ids(model_dir / "config.json", config.get("eos_token_id"), "eos_token_id")
-    return tuple(dict.fromkeys(found or others))
+    return tuple(dict.fromkeys(others if said is None else found))
 
 
 def _ids(path: Path, value: object, name: str) -> list[int]:

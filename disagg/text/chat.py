@@ -24,7 +24,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Struct
 
-from disagg.text.declared import Declared
+from disagg.text.declared import roles_of
 from disagg.text.model_files import CHAT_TEMPLATE, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, ModelFiles
 from disagg.types.errors import ConfigError, InvalidRequest
 from disagg.types.plain import clip
@@ -57,7 +57,7 @@ class TemplateSource(Struct, frozen=True):
             text = _pick(config.get("chat_template"), files.model_dir)
         if text is None:
             return None
-        roles = Declared.of(files).roles
+        roles, _ = roles_of(files)
         return cls(
             text, {role: token for role, token in roles.items() if role.isidentifier() and role not in _VARIABLES}
         )

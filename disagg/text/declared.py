@@ -9,11 +9,10 @@ Whoever leaves them out takes a control token of a prompt for its characters, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Final
 
 import tokenizers
-from msgspec import Struct
 from tokenizers import AddedToken
 
 from disagg.text.model_files import (
@@ -33,67 +32,71 @@ _DECODER: Final = "added_tokens_decoder"
 _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
-class Declared(Struct, frozen=True):
-    """roles: text by role, and by names of the model's own. tokens: with their ids, where one is named.
+def roles_of(files: ModelFiles) -> tuple[dict[str, str], list[str]]:
+    """Texts of special tokens by role, and by names of the model's own; and of those that have none."""
+    said = files.json(TOKENIZER_CONFIG)
+    if _DECODER not in said:
+        said = {**said, **files.json(SPECIAL_TOKENS_MAP)}
+    roles = {role: text for role in ROLES if (text := token_content(said.get(role))) is not None}
+    further: list[str] = []
+    for name in _FURTHER:
+        listed = said.get(name)
+        if isinstance(listed, Mapping):
+            own = {key: text for key, each in listed.items() if (text := token_content(each)) is not None}
+            roles = {**own, **roles}
+        elif isinstance(listed, list):
+            further += [text for each in listed if (text := token_content(each)) is not None]
+    return roles, further
 
-    Raises ConfigError, from `of`, for files in which a token is no token.
+
+def declare(inner: tokenizers.Tokenizer, files: ModelFiles, rows: int | None) -> dict[str, str]:
+    """Adds what the tokenizer lacks, and flags of what it has; returns texts by role. rows: of the model, or None if they are
+    not known.
+
+    A text whose token would have no row stays text. Raises ConfigError for files in which a token is no token, and where one
+    would get another id than it has by name.
     """
-
-    roles: dict[str, str]
-    tokens: tuple[tuple[int | None, AddedToken], ...]
-
-    @classmethod
-    def of(cls, files: ModelFiles) -> Declared:
-        config = files.json(TOKENIZER_CONFIG)
-        older = _DECODER not in config
-        said = {**config, **files.json(SPECIAL_TOKENS_MAP)} if older else config
-        roles = {role: text for role in ROLES if (text := token_content(said.get(role))) is not None}
-        further: list[str] = []
-        for name in _FURTHER:
-            listed = said.get(name)
-            if isinstance(listed, Mapping):
-                own = {key: text for key, each in listed.items() if (text := token_content(each)) is not None}
-                roles = {**own, **roles}
-            elif isinstance(listed, list):
-                further += [text for each in listed if (text := token_content(each)) is not None]
-        special = dict.fromkeys(text for text in (*roles.values(), *further) if text)
-        where = files.model_dir / (ADDED_TOKENS if older else TOKENIZER_CONFIG)
-        with_ids = _older(files.json(ADDED_TOKENS), special) if older else _with_flags(config[_DECODER])
-        if with_ids is None:
-            raise ConfigError(f"{where}: what it says of added tokens is no table of ids and tokens")
-        return cls(roles, (*sorted(with_ids.items()), *((None, AddedToken(text, special=True)) for text in special)))
-
-
-def declare(inner: tokenizers.Tokenizer, declared: Declared, rows: int | None, files: ModelFiles) -> None:
-    """Adds what the tokenizer lacks, and flags of what it has. rows: of the model, or None if they are not known.
-
-    A text whose token would have no row stays text. Raises ConfigError where a token would get another id than it has by name.
-    """
-    has = {token.content: repr(token) for token in inner.get_added_tokens_decoder().values()}
-    flags = {token.content: token for token in inner.get_added_tokens_decoder().values()}
-    special = {token.content for token_id, token in declared.tokens if token_id is None}
+    roles, further = roles_of(files)
+    special = dict.fromkeys(text for text in (*roles.values(), *further) if text)
+    known = {token.content: token for token in inner.get_added_tokens_decoder().values()}
+    with_ids = _with_ids(files, special, known)
+    before = {text: repr(token) for text, token in known.items()}
     next_id = inner.get_vocab_size(with_added_tokens=True)
-    wanted: dict[str, AddedToken] = {}
-    named: dict[str, int] = {}
-    for token_id, token in declared.tokens:
-        text = token.content
-        if inner.token_to_id(text) is None and text not in wanted:
-            if rows is not None and (next_id if token_id is None else token_id) >= rows:
+    named: dict[str, int] = {}  # those that are new
+    for token_id, token in sorted(with_ids.items()):
+        if inner.token_to_id(token.content) is None and token.content not in named:
+            if rows is not None and token_id >= rows:
                 continue
+            named[token.content] = token_id
             next_id += 1
-            if token_id is not None:
-                named[text] = token_id
-        elif token_id is None:  # only that it is special may be new
-            token = flags.get(text, token)
-        token.special = token.special or text in special
-        wanted[text] = flags[text] = token
-    inner.add_tokens([token for text, token in wanted.items() if has.get(text) != repr(token)])
+        known[token.content] = token
+    for text in special:
+        if text not in known:
+            if inner.token_to_id(text) is None:
+                if rows is not None and next_id >= rows:
+                    continue
+                next_id += 1
+            known[text] = AddedToken(text, special=True)
+        known[text].special = True
+    inner.add_tokens([token for text, token in known.items() if before.get(text) != repr(token)])
     for text, token_id in named.items():
         if (got := inner.token_to_id(text)) != token_id:
             raise ConfigError(
                 f"{files.model_dir}: {quoted(text)} is token {token_id} by the files beside {TOKENIZER}, and after those "
                 f"in it comes {got}"
             )
+    return roles
+
+
+def _with_ids(files: ModelFiles, special: Container[str], known: Container[str]) -> dict[int, AddedToken]:
+    """Raises ConfigError. special, known: texts of special tokens, and of those that the tokenizer says more of itself."""
+    config = files.json(TOKENIZER_CONFIG)
+    older = _DECODER not in config
+    found = _older(files.json(ADDED_TOKENS), special, known) if older else _with_flags(config[_DECODER])
+    if found is None:
+        where = files.model_dir / (ADDED_TOKENS if older else TOKENIZER_CONFIG)
+        raise ConfigError(f"{where}: what it says of added tokens is no table of ids and tokens")
+    return found
 
 
 def _with_flags(said: Any) -> dict[int, AddedToken] | None:
@@ -113,13 +116,12 @@ def _with_flags(said: Any) -> dict[int, AddedToken] | None:
     return found
 
 
-def _older(said: Mapping[str, Any], special: Iterable[str]) -> dict[int, AddedToken] | None:
+def _older(said: Mapping[str, Any], special: Container[str], known: Container[str]) -> dict[int, AddedToken] | None:
     """Of added_tokens.json; None where it is no such thing."""
-    known = frozenset(special)
     if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 1 << 31 for each in said.values()):
         return None
     return {
-        token_id: AddedToken(text, normalized=text not in known, special=text in known)
+        token_id: AddedToken(text, normalized=text not in special, special=text in special)
         for text, token_id in said.items()
-        if text
+        if text and text not in known
     }

@@ -6,17 +6,18 @@ Knows ids, text and bytes; nothing of chats (chat.py) or of text that arrives to
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import tokenizers
 
-from disagg.text.declared import Declared, declare
+from disagg.text.declared import declare
 from disagg.text.decoders import StagedDecoder, byte_level_bytes, byte_of, staged_decoder
 from disagg.text.model_files import CONFIG, GENERATION, TOKENIZER, ModelFiles
 from disagg.text.tokenizer_bounds import check_model, check_post_processor, decoder_growth, growth, without_chance
-from disagg.types.errors import ConfigError, InvalidRequest
+from disagg.types.errors import ConfigError, DisaggError, InvalidRequest
 from disagg.types.plain import quoted
 
 MAX_VOCAB_SIZE = 1 << 24  # the largest known has a million ids
@@ -90,10 +91,9 @@ class Tokenizer:
             )
         inner = _parse(files.contents[TOKENIZER], path)
         rows = rows or vocab_size
-        declared = Declared.of(files)
-        declare(inner, declared, rows, files)
-        end = inner.token_to_id(declared.roles.get("eos_token", ""))
-        known = _ids(files.json(GENERATION).get("eos_token_id")) or _ids(config.get("eos_token_id"))
+        end = inner.token_to_id(declare(inner, files, rows).get("eos_token", ""))
+        said = files.json(GENERATION).get("eos_token_id")
+        known = _ids(config.get("eos_token_id") if said is None else said)
         if end in known or (end is not None and rows is not None and end >= rows):
             end = None
         try:
@@ -111,14 +111,10 @@ class Tokenizer:
         Lets other threads run meanwhile, which the library's own `encode` does not: it would keep the interpreter for
         0.5 s per million characters. Raises InvalidRequest for a text that the tokenizer cannot take.
         """
-        try:
+        with _refusing(
+            lambda why: InvalidRequest(f"text that the model's tokenizer cannot make tokens of: {quoted(why)}")
+        ):
             return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # plain Exception for what is not in the vocabulary; a panic is not even that
-            raise InvalidRequest(
-                f"text that the model's tokenizer cannot make tokens of: {quoted(str(error))}"
-            ) from error
 
     def most_chars(self, num_tokens: int) -> int:
         """No text of more characters becomes so few tokens.
@@ -140,14 +136,9 @@ class Tokenizer:
         tokenizer cannot make.
         """
         self._check_text_of(ids)
-        try:
+        says = "the model's tokenizer cannot make text of these tokens: {}"
+        with _refusing(lambda why: InvalidRequest(says.format(quoted(why)), "token_ids")):
             return self._inner.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic, which is no Exception
-            raise InvalidRequest(
-                f"the model's tokenizer cannot make text of these tokens: {quoted(str(error))}", "token_ids"
-            ) from error
 
     def _check_text_of(self, ids: Sequence[int]) -> None:
         """By the longest token first: each by itself takes 0.3 us."""
@@ -184,12 +175,19 @@ class Tokenizer:
 
 
 def _parse(content: bytes, path: Path) -> tokenizers.Tokenizer:
-    try:
+    with _refusing(lambda why: ConfigError(f"{path} cannot be read: {why[:400]}")):
         return tokenizers.Tokenizer.from_buffer(content)
+
+
+@contextmanager
+def _refusing(as_error: Callable[[str], DisaggError]) -> Iterator[None]:
+    """Around the library, which raises plain Exception for whatever it does not like; a panic is not even that."""
+    try:
+        yield
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # plain Exception for every kind of bad file, and a panic is not even that
-        raise ConfigError(f"{path} cannot be read: {str(error)[:400]}") from error
+    except BaseException as error:
+        raise as_error(str(error)) from error
 
 
 _SHRINKS = 8  # how many characters may come to be one, where a tokenizer drops some

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,6 +229,24 @@ class Cluster:
             [c["finish_reason"] for c in choices],
             data["usage"],
         )
+
+    def stream(self, prompt: list[int], timeout_s: float = 300.0, **fields: Any) -> Iterator[dict[str, Any]]:
+        """The events of one completion, as they come."""
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "return_token_ids": True,
+            "temperature": 0,
+            "stream": True,
+            **fields,
+        }
+        with httpx.stream("POST", f"{self.http}/v1/completions", json=body, timeout=timeout_s) as reply:
+            assert reply.status_code == 200, f"{reply.status_code}: {reply.read().decode()}"
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, event
+                    yield event
 
     def timeline(self, request_id: str) -> list[dict[str, Any]]:
         """Of a request that has been answered, once the decode server has said its part."""

@@ -5,7 +5,6 @@ Greedy answers with what `transformers` says, sampled ones with what the same re
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -84,19 +83,12 @@ class Round:
 
     def _streamed(self, cluster: Cluster, number: int) -> None:
         prompt, answer = self._asked[number]
-        body = {"model": cluster.model, "prompt": prompt, "max_tokens": len(answer.outputs), "ignore_eos": True}
-        body |= {"temperature": 0, "return_token_ids": True, "stream": True, "stream_options": {"include_usage": True}}
+        fields = {"max_tokens": len(answer.outputs), "ignore_eos": True, "stream_options": {"include_usage": True}}
         outputs: list[int] = []
         usage = None
-        with httpx.stream("POST", f"{cluster.http}/v1/completions", json=body, timeout=300) as reply:
-            assert reply.status_code == 200
-            for line in reply.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                outputs += [token for choice in event["choices"] for token in choice["token_ids"]]
-                usage = event.get("usage") or usage
+        for event in cluster.stream(prompt, **fields):
+            outputs += [token for choice in event["choices"] for token in choice["token_ids"]]
+            usage = event.get("usage") or usage
         self._check(answer, outputs, "a stream")
         assert usage is not None and usage["completion_tokens"] == len(answer.outputs)
 

@@ -6,7 +6,6 @@ for any number of conversations.
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -14,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-
-import httpx
 
 from tests.cluster import reference
 from tests.cluster.cluster import Cluster
@@ -59,33 +56,18 @@ def hold(cluster: Cluster, talks: Sequence[Talk], salt: str) -> list[Heard]:
 
 def ask(cluster: Cluster, turn: reference.Answer, salt: str) -> Heard:
     """One turn, as a stream."""
-    body = {
-        "model": cluster.model,
-        "prompt": list(turn.prompt),
-        "max_tokens": len(turn.outputs),
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "cache_salt": salt,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
     token_ids: list[int] = []
     heard_s = [time.monotonic()]
     cached = -1
-    with httpx.stream("POST", f"{cluster.http}/v1/completions", json=body, timeout=REQUEST_S) as reply:
-        assert reply.status_code == 200, f"{reply.status_code}: {reply.read().decode()}"
-        for line in reply.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            assert "error" not in event, event
-            new = [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
-            if new:
-                token_ids += new
-                heard_s.append(time.monotonic())
-            if event.get("usage"):
-                cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+    fields = {"max_tokens": len(turn.outputs), "ignore_eos": True, "cache_salt": salt}
+    usage = {"stream_options": {"include_usage": True}}
+    for event in cluster.stream(list(turn.prompt), REQUEST_S, **fields, **usage):
+        new = [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
+        if new:
+            token_ids += new
+            heard_s.append(time.monotonic())
+        if event.get("usage"):
+            cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
     heard_s.append(time.monotonic())
     assert len(token_ids) == len(turn.outputs), f"{len(token_ids)} of {len(turn.outputs)} tokens came"
     _, _, wrong = reference.compare(turn, token_ids)

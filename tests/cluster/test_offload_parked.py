@@ -8,7 +8,6 @@ and checkpoints, and answers go over more of these; some requests have three cho
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import threading
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from disagg.convert.model_dir import resolve
@@ -119,28 +117,14 @@ class Companion:
 
     def ask(self, cluster: Cluster, salt: str, most: int, at: int, reached: threading.Event) -> tuple[list[int], str]:
         """So many outputs at most, and the request's id. reached: set when it has so many tokens."""
-        body = {
-            "model": cluster.model,
-            "prompt": self.prompt,
-            "return_token_ids": True,
-            "temperature": 0,
-            "max_tokens": most,
-            "ignore_eos": True,
-            "cache_salt": salt,
-            "stream": True,
-        }
+        fields = {"max_tokens": most, "ignore_eos": True, "cache_salt": salt}
         outputs: list[int] = []
         request_id = ""
-        with httpx.stream("POST", f"{cluster.http}/v1/completions", json=body, timeout=ANSWER_S) as reply:
-            assert reply.status_code == 200, reply.read()
-            for line in reply.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                request_id = event["id"]
-                outputs += [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
-                if len(self.prompt) + len(outputs) >= at:
-                    reached.set()
+        for event in cluster.stream(self.prompt, ANSWER_S, **fields):
+            request_id = event["id"]
+            outputs += [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
+            if len(self.prompt) + len(outputs) >= at:
+                reached.set()
         return outputs, request_id
 
 

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from disagg.text.chat import ChatTemplate
-from disagg.text.declared import Declared, declare
+from disagg.text.declared import declare
 from disagg.text.model_files import ModelFiles
 from disagg.text.tokenizer import Tokenizer
 from disagg.types.errors import ConfigError
@@ -58,6 +58,11 @@ def write(
     return directory
 
 
+def taking_blanks(tokenizer: dict[str, Any]) -> None:
+    for each in tokenizer["added_tokens"]:
+        each["lstrip"] = True
+
+
 MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 OLD = {"bos_token": START, "eos_token": END}
@@ -92,6 +97,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[dict[str, Any]]
         None,
     ),
     "older, with ids": ({}, {ADDED: {"<|other|>": 513, "<|tool|>": 512}}, None),
+    "older, with ids that the tokenizer has": ({}, {ADDED: {END: 256, START: 257, "<|tool|>": 512}}, taking_blanks),
     "older, with ids that are special": ({}, {MAP: {"pad_token": "<|tool|>"}, ADDED: {"<|tool|>": 512}}, None),
 }
 
@@ -151,8 +157,7 @@ def test_a_hundred_thousand_tokens_are_added_at_once(tmp_path: Path) -> None:
     directory = write(tmp_path, {}, {ADDED: named}, rows=VOCAB_SIZE + len(named))
     tokenizer = Tokenizer.load(directory)
     assert tokenizer.encode("<|99999|>") == [VOCAB_SIZE + 99_999]
-    files = ModelFiles.read(directory)
-    declare(tokenizer._inner, Declared.of(files), None, files)  # once more: there is nothing to add
+    declare(tokenizer._inner, ModelFiles.read(directory), None)  # once more: there is nothing to add
     assert tokenizer.encode("<|99999|>") == [VOCAB_SIZE + 99_999]
 
 
