@@ -69,3 +69,23 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_started(
     result = CliRunner().invoke(cli, ["bench", "transfer", *arguments.split()])
     assert result.exit_code == code
     assert said in result.output
+
+
+@needs_nixl
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ("--kernels triton", 2, 'prefill rank 0: transfer.kernels = "triton"'),
+        ("--ucx-tls bogus", 1, "prefill rank 0: NIXL agent 'P/0' cannot start"),
+    ],
+)
+def test_what_only_a_rank_finds_out_is_said_in_its_words(
+    arguments: str, code: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--device", "cpu", "--tp", "1:1", "--shape", "1x2x8xfloat32", "--no-curve", *arguments.split()]
+    result = CliRunner().invoke(cli, ["bench", "transfer", *options])
+    assert result.exit_code == code
+    everything = result.output + capfd.readouterr().err
+    assert said in everything
+    assert "Error:" not in everything and "Traceback" not in everything

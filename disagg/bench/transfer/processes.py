@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from disagg.bench.transfer import trial
 from disagg.config.load import ucx_log_is_theirs
-from disagg.types.errors import DisaggError
+from disagg.types.errors import ConfigError, DisaggError
 
 START_TIMEOUT_S = 120.0
 STEP_TIMEOUT_S = 120.0
@@ -25,9 +25,9 @@ Answer = TypeVar("Answer")
 
 
 def checked(answer: trial.Answer, name: str, kind: type[Answer]) -> Answer:
-    """The answer, of whom it is. Raises DisaggError if it is a failure."""
+    """The answer, of whom it is. Raises ConfigError if it is refused, DisaggError if it is a failure."""
     if isinstance(answer, trial.Failed):
-        raise DisaggError(f"{name}: {answer.reason}")
+        raise (ConfigError if answer.refused else DisaggError)(f"{name}: {answer.reason}")
     assert isinstance(answer, kind), f"{name} answered {type(answer).__name__}"
     return answer
 

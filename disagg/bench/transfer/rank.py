@@ -36,8 +36,9 @@ from disagg.models.pool import Pool
 from disagg.staging.ring import RingAllocator, RingEntry, RingWriterView
 from disagg.telemetry.memory import keep_loaded
 from disagg.telemetry.process import die_with_parent
+from disagg.transfer.backends.base import BackendError
 from disagg.transfer.backends.memory import allocate
-from disagg.types.errors import DisaggError
+from disagg.types.errors import ConfigError, DisaggError
 from disagg.worker.transfer_driver import TransferDriver
 
 Report = TypeVar("Report", bound=TransferEvent)
@@ -79,7 +80,11 @@ class Rank:
                     return
                 try:
                     self._answer(self._do(command))
-                except (DisaggError, RuntimeError, ValueError, AssertionError, OSError, TimeoutError) as error:
+                except ConfigError as error:
+                    self._answer(trial.Failed(str(error), refused=True))
+                except (DisaggError, BackendError) as error:
+                    self._answer(trial.Failed(str(error)))
+                except (RuntimeError, ValueError, AssertionError, OSError) as error:
                     self._answer(trial.Failed(f"{type(error).__name__}: {error}"))
             if self._driver is not None:
                 self._driver.turn()

@@ -279,6 +279,7 @@ class Copied(Struct, frozen=True, tag="copied"):
 
 class Failed(Struct, frozen=True, tag="failed"):
     reason: str
+    refused: bool = False  # an option that cannot be, not a failure
 
 
 Command = Open | Meet | Fill | Receive | Send | Start | SendUnstaged | ReceiveUnstaged | Check | CopyAlong | Quit
