@@ -294,6 +294,8 @@ def _allowed(path: str, kind: inspect.Type) -> str:
         if isinstance(kind.item_type, inspect.StructType):
             names = [each.name for each in kind.item_type.fields]
             return f'a list of tables with {", ".join(names)}; in a variable or flag JSON: [{{"{names[0]}": ..., ...}}]'
+        if isinstance(kind.item_type, inspect.LiteralType):
+            return f"a list of some of {', '.join(map(str, kind.item_type.values))}; in a variable or flag JSON"
         return "a list of strings"
     if isinstance(kind, inspect.DictType):
         return f"a table of at most {MOST_ENTRIES} texts, numbers and switches; in a variable or flag JSON"

@@ -21,6 +21,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 2048  # of all stop strings together: a table of some 0.4 MB, built in 2 ms (text/stops)
 MAX_STOP_TOKENS = 256
 MAX_LOGIT_BIAS = 1024
+REPETITION_PENALTIES = (
+    1e-3,
+    100.0,
+)  # divided by next to nothing logits leave the range of float32, where all are the same
 MAX_PRIORITY = 1000  # of a request, either way
 MAX_SESSION_CHARS = 256
 MAX_SLO_MS = 10**9
@@ -62,11 +66,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequest(f"top_p is {self.top_p}; it must be above 0 and at most 1", "top_p")
         _within("min_p", self.min_p, 0.0, 1.0)
-        if not 0.0 < self.repetition_penalty <= 100.0:
-            raise InvalidRequest(
-                f"repetition_penalty is {self.repetition_penalty}; it must be above 0 and at most 100",
-                "repetition_penalty",
-            )
+        _within("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _within("seed", self.seed, 0, 2**64 - 1)

@@ -113,6 +113,7 @@ def test_lists_in_the_environment_are_json_or_words() -> None:
             ["router.servers", "a list of tables", 'in a variable or flag JSON: [{"name": ...'],
         ),
         ("worker.command", [1], ["worker.command", "a list of strings"]),
+        ("model.fusions", ["bogus"], ["model.fusions", "a list of some of ends, few_rows, gate_up"]),
         ("engine.page_token", 1, ["engine.page_token", "nearest: engine.page_tokens"]),
         ("page_tokens", 1, ["page_tokens", "nearest: engine.page_tokens"]),
         ("router.tp", 1, ["nearest: server.tp"]),

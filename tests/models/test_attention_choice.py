@@ -55,16 +55,31 @@ def test_a_backend_that_is_wanted_by_name_comes_first() -> None:
 @pytest.mark.parametrize(
     ("ask", "prefill", "decode", "message"),
     [
-        (LLAMA, "flash", AUTO, 'prefill attention "flash" is none of auto, hopper, cudnn, triton, torch'),
-        (LLAMA, AUTO, "cudnn", 'decode attention "cudnn" is none of auto, triton, torch'),
-        (LLAMA, "hopper", AUTO, '"hopper" cannot do what this model asks: kernels for other chips than Hopper'),
+        (
+            LLAMA,
+            "flash",
+            AUTO,
+            'model.prefill_attention = "flash": it must be one of auto, hopper, cudnn, triton, torch',
+        ),
+        (LLAMA, AUTO, "cudnn", 'model.decode_attention = "cudnn": it must be one of auto, triton, torch'),
+        (
+            LLAMA,
+            "hopper",
+            AUTO,
+            r'"hopper": it cannot do what this model asks here \(kernels for other chips than Hopper.s\)',
+        ),
         (
             replace(LLAMA, window=True, sinks=True),
             "cudnn",
             AUTO,
-            '"cudnn" cannot do what this model asks: windows, sinks',
+            r'"cudnn": it cannot do what this model asks here \(windows, sinks\); it must be one of auto, triton, torch',
         ),
-        (replace(LLAMA, device="cpu", head_dim=512), AUTO, "triton", '"triton" cannot .* device cpu, head_dim 512'),
+        (
+            replace(LLAMA, device="cpu", head_dim=512),
+            AUTO,
+            "triton",
+            r'"triton": .* \(device cpu, head_dim 512\); it must be one of auto, torch',
+        ),
     ],
 )
 def test_a_backend_that_cannot_do_it_is_refused(ask: Ask, prefill: str, decode: str, message: str) -> None:
@@ -129,7 +144,7 @@ def test_a_model_says_who_attends_for_each_of_its_layer_groups(
         "attention of layer group window-16: prefill torch; decode torch",
         "attention of layer group full: prefill torch; decode torch",
     ]
-    with pytest.raises(ConfigError, match="cannot do what this model asks: device cpu"):
+    with pytest.raises(ConfigError, match=r"cannot do what this model asks here \(device cpu"):
         PagedModel.load(model_dir, "float32", "cpu", computation=Computation(decode_attention="triton"))
 
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.types.sampling import SamplingParams
+from disagg.types.errors import InvalidRequest
+from disagg.types.sampling import REPETITION_PENALTIES, SamplingParams
 from disagg.worker.sampler import Sampled, Sampler
 from tests.sampler import reference
 
@@ -216,6 +217,18 @@ def test_repetition_penalty_equals_transformers():
         assert tokens(sampler_of(512, p, prompt=prompt, outputs=outputs), x) == theirs.argmax(-1).tolist()
         ours = reference.edited(x[0].numpy(), p, prompt, outputs, [])
         assert torch.equal(torch.from_numpy(ours), theirs[0])
+
+
+def test_the_strongest_repetition_penalties_that_are_allowed_leave_the_greatest_logit_the_greatest():
+    x, prompt = noisy(1, 512) * 1e30, list(range(512))
+    wanted = int(x[0].double().argmax())
+    for penalty in REPETITION_PENALTIES:
+        p = params(temperature=0.0, repetition_penalty=penalty)
+        p.validate(512)
+        assert tokens(sampler_of(512, p, prompt=prompt), x) == [wanted]
+    for penalty in (REPETITION_PENALTIES[0] / 2, REPETITION_PENALTIES[1] * 2, 0.0, -1.0, 1e-38, math.nan, math.inf):
+        with pytest.raises(InvalidRequest, match=r"repetition_penalty is .*; it must be between 0.001 and 100.0"):
+            params(repetition_penalty=penalty).validate(512)
 
 
 def test_filters_leave_what_transformers_leave():
