@@ -37,12 +37,10 @@ from disagg.memory.sequence import SequencePages
 from disagg.messages.plan import PageCopy, Run, SamplerStart, SequenceStart, StepResult, WorkerPlan
 from disagg.messages.sequence_diff import DiffEncoder
 from disagg.scheduler.budget import Budget, of_tokens
-from disagg.scheduler.fairness import Shares
+from disagg.scheduler.fairness import Shares, handicap
 from disagg.scheduler.pipeline import decode_share
 from disagg.scheduler.policies import POLICIES, PREEMPTION, Candidate, Phase, Running, StepState
 from disagg.scheduler.step_times import StepTimes, ToldTimes
-
-PRIORITY_TOKENS = 1024  # that a prompt lets others of its tenant go first, for each step in which it is less urgent
 
 
 class Batch:
@@ -124,7 +122,7 @@ class Batch:
         sequence.state = State.RUNNING
         sequence.position = sequence.computed
         sequence.promised = sequence.joined_tokens = len(sequence.tokens)
-        sequence.place = self._prompt_tokens + sequence.priority * PRIORITY_TOKENS
+        sequence.place = self._prompt_tokens + handicap(sequence.priority)
         self.running[sequence.seq_id] = self._named[sequence.seq_id] = sequence
         if self._tiers is not None:
             self._tiers.offload.joined(sequence)
@@ -359,7 +357,7 @@ class Batch:
     def _candidates(self) -> tuple[Candidate, ...]:
         """What could run: choices in the order in which they joined, then prompts, of the tenant least served first, and of
         each tenant those first of which least is left, so that short ones do not wait for a long one: but for one that has
-        let so many tokens of others go first as are left of it. A step of priority counts as many tokens as PRIORITY_TOKENS.
+        let so many tokens of others go first as are left of it, and some for its priority (scheduler/fairness.handicap).
         """
         choices, prompts = [], []
         decodes_left = self._decode_share()

@@ -31,6 +31,7 @@ from typing import Generic, TypeVar
 from disagg.types.bounded import forget_oldest
 
 MAX_OVERTAKEN = 64  # items that came later and are more urgent, which go before one
+PRIORITY_TOKENS = 1024  # that a prompt lets others of its tenant go first, for each of the first steps of priority
 MAX_REMEMBERED = 4096  # tenants that wait for nothing and have been served beyond the virtual time
 
 Item = TypeVar("Item")
@@ -200,6 +201,14 @@ class FairQueue(Generic[Item]):
         elif waiting.tag > self._now:
             self._served[tenant] = waiting.tag
             forget_oldest(self._served, MAX_REMEMBERED)
+
+
+def handicap(priority: int) -> float:
+    """Tokens of others of its tenant that a prompt, once it has begun, lets go first beyond those that are as many as its own;
+    of one that is urgent, less than 0. It grows with the priority, by less and less, up to as much as MAX_OVERTAKEN steps:
+    however far apart two are, no more than twice that goes first, and none starves.
+    """
+    return PRIORITY_TOKENS * priority / (1 + abs(priority) / MAX_OVERTAKEN)
 
 
 class Shares:

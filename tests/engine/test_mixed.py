@@ -19,6 +19,7 @@ from disagg.memory.layout import PageSizing, pool_layout
 from disagg.messages.legs import Outcome, StartLeg
 from disagg.messages.plan import WorkerPlan
 from disagg.mixed_server.role import mixed_engine
+from disagg.scheduler.fairness import MAX_OVERTAKEN, PRIORITY_TOKENS
 from disagg.scheduler.policies import POLICIES
 from tests.engine.lone_engine import FULL, PARAMS, Lone, changed, facts, outcomes, plans, said, start
 from tests.scheduler.mixed_policies import MIXED_POLICIES
@@ -377,6 +378,23 @@ def test_who_comes_before_a_prompt_with_part_of_its_pages_takes_them() -> None:
     assert told["before"] == 3 and not told["new"]
     told.update(name for name, *_ in said(mixed.compute_all()))
     assert told["new"] == 3 and mixed.used == 0 and mixed.engine.idle
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "orca"])
+def test_the_least_urgent_prompt_comes_through_a_stream_of_urgent_ones_that_fill_every_step(policy: str) -> None:
+    """It has begun, and each step has room for less than what those have that are more urgent."""
+    mixed = Mixed(one_token_pages(8000, 1024, policy=policy))
+    told, number, steps = Counter[str](), 0, 0
+    while not told["least"]:
+        while number - told.total() < 6:
+            number += 1
+            mixed.start(replace(leg(f"urgent{number}", 1600, 1, first_token=1597 * number % 90_000), priority=-1000))
+        if steps == 3:
+            mixed.start(replace(leg("least", 20, 1, first_token=95_000), priority=1000))
+        told.update(name for name, *_ in said(mixed.compute()))
+        steps += 1
+        assert 1024 * steps < 3 * PRIORITY_TOKENS * MAX_OVERTAKEN
+    assert number > MAX_OVERTAKEN
 
 
 def test_a_prompt_that_waits_with_much_of_it_cached_is_not_tried_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:

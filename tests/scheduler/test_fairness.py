@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from disagg.scheduler.fairness import MAX_OVERTAKEN, FairQueue, Shares
+from disagg.scheduler.fairness import MAX_OVERTAKEN, PRIORITY_TOKENS, FairQueue, Shares, handicap
 
 TENANTS = st.sampled_from("abcdef")
 MOST = 20.0  # the largest cost
@@ -263,3 +263,11 @@ def test_one_that_is_least_urgent_comes_through_a_stream_of_urgent_ones() -> Non
         if first == -1:
             break
     assert first == -1 and number == MAX_OVERTAKEN
+
+
+@given(one=st.integers(-1000, 1000), other=st.integers(-1000, 1000))
+def test_who_is_less_urgent_has_a_larger_handicap_that_is_bounded(one: int, other: int) -> None:
+    assert (handicap(one) < handicap(other)) == (one < other)
+    assert handicap(-one) == -handicap(one) and handicap(0) == 0
+    assert abs(handicap(one)) < MAX_OVERTAKEN * PRIORITY_TOKENS
+    assert 0.95 * PRIORITY_TOKENS < handicap(1) <= PRIORITY_TOKENS
