@@ -177,6 +177,19 @@ def test_an_endpoint_that_takes_neither_ids_nor_ignore_eos_is_asked_in_words(tmp
     assert "prompts had 10.0 tokens on average where 8.0 were asked for" in done.output
 
 
+def test_ids_that_were_asked_for_are_not_replaced_by_text_and_a_refusal_is_called_one() -> None:
+    def only_small_ids(number: int, body: dict[str, Any]) -> list[Step]:
+        if not isinstance(body["prompt"], str) and max(body["prompt"]) >= 512:
+            return [(0.0, refusal(400, "prompt names token 99999; the vocabulary has 512"))]
+        return answer(body)
+
+    with fake_endpoint(only_small_ids) as fake:
+        fake.probes = False
+        done = bench(fake, *SHORT, "--requests", "3", "--token-ids", "0-99999")
+    assert done.exit_code == 1 and "refuses: status 400" in done.output and "the vocabulary has 512" in done.output
+    assert not any(isinstance(body["prompt"], str) for body in fake.bodies)
+
+
 def test_warm_up_is_not_counted_and_no_prompt_comes_twice(tmp_path: Path) -> None:
     found, fake, _ = measured(tmp_path, lambda n, body: answer(body), "--requests", "6", "--warmup", "4")
     assert (found["completed"], found["warm_up"]["requests"], len(fake.bodies)) == (6, 4, 10)
@@ -236,6 +249,7 @@ def test_goodput_is_a_rate_that_was_within_and_none_where_nothing_is(tmp_path: P
         ("--json", "/nowhere/x.json"),
         ("--extra-body", "[]"),
         ("--token-ids", "9"),
+        ("--token-ids", "1-9", "--prompts", "text"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_sent(flags: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import math
@@ -121,6 +122,15 @@ def test_what_is_no_line_of_a_trace_is_refused_with_file_and_line(tmp_path: Path
 def test_any_bytes_are_a_request_or_refused(line: bytes) -> None:
     with contextlib.suppress(ValueError):
         assert parse_line(line).input_tokens > 0
+
+
+def test_a_byte_order_mark_before_the_first_line_is_no_part_of_it(tmp_path: Path) -> None:
+    line = json.dumps(MOONCAKE).encode()
+    (tmp_path / "marked").write_bytes(codecs.BOM_UTF8 + line + b"\n" + line)
+    assert read_trace(tmp_path / "marked") == (parse_line(line),) * 2
+    (tmp_path / "marked").write_bytes(line + b"\n" + codecs.BOM_UTF8 + line)
+    with pytest.raises(ConfigError, match="line 2"):
+        read_trace(tmp_path / "marked")
 
 
 def test_files_that_are_none_or_say_too_little_are_refused(tmp_path: Path) -> None:

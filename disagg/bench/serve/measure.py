@@ -203,6 +203,8 @@ class _Bench:
         self._seed = seed
         self._say = say
         self._ids = _token_range(options.token_ids)
+        if self._ids is not None and options.prompts == "text":
+            raise ConfigError("--token-ids says which ids prompts have; it does not go with --prompts text")
         self._wished = Form("", None, options.ignore_eos, options.temperature, _extra(options.extra_body))
         self._client = Client(Origin(options.url, options.ca), options.api_key)
         self._target = Target(self._client, options.timeout_s)

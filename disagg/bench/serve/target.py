@@ -131,7 +131,7 @@ class Target:
         due_s: when it was to be sent. keep: what is said is wanted. Cancelled, it counts as nothing.
         """
         sent_s = time.perf_counter()
-        late_s = sent_s - due_s if due_s is not None else 0.0
+        late_s = max(0.0, sent_s - due_s) if due_s is not None else 0.0
         stream = _Stream(keep)
         cause = detail = ""
         try:
@@ -187,11 +187,12 @@ class Target:
         return models[0]
 
     async def form(self, wished: Form, kind: str, ids: tuple[int, int] | None) -> tuple[Form, float]:
-        """What it takes of a request, and tokens per word of a text. kind: auto, ids or text. Raises DisaggError."""
+        """What it takes of a request, and tokens per word of a text. kind: auto, ids or text. ids: a range that was asked for,
+        so that no text stands in for it. Raises DisaggError."""
         tried: list[Form] = []
         if kind != "text":
             tried += [msgspec.structs.replace(wished, ids=each) for each in ((ids,) if ids else VOCABULARIES)]
-        if kind != "ids":
+        if kind == "text" or (kind == "auto" and ids is None):
             tried.append(msgspec.structs.replace(wished, ids=None))
         tried = [form for form in tried if form.ignore_eos] + [
             msgspec.structs.replace(form, ignore_eos=False) for form in (*tried[:1], *tried[-1:])
@@ -208,4 +209,5 @@ class Target:
             if not refused.cause.startswith("status 4"):
                 break
         assert isinstance(refused, Failed)
-        raise DisaggError(f"{self._client.origin.url} does not answer: {refused.cause}: {refused.detail}")
+        does = "refuses" if refused.cause.startswith("status 4") else "does not answer"
+        raise DisaggError(f"{self._client.origin.url} {does}: {refused.cause}: {refused.detail}")

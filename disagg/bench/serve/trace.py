@@ -11,6 +11,7 @@ and line.
 
 from __future__ import annotations
 
+import codecs
 import os
 import stat
 from collections.abc import Iterator
@@ -108,5 +109,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     number = 0
     while line := file.readline(LINE_BYTES + 2):
         number += 1
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
         if stripped := line.strip():
             yield number, stripped if len(line) <= LINE_BYTES + 1 else line
