@@ -21,10 +21,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 2048  # of all stop strings together: a table of some 0.4 MB, built in 2 ms (text/stops)
 MAX_STOP_TOKENS = 256
 MAX_LOGIT_BIAS = 1024
-REPETITION_PENALTIES = (
-    1e-3,
-    100.0,
-)  # divided by next to nothing logits leave the range of float32, where all are the same
+REPETITION_PENALTIES = (1e-3, 100.0)  # divided by next to nothing logits are beyond float32, and all the same
 MAX_PRIORITY = 1000  # of a request, either way
 MAX_SESSION_CHARS = 256
 MAX_SLO_MS = 10**9

@@ -192,7 +192,7 @@ class Target:
         tried: list[Form] = []
         if kind != "text":
             tried += [msgspec.structs.replace(wished, ids=each) for each in ((ids,) if ids else VOCABULARIES)]
-        if kind == "text" or (kind == "auto" and ids is None):
+        if kind != "ids" and ids is None:
             tried.append(msgspec.structs.replace(wished, ids=None))
         tried = [form for form in tried if form.ignore_eos] + [
             msgspec.structs.replace(form, ignore_eos=False) for form in (*tried[:1], *tried[-1:])

@@ -80,10 +80,8 @@ class Rank:
                     return
                 try:
                     self._answer(self._do(command))
-                except ConfigError as error:
-                    self._answer(trial.Failed(str(error), refused=True))
                 except (DisaggError, BackendError) as error:
-                    self._answer(trial.Failed(str(error)))
+                    self._answer(trial.Failed(str(error), refused=isinstance(error, ConfigError)))
                 except (RuntimeError, ValueError, AssertionError, OSError) as error:
                     self._answer(trial.Failed(f"{type(error).__name__}: {error}"))
             if self._driver is not None:

@@ -143,16 +143,15 @@ def choose(asks: Sequence[Ask], wanted_prefill: str = AUTO, wanted_decode: str =
 def _able(ask: Ask, wanted: str) -> list[Offer]:
     """Offers that can do what is asked; the one that is wanted before all others."""
     offers = [offer for offer in OFFERS if offer.capabilities.phase == ask.phase]
+    able = [offer for offer in offers if not offer.capabilities.lacks(ask)]
     names = [offer.name for offer in offers]
     setting = f"model.{ask.phase}_attention"
     if wanted not in (AUTO, *names):
         raise ConfigError(f'{setting} = "{wanted}": it must be one of {", ".join((AUTO, *names))}')
     for offer in offers:
         if offer.name == wanted and (lacks := offer.capabilities.lacks(ask)):
-            able = [each.name for each in offers if not each.capabilities.lacks(ask)]
             raise ConfigError(
                 f'{setting} = "{wanted}": it cannot do what this model asks here ({lacks}); it must be one of '
-                f"{', '.join((AUTO, *able))}"
+                f"{', '.join((AUTO, *(each.name for each in able)))}"
             )
-    offers.sort(key=lambda offer: offer.name != wanted)
-    return [offer for offer in offers if not offer.capabilities.lacks(ask)]
+    return sorted(able, key=lambda offer: offer.name != wanted)
