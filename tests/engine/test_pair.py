@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from tests.engine.sim import Faults, World
+from tests.engine.sim import World
+from tests.engine.sim_faults import Faults
 
 PROFILES = {
     "nothing": Faults(),
@@ -112,7 +113,7 @@ def test_kv_that_goes_to_hosts_and_storage_and_comes_back_changes_no_token(profi
         world.check_answers()
         world.settle()
         brought += sum(sum(server.engine.core.tiers.loads.tokens.values()) for server in world.servers)
-        told += world.cached_tokens
+        told += world.router.cached_tokens
         world.check_nothing_leaked()
     if len(seeds) > 2:
         assert brought, "nothing ever came back: this test shows nothing"

@@ -16,7 +16,9 @@ from disagg.engine.instructions import Counters
 from disagg.server.recorder import Recorder, Unrecorded, recorder_of
 from disagg.telemetry.record_files import MOST_WAITING, RecordFiles
 from disagg.types.errors import ConfigError
-from tests.engine.sim import Faults, Server, World
+from tests.engine.sim import World
+from tests.engine.sim_faults import Faults
+from tests.engine.sim_server import Server
 from tests.engine.test_pair import PROFILES
 
 

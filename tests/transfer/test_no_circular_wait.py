@@ -16,7 +16,9 @@ from disagg.engine.handoff.ring_table import RingState
 from disagg.engine.handoff.send import Sender
 from disagg.engine.prompts import Prompt
 from disagg.transfer.states import ReceiveState, SendState
-from tests.engine.sim import Faults, Server, World
+from tests.engine.sim import World
+from tests.engine.sim_faults import Faults
+from tests.engine.sim_server import Server
 from tests.transfer.order_model import Explored, Model, Order, Sizes, Spec, explore
 
 
@@ -183,7 +185,7 @@ def test_two_by_two_servers_with_pools_and_arenas_as_small_as_can_be_come_to_an_
         world = World(seed, faults, tight=True, careless=seed % 2 == 1)
         for server in world.servers:
             assert server.facts.transfer.arena_bytes == server.facts.transfer.segment_bytes
-        while not all(request.done for request in world.requests) or world._arrivals:
+        while not world.router.done:
             world.step()
             check_order(world)
             assert world.steps < world.max_steps, f"hangs (seed {seed}):\n{world.dump()}"
