@@ -1,6 +1,6 @@
 """The tests of memory notice what they are there for: each of these changes to a shipped class makes the named one fail.
 
-A mutation changes one method in a copy of its module, whose class is then put through the test that the shipped one
+A mutation changes one method or function in a copy of its module, which is then put through the test that the shipped one
 passes. What the tests here are called is the table of what is caught by what; `pytest -rP` also tells how.
 """
 
@@ -15,17 +15,17 @@ from types import ModuleType
 
 import pytest
 
-from disagg.memory import allocator, cache, eviction, small_pages
+from disagg.memory import allocator, cache, changes, eviction, prefixes, small_pages
 from tests.memory import machines, test_allocator_machine, test_cache_machine
 
 Change = Callable[[str], str]  # of a method's source, in the form that `ast.unparse` gives it
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """name: what is wrong. method: "Class.method" of the module."""
+    """name: what is wrong. method: "Class.method" or "function" of the module."""
 
     name: str
     method: str
@@ -69,20 +69,21 @@ def with_steps(order: str) -> Change:
     return change
 
 
-def place_of(tree: ast.Module, of_class: str, method: str) -> tuple[list[ast.stmt], int]:
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == of_class:
-            for index, statement in enumerate(node.body):
-                if isinstance(statement, ast.FunctionDef) and statement.name == method:
-                    return node.body, index
-    raise AssertionError(f"there is no {of_class}.{method}: what is it called now?")
+def place_of(tree: ast.Module, name: str) -> tuple[list[ast.stmt], int]:
+    of_class, _, method = name.rpartition(".")
+    bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == of_class]
+    for body in bodies if of_class else [tree.body]:
+        for index, statement in enumerate(body):
+            if isinstance(statement, ast.FunctionDef) and statement.name == method:
+                return body, index
+    raise AssertionError(f"there is no {name}: what is it called now?")
 
 
 def mutated(module: ModuleType, mutation: Mutation | None) -> ModuleType:
     """A copy of the module, with the mutation."""
     tree = ast.parse(inspect.getsource(module))
     if mutation is not None:
-        body, index = place_of(tree, *mutation.method.split("."))
+        body, index = place_of(tree, mutation.method)
         before = ast.unparse(body[index])
         after = mutation.change(before)
         assert after != before, f"{mutation.name}: nothing was changed"
@@ -200,18 +201,6 @@ OF_CACHE = (
         replaced("hashes, 0, found", "hashes, found - 1, found"),
     ),
     Mutation(
-        "a window needs one page less", "PrefixCache._windowed", replaced("length - window", "length - window + 1")
-    ),
-    Mutation(
-        "a window needs one page more", "PrefixCache._windowed", replaced("length - window", "length - window - 1")
-    ),
-    Mutation(
-        "any state is a checkpoint",
-        "PrefixCache._checkpointed",
-        replaced("range(most // every * every, 0, -every)", "range(most, 0, -1)"),
-    ),
-    Mutation("a checkpoint needs no state", "PrefixCache._checkpointed", replaced("hashes[end - 1] in pages", "True")),
-    Mutation(
         "one page of an image is enough",
         "PrefixCache._before_missing_image",
         replaced("range(image.num_pages)", "range(1)"),
@@ -244,9 +233,23 @@ OF_CACHE = (
         replaced("key in pages", "False"),
     ),
     Mutation("an evicted page is still found", "PrefixCache.remove", replaced("del self._pages[g][key]", "pass")),
-    Mutation("nobody is told what was stored", "PrefixCache.insert", replaced("self._news[g][key] = True", "pass")),
-    Mutation("nobody is told what was removed", "PrefixCache.remove", replaced("self._news[g][key] = False", "pass")),
-    Mutation("events are told again", "PrefixCache.take_events", replaced("[{} for _ in self._news]", "self._news")),
+)
+
+OF_PREFIXES = (
+    Mutation("a window needs one page less", "longest_windowed", replaced("length - window", "length - window + 1")),
+    Mutation("a window needs one page more", "longest_windowed", replaced("length - window", "length - window - 1")),
+    Mutation(
+        "any state is a checkpoint",
+        "longest_checkpointed",
+        replaced("range(most // every * every, 0, -every)", "range(most, 0, -1)"),
+    ),
+    Mutation("a checkpoint needs no state", "longest_checkpointed", replaced("hashes[end - 1] in pages", "True")),
+)
+
+OF_CHANGES = (
+    Mutation("nobody is told what was stored", "Changes.came", replaced("self._news[key] = True", "pass")),
+    Mutation("nobody is told what was removed", "Changes.left", replaced("self._news[key] = False", "pass")),
+    Mutation("events are told again", "Changes.take", replaced("(self._news, {})", "(self._news, self._news)")),
 )
 
 
@@ -261,12 +264,14 @@ TABLE = [
     *((mutation, eviction, partial(FIVE_STEPS, MANY)) for mutation in OF_EVICTION),
     *((mutation, allocator, partial(FORESIGHT)) for mutation in OF_FORESIGHT),
     *((mutation, cache, partial(LONGEST_VALID, MANY)) for mutation in OF_CACHE),
+    *((mutation, prefixes, partial(LONGEST_VALID, MANY)) for mutation in OF_PREFIXES),
+    *((mutation, changes, partial(LONGEST_VALID, MANY)) for mutation in OF_CHANGES),
 ]
 
 
 @pytest.fixture
 def put_into_tests(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], None]:
-    """Lets the tests use the classes of a copy, and trust the comparison with the model alone."""
+    """Lets the tests use what a copy has, and trust the comparison with the model alone."""
 
     def put(copy: ModuleType) -> None:
         monkeypatch.setattr(machines, "campaign", partial(machines.campaign, shrink=False))
@@ -276,6 +281,11 @@ def put_into_tests(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], No
             monkeypatch.setattr(allocator.PageAllocator, "check_integrity", lambda self: None)
             for module in (allocator, small_pages):  # that make queues
                 monkeypatch.setattr(module, "EvictionQueue", copy.EvictionQueue)
+        for module in (prefixes, changes):  # of which the cache has names of its own
+            if copy.__name__.startswith(module.__name__):
+                for name in vars(cache).keys() & vars(copy).keys() & vars(module).keys():
+                    if vars(cache)[name] is vars(module)[name]:
+                        monkeypatch.setattr(cache, name, vars(copy)[name])
         for tests in (test_allocator_machine, test_cache_machine):
             for name in ("PageAllocator", "PrefixCache"):
                 if hasattr(tests, name) and hasattr(copy, name):
@@ -285,6 +295,13 @@ def put_into_tests(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], No
     return put
 
 
+def test_each_mutation_finds_what_it_changes() -> None:
+    """So that those below, which take minutes, do not rot."""
+    for mutation, module, _ in TABLE:
+        mutated(module, mutation)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutation", "module", "test"),
     [pytest.param(*row, id=f"{row[0].name} -> {row[2].func.__name__}") for row in TABLE],
@@ -300,7 +317,16 @@ def test_it_is_noticed_that(
     assert "was too rare" not in notice, "no answer was wrong, only some were rare"
 
 
-@pytest.mark.parametrize(("module", "test"), [(allocator, FIVE_STEPS), (cache, LONGEST_VALID)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "test"),
+    [
+        (allocator, FIVE_STEPS),
+        (cache, LONGEST_VALID),
+        (prefixes, LONGEST_VALID),
+        (changes, LONGEST_VALID),
+    ],
+)
 def test_a_copy_without_a_mutation_passes(
     module: ModuleType, test: Callable[[int], None], put_into_tests: Callable[[ModuleType], None]
 ) -> None:

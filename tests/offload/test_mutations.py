@@ -12,7 +12,7 @@ from tests.memory.test_mutations import Mutation, does_nothing, mutated, replace
 from tests.offload import test_manager, world
 from tests.offload.campaign import walk
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 WALKS = 400  # those that are noticed are, within a few dozen
 
@@ -233,6 +233,13 @@ def first_failure() -> str | None:
     return None
 
 
+def test_each_mutation_finds_what_it_changes() -> None:
+    """So that those below, which take minutes, do not rot."""
+    for module, mutation in TABLE:
+        mutated(module, mutation)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "mutation"), [pytest.param(*row, id=row[1].name) for row in TABLE])
 def test_it_is_noticed_that(module: ModuleType, mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     put_in(monkeypatch, module, mutated(module, mutation))
@@ -241,6 +248,7 @@ def test_it_is_noticed_that(module: ModuleType, mutation: Mutation, monkeypatch:
     assert notice is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [manager, uploads, acks, rules, host])
 def test_a_copy_without_a_mutation_passes(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     put_in(monkeypatch, module, mutated(module, None))
