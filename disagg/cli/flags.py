@@ -62,6 +62,19 @@ def given_settings() -> dict[str, object]:
 KEY_FILE, CA = "disagg.key_file", "disagg.ca"  # of a command's context
 
 
+Given = TypeVar("Given", str, None, tuple[str, ...])
+
+
+def text(ctx: click.Context, param: click.Parameter, value: Given) -> Given:
+    """The command line is bytes; what is no text cannot be sent."""
+    for each in value if isinstance(value, tuple) else (value,):
+        try:
+            (each or "").encode()
+        except UnicodeEncodeError as error:
+            raise click.BadParameter(f"it is not UTF-8 at character {error.start}", ctx, param) from error
+    return value
+
+
 def client_options(command: Command) -> Command:
     """Options of commands that ask a router. What they say is in `given_key` and `given_ca`, and no parameter of the command."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from disagg.cli.flags import FILE, ca_option, finite, slo_options, trace_block_option, trace_option
+from disagg.cli.flags import FILE, ca_option, finite, slo_options, text, trace_block_option, trace_option
 from disagg.cli.interrupts import raise_at_ctrl_c
 
 MAX_REQUESTS = 1_000_000
@@ -24,7 +24,7 @@ def _positive(ctx: click.Context, param: click.Parameter, value: float | None) -
 
 @click.command("serve")
 @click.option("--url", required=True, metavar="URL", help="The endpoint, such as http://127.0.0.1:8000.")
-@click.option("--model", default="", metavar="NAME", help="[default: the only one of /v1/models]")
+@click.option("--model", default="", metavar="NAME", callback=text, help="[default: the only one of /v1/models]")
 @click.option(
     "--api-key", default="", envvar="OPENAI_API_KEY", show_envvar=True, metavar="KEY", help="If it wants one."
 )
@@ -116,7 +116,7 @@ def _positive(ctx: click.Context, param: click.Parameter, value: float | None) -
 @click.option(
     "--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, callback=finite, metavar="T"
 )
-@click.option("--extra-body", metavar="JSON", help="More fields of each request.")
+@click.option("--extra-body", metavar="JSON", callback=text, help="More fields of each request.")
 @click.option(
     "--timeout",
     "timeout_s",

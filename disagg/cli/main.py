@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -22,6 +22,7 @@ from disagg.cli.flags import (
     given_settings,
     insecure_option,
     overrides_of,
+    text,
     wait_options,
 )
 from disagg.cli.group import CommandGroup
@@ -72,28 +73,15 @@ def _supervised_options(command: Command) -> Command:
 
 def _http_option(command: Command) -> Command:
     return click.option(
-        "--http", "base_url", default=DEFAULT_HTTP, show_default=True, metavar="URL", callback=_text, help="The router."
+        "--http", "base_url", default=DEFAULT_HTTP, show_default=True, metavar="URL", callback=text, help="The router."
     )(client_options(command))
-
-
-Given = TypeVar("Given", str, None, tuple[str, ...])
-
-
-def _text(ctx: click.Context, param: click.Parameter, value: Given) -> Given:
-    """The command line is bytes; what is no text cannot be sent."""
-    for each in value if isinstance(value, tuple) else (value,):
-        try:
-            (each or "").encode()
-        except UnicodeEncodeError as error:
-            raise click.BadParameter(f"it is not UTF-8 at character {error.start}", ctx, param) from error
-    return value
 
 
 def _host_port(ctx: click.Context, param: click.Parameter, value: str) -> str:
     from disagg.types.addresses import split
 
     try:
-        split(_text(ctx, param, value))
+        split(text(ctx, param, value))
     except ValueError as error:
         raise click.BadParameter("it must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051", ctx, param) from error
     return value
@@ -158,7 +146,7 @@ def up(file: Path | None, sets: tuple[str, ...], run_dir: Path, parent_pid: int 
 
 
 @cli.command()
-@click.argument("prompt", callback=_text)
+@click.argument("prompt", callback=text)
 @click.option(
     "--grpc",
     "address",
@@ -169,7 +157,7 @@ def up(file: Path | None, sets: tuple[str, ...], run_dir: Path, parent_pid: int 
     help="The router.",
 )
 @client_options
-@click.option("--model", default="", callback=_text, help="Served name.  [default: the router's only model]")
+@click.option("--model", default="", callback=text, help="Served name.  [default: the router's only model]")
 @click.option("--max-tokens", type=click.IntRange(1, MAX_COUNT), metavar="N", help="[default: as many as fit]")
 @click.option("--min-tokens", type=click.IntRange(0, MAX_COUNT), default=0, metavar="N")
 @click.option(
@@ -183,7 +171,7 @@ def up(file: Path | None, sets: tuple[str, ...], run_dir: Path, parent_pid: int 
 @click.option("--top-k", type=click.IntRange(0, MAX_COUNT), default=0, metavar="N")
 @click.option("--top-p", type=float, default=1.0, callback=finite, metavar="P")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), metavar="N")
-@click.option("--stop", multiple=True, metavar="TEXT", callback=_text, help="End before this text; may be repeated.")
+@click.option("--stop", multiple=True, metavar="TEXT", callback=text, help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence token.")
 @click.option(
     "--deadline",
@@ -224,7 +212,7 @@ def status(base_url: str, memory: bool, as_json: bool) -> None:
 
 
 @cli.command()
-@click.argument("name", callback=_text)
+@click.argument("name", callback=text)
 @_http_option
 @click.option(
     "--force",
@@ -248,7 +236,7 @@ def drain(name: str, base_url: str, force: bool, undo: bool, wait: bool, timeout
 
 
 @cli.command()
-@click.argument("name", callback=_text)
+@click.argument("name", callback=text)
 @click.argument("role", type=click.Choice(["prefill", "decode", "mixed"]))
 @_http_option
 @click.option(

@@ -37,7 +37,7 @@ from disagg.memory.sequence import SequencePages
 from disagg.messages.plan import PageCopy, Run, SamplerStart, SequenceStart, StepResult, WorkerPlan
 from disagg.messages.sequence_diff import DiffEncoder
 from disagg.scheduler.budget import Budget, of_tokens
-from disagg.scheduler.fairness import Shares, handicap
+from disagg.scheduler.fairness import Shares, prompt_turn
 from disagg.scheduler.pipeline import decode_share
 from disagg.scheduler.policies import POLICIES, PREEMPTION, Candidate, Phase, Running, StepState
 from disagg.scheduler.step_times import StepTimes, ToldTimes
@@ -122,7 +122,7 @@ class Batch:
         sequence.state = State.RUNNING
         sequence.position = sequence.computed
         sequence.promised = sequence.joined_tokens = len(sequence.tokens)
-        sequence.place = self._prompt_tokens + handicap(sequence.priority)
+        sequence.place = self._prompt_tokens
         self.running[sequence.seq_id] = self._named[sequence.seq_id] = sequence
         if self._tiers is not None:
             self._tiers.offload.joined(sequence)
@@ -357,7 +357,7 @@ class Batch:
     def _candidates(self) -> tuple[Candidate, ...]:
         """What could run: choices in the order in which they joined, then prompts, of the tenant least served first, and of
         each tenant those first of which least is left, so that short ones do not wait for a long one: but for one that has
-        let so many tokens of others go first as are left of it, and some for its priority (scheduler/fairness.handicap).
+        let so many tokens of others go first as are left of it, and some for its priority (scheduler/fairness.prompt_turn).
         """
         choices, prompts = [], []
         decodes_left = self._decode_share()
@@ -377,7 +377,8 @@ class Batch:
                     choices.append(candidate)
         tenants = self._shares.order([sequence.tenant for sequence, _ in prompts])
         turns = {tenant: turn for turn, tenant in enumerate(tenants)}
-        prompts.sort(key=lambda each: (turns[each[0].tenant], each[0].place + each[1].remaining))
+        now = self._prompt_tokens
+        prompts.sort(key=lambda p: (turns[p[0].tenant], prompt_turn(p[0].place, p[1].remaining, p[0].priority, now)))
         return (*choices, *(candidate for _, candidate in prompts))
 
     def _decode_share(self) -> int:

@@ -60,7 +60,7 @@ class Sequence:
     partly: bool = False  # a prompt that has pages for its first tokens only, and does not end before it has all
     joined_tokens: int = 0  # how many it had when it last joined the batch
     shared_tokens: int = 0  # of its first tokens, whose pages others may hold too
-    place: float = 0.0  # among the prompts of its tenant: tokens that steps had when it joined, and its priority
+    place: int = 0  # among the prompts of its tenant: tokens of prompts that steps had had when it joined
     parked_s: float = 0.0
     too_little_at: int = -1  # KvMemory.releases when there were too few pages to go on
 

@@ -31,7 +31,8 @@ from typing import Generic, TypeVar
 from disagg.types.bounded import forget_oldest
 
 MAX_OVERTAKEN = 64  # items that came later and are more urgent, which go before one
-PRIORITY_TOKENS = 1024  # that a prompt lets others of its tenant go first, for each of the first steps of priority
+PRIORITY_TOKENS = 1024  # that a prompt lets others of its tenant go first, for each step of priority
+MOST_GO_FIRST = 2 * MAX_OVERTAKEN * PRIORITY_TOKENS  # of tokens, in all, however many steps lie between
 MAX_REMEMBERED = 4096  # tenants that wait for nothing and have been served beyond the virtual time
 
 Item = TypeVar("Item")
@@ -203,28 +204,49 @@ class FairQueue(Generic[Item]):
             forget_oldest(self._served, MAX_REMEMBERED)
 
 
-def handicap(priority: int) -> float:
-    """Tokens of others of its tenant that a prompt, once it has begun, lets go first beyond those that are as many as its own;
-    of one that is urgent, less than 0. It grows with the priority, by less and less, up to as much as MAX_OVERTAKEN steps:
-    however far apart two are, no more than twice that goes first, and none starves.
+def prompt_turn(place: int, remaining: int, priority: int, now: int) -> tuple[bool, int]:
+    """Sorts prompts of one tenant that are being computed, in tokens: of which least is left goes first, but for one that has let
+    so many tokens of others go first as are left of it, and PRIORITY_TOKENS for each step of priority. Who has let
+    MOST_GO_FIRST of them go, too, stands before all who have not, so that none starves, however urgent others are.
+
+    place: tokens of prompts that steps had had when it joined; now: that they have had.
     """
-    return PRIORITY_TOKENS * priority / (1 + abs(priority) / MAX_OVERTAKEN)
+    turn = place + remaining
+    aged = now - turn >= MOST_GO_FIRST
+    return not aged, turn if aged else turn + PRIORITY_TOKENS * priority
 
 
 class Shares:
     """How much each tenant at work has been served, for work that goes on in small parts.
 
-    `order` gives the tenants, least served first; one that comes anew begins with the least of those that are there.
+    `order` gives the tenants, least served first. One that comes begins at the virtual time, or where it ended if that is
+    later. That time goes on with what is served, by its cost divided by those at work, as a FairQueue's does: so whoever is
+    there is reached after a bounded amount of work, however many others come and go.
     """
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
+        self._ended: OrderedDict[str, float] = OrderedDict()  # where those that are at work no more ended
+        self._now = 0.0  # virtual time
 
     def order(self, tenants: Sequence[str]) -> list[str]:
-        """Each of them once, least served first, else in their order. Others are at work no more, and forgotten."""
-        least = min((self._served[tenant] for tenant in tenants if tenant in self._served), default=0.0)
-        self._served = {tenant: self._served.get(tenant, least) for tenant in tenants}
+        """Each of them once, least served first, else in their order. Others are at work no more."""
+        here = dict.fromkeys(tenants)
+        for tenant, served in self._served.items():
+            if tenant not in here and served > self._now:
+                self._ended[tenant] = served
+        if not here:  # nobody is at work: nobody is behind
+            self._now = max(self._now, *self._ended.values(), 0.0)
+            self._ended.clear()
+        forget_oldest(self._ended, MAX_REMEMBERED)
+        self._served = {tenant: self._of(tenant) for tenant in here}
         return sorted(self._served, key=self._served.__getitem__)
 
     def charge(self, tenant: str, cost: float) -> None:
+        self._now = max(self._now + cost / len(self._served), min(self._served.values()))
         self._served[tenant] += cost
+
+    def _of(self, tenant: str) -> float:
+        if tenant in self._served:
+            return self._served[tenant]
+        return max(self._now, self._ended.pop(tenant, 0.0))

@@ -190,6 +190,41 @@ def test_ids_that_were_asked_for_are_not_replaced_by_text_and_a_refusal_is_calle
     assert not any(isinstance(body["prompt"], str) for body in fake.bodies)
 
 
+def test_every_vocabulary_is_tried_where_answers_may_end_early() -> None:
+    def small_ids(number: int, body: dict[str, Any]) -> list[Step]:
+        if isinstance(body["prompt"], str) or max(body["prompt"]) >= 16_000:
+            return [(0.0, refusal(400, "the vocabulary has 16000"))]
+        return answer(body)
+
+    with fake_endpoint(small_ids) as fake:
+        fake.probes = False
+        done = bench(fake, *SHORT, "--requests", "3", "--no-ignore-eos")
+    assert done.exit_code == 0, done.output
+    largest = max(max(body["prompt"]) for body in fake.bodies[2:])
+    assert 1000 < largest < 8000 and not any(isinstance(body["prompt"], str) for body in fake.bodies)
+
+
+@pytest.mark.parametrize(("status", "says"), [(503, "fails: status 503"), (200, "fails: no stream")])
+def test_an_endpoint_that_answers_is_not_said_to_be_silent(status: int, says: str) -> None:
+    with fake_endpoint(lambda number, body: [(0.0, refusal(status, "not now"))]) as fake:
+        fake.probes = False
+        done = bench(fake, *SHORT, "--requests", "3")
+    assert done.exit_code == 1 and says in done.output and "does not answer" not in done.output, done.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--token-ids", "9" * 5000 + "-99"), "it must be a range such as 1000-30000"),
+        (("--extra-body", '{"a":"\udcff"}'), "it is not UTF-8"),
+        (("--model", "m\udcff"), "it is not UTF-8"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_name(flags: tuple[str, str], says: str) -> None:
+    done = CliRunner().invoke(cli, ["bench", "serve", "--url", "http://127.0.0.1:9", *SHORT, *flags])
+    assert done.exit_code == 2 and flags[0] in done.output and says in " ".join(done.output.split()), done.output
+
+
 def test_warm_up_is_not_counted_and_no_prompt_comes_twice(tmp_path: Path) -> None:
     found, fake, _ = measured(tmp_path, lambda n, body: answer(body), "--requests", "6", "--warmup", "4")
     assert (found["completed"], found["warm_up"]["requests"], len(fake.bodies)) == (6, 4, 10)

@@ -128,6 +128,10 @@ def test_a_byte_order_mark_before_the_first_line_is_no_part_of_it(tmp_path: Path
     line = json.dumps(MOONCAKE).encode()
     (tmp_path / "marked").write_bytes(codecs.BOM_UTF8 + line + b"\n" + line)
     assert read_trace(tmp_path / "marked") == (parse_line(line),) * 2
+    too_long = line + b" " * LINE_BYTES + line
+    (tmp_path / "marked").write_bytes(codecs.BOM_UTF8 + too_long)
+    with pytest.raises(ConfigError, match="line 1: it has more than"):
+        read_trace(tmp_path / "marked")
     (tmp_path / "marked").write_bytes(line + b"\n" + codecs.BOM_UTF8 + line)
     with pytest.raises(ConfigError, match="line 2"):
         read_trace(tmp_path / "marked")

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from disagg.bench.transfer import far, listen, trial
-from disagg.bench.transfer.far import Clock, ForRank, Free, Offer, Ping, Refused, Welcome, Wire, parse_address
+from disagg.bench.transfer.far import Clock, ForRank, Free, FromRank, Offer, Ping, Refused, Welcome, Wire, parse_address
 from disagg.bench.transfer.listen import ListenOptions, refusal, unfit
 from disagg.cli.main import cli
 from disagg.messages.control import OpenTransfer
 from disagg.types.errors import ConfigError, DisaggError
+from disagg.types.version import own_version
 
 MIB = 1 << 20
 PATIENCE_S = 120.0
@@ -110,6 +111,19 @@ def test_another_version_is_refused_over_the_wire_and_others_are_served_after_it
     dialled.send(Offer("another", 1))
     answer = dialled.receive(10)
     assert isinstance(answer, Refused) and "another dials" in answer.reason
+
+
+def test_what_this_machine_cannot_do_is_no_failure_of_it(dialled: Wire) -> None:
+    """So that who dialled ends as with any option that cannot be."""
+    dialled.send(Offer(str(own_version()), 1))
+    assert isinstance(dialled.receive(60), Welcome)
+    transfer = OpenTransfer("nixl", "D", 1 << 50, 0, 0, "", "")
+    command = trial.Open("decode", 0, "cpu", trial.SHAPES["smollm2-135m"].on_rank(1), 0, 16, 10, transfer, False)
+    dialled.send(ForRank(0, trial.encode(command)))
+    answer = dialled.receive(10)
+    assert isinstance(answer, FromRank)
+    failed = trial.decode_answer(answer.answer)
+    assert isinstance(failed, trial.Failed) and failed.refused and "GiB" in failed.reason
 
 
 @pytest.mark.parametrize("message", [Ping(), Free((1,)), ForRank(0, b""), Welcome(())])

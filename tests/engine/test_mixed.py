@@ -397,6 +397,34 @@ def test_the_least_urgent_prompt_comes_through_a_stream_of_urgent_ones_that_fill
     assert number > MAX_OVERTAKEN
 
 
+@pytest.mark.parametrize(("first", "second"), [(-1000, -500), (500, 1000), (900, 1000), (999, 1000)])
+def test_who_is_more_urgent_ends_first_wherever_its_priority_lies(first: int, second: int) -> None:
+    """It comes later, and is as long; both wait for steps."""
+    mixed = Mixed(one_token_pages(800, 64))
+    mixed.start(replace(leg("less", 1000, 1, first_token=1000), priority=second))
+    mixed.compute()
+    mixed.start(replace(leg("more", 1000, 1, first_token=5000), priority=first))
+    assert [name for name, *_ in said(mixed.compute_all())] == ["more", "less"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("crowd", "tokens"), [(6, 1024), (8, 512), (15, 256)])
+def test_a_long_prompt_comes_through_clients_with_one_short_one_each(crowd: int, tokens: int, again: bool) -> None:
+    """Which fill every step. again: they ask anew, as who they were; else each that comes is another one."""
+    mixed = Mixed(one_token_pages(8000, 1024))
+    mixed.start(replace(leg("long", 3072, 1, first_token=95_000), tenant="patient"))
+    told, number, steps = Counter[str](), 0, 0
+    while not told["long"]:
+        while number - told.total() < crowd:
+            number += 1
+            client = f"client {number % crowd if again else number}"
+            short = leg(f"short{number}", tokens, 1, first_token=1597 * number % 90_000)
+            mixed.start(replace(short, tenant=client))
+        told.update(name for name, *_ in said(mixed.compute()))
+        steps += 1
+        assert steps < 60, f"{told.total()} others have ended"
+
+
 def test_a_prompt_that_waits_with_much_of_it_cached_is_not_tried_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     mixed = Mixed(one_token_pages(40, 16, spare_tokens=0, max_model_len=200, lookahead_tokens=200))
     mixed.start(leg("first", 130, 1, first_token=7000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from disagg.scheduler.fairness import MAX_OVERTAKEN, PRIORITY_TOKENS, FairQueue, Shares, handicap
+from disagg.scheduler.fairness import MAX_OVERTAKEN, MOST_GO_FIRST, PRIORITY_TOKENS, FairQueue, Shares, prompt_turn
 
 TENANTS = st.sampled_from("abcdef")
 MOST = 20.0  # the largest cost
@@ -220,6 +221,35 @@ def test_shares_go_to_who_has_been_served_least(rounds: list[set[str]]) -> None:
         assert max(waited.values()) <= 6, "of six tenants each is served in every six steps"
 
 
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(beside=st.integers(1, 6), again=st.booleans(), costs=st.lists(st.floats(1, 1024), min_size=1, max_size=5))
+def test_tenants_that_come_without_end_for_one_part_each_keep_nobody_from_the_second(
+    beside: int, again: bool, costs: list[float]
+) -> None:
+    """again: those that come have been there before."""
+    shares, served = Shares(), 0.0
+    shares.order(["a"])
+    shares.charge("a", costs[0])
+    names, cost_of = itertools.count(), itertools.cycle(costs)
+    others = [f"new {next(names)}" for _ in range(beside)]
+    while (first := shares.order([*others, "a"])[0]) != "a":
+        cost = next(cost_of)
+        shares.charge(first, cost)
+        served += cost
+        others.remove(first)
+        others.append(f"new {next(names) % (2 * beside) if again else next(names)}")
+        assert served <= (beside + 2) * (costs[0] + max(costs)) * 2, "one after the other goes first"
+
+
+def test_who_was_served_while_others_were_there_has_that_debt_when_it_is_back_and_none_once_all_have_gone() -> None:
+    shares = Shares()
+    assert shares.order(["a", "b"]) == ["a", "b"]
+    shares.charge("a", 10.0)
+    assert shares.order(["b"]) == ["b"]
+    assert shares.order(["a", "b"]) == ["b", "a"]
+    assert shares.order([]) == [] and shares.order(["a", "b"]) == ["a", "b"]
+
+
 # ---- priorities
 
 
@@ -265,9 +295,26 @@ def test_one_that_is_least_urgent_comes_through_a_stream_of_urgent_ones() -> Non
     assert first == -1 and number == MAX_OVERTAKEN
 
 
-@given(one=st.integers(-1000, 1000), other=st.integers(-1000, 1000))
-def test_who_is_less_urgent_has_a_larger_handicap_that_is_bounded(one: int, other: int) -> None:
-    assert (handicap(one) < handicap(other)) == (one < other)
-    assert handicap(-one) == -handicap(one) and handicap(0) == 0
-    assert abs(handicap(one)) < MAX_OVERTAKEN * PRIORITY_TOKENS
-    assert 0.95 * PRIORITY_TOKENS < handicap(1) <= PRIORITY_TOKENS
+PRIORITIES = st.integers(-1000, 1000)
+TOKENS = st.integers(1, 1 << 17)
+
+
+@given(one=PRIORITIES, other=PRIORITIES, place=TOKENS, remaining=TOKENS)
+def test_each_step_of_priority_counts_as_much_wherever_it_is(one: int, other: int, place: int, remaining: int) -> None:
+    """Of two that joined in one moment, as long as each other; and one that is a step more urgent may be so much longer."""
+    turn = prompt_turn(place, remaining, one, place)
+    assert (turn < prompt_turn(place, remaining, other, place)) == (one < other)
+    longer = prompt_turn(place, remaining + PRIORITY_TOKENS, one - 1, place)
+    assert longer == turn > prompt_turn(place, remaining + PRIORITY_TOKENS - 1, one - 1, place)
+
+
+@given(lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=30), least=st.integers(1, 50_000))
+@settings(deadline=None)
+def test_the_least_urgent_prompt_lets_no_more_than_so_many_tokens_go_first(lengths: list[int], least: int) -> None:
+    """However urgent those are that come without end."""
+    now = 0
+    for tokens in itertools.cycle(lengths):
+        if prompt_turn(0, least, 1000, now) < prompt_turn(now, tokens, -1000, now):
+            break
+        now += tokens
+    assert MOST_GO_FIRST <= now - least < MOST_GO_FIRST + max(lengths)

@@ -167,7 +167,7 @@ def _token_range(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     low, dash, high = text.partition("-")
-    if not (dash and low.isdecimal() and high.isdecimal() and len(high) < 10 and int(low) < int(high)):
+    if not (dash and low.isdecimal() and high.isdecimal() and max(len(low), len(high)) < 10 and int(low) < int(high)):
         raise ConfigError(f"--token-ids {text}: it must be a range such as 1000-30000")
     return int(low), int(high)
 

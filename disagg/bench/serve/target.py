@@ -194,9 +194,11 @@ class Target:
             tried += [msgspec.structs.replace(wished, ids=each) for each in ((ids,) if ids else VOCABULARIES)]
         if kind != "ids" and ids is None:
             tried.append(msgspec.structs.replace(wished, ids=None))
-        tried = [form for form in tried if form.ignore_eos] + [
-            msgspec.structs.replace(form, ignore_eos=False) for form in (*tried[:1], *tried[-1:])
-        ]
+        without = [msgspec.structs.replace(form, ignore_eos=False) for form in tried]
+        if wished.ignore_eos:
+            tried += without[:1] + without[1:][-1:]
+        else:
+            tried = without
         refused: Outcome | None = None
         for form in tried:
             prompt: list[int] | str = " the" * PROBE_WORDS
@@ -209,5 +211,6 @@ class Target:
             if not refused.cause.startswith("status 4"):
                 break
         assert isinstance(refused, Failed)
-        does = "refuses" if refused.cause.startswith("status 4") else "does not answer"
+        answered = refused.cause.startswith("status ") or refused.cause == "no stream"
+        does = "refuses" if refused.cause.startswith("status 4") else "fails" if answered else "does not answer"
         raise DisaggError(f"{self._client.origin.url} {does}: {refused.cause}: {refused.detail}")

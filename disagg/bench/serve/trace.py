@@ -106,10 +106,10 @@ def _open_regular(path: Path) -> BinaryIO:
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """(number from 1 on, what is in it) of lines that are not blank; of one that is too long a little more than the limit."""
+    if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+        file.seek(0)
     number = 0
     while line := file.readline(LINE_BYTES + 2):
         number += 1
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
         if stripped := line.strip():
             yield number, stripped if len(line) <= LINE_BYTES + 1 else line

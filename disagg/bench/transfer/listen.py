@@ -165,7 +165,7 @@ class _Session:
             raise DisaggError(f"it speaks another language: {error}") from error
         if isinstance(command, trial.Open):
             if reason := unfit(command, self._options, len(self._ranks.dst), self._available):
-                self._wire.send(FromRank(message.rank, trial.encode(trial.Failed(reason))))
+                self._wire.send(FromRank(message.rank, trial.encode(trial.Failed(reason, refused=True))))
                 return
             command = self._own(command)
         self._receiving += isinstance(command, trial.Receive)
