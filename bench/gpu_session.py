@@ -133,6 +133,7 @@ PARTS = (
             "tests/models/test_argmax.py",
             "tests/worker/test_page_copies.py",
             "tests/staging/test_kernels.py",
+            "tests/staging/test_kernel_checksums.py",
         ),
     ),
     Part(

@@ -9,7 +9,9 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter
 
 from disagg.api.app import HttpServer, create_app, serve
+from disagg.api.crowd import Bounds, HttpMetrics
 from tests.api.fakes import FakeChatTemplate, FakeRouter
+from tests.api.port import BOUNDS, Port
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], object]]:
@@ -42,3 +44,19 @@ async def server(app: FastAPI) -> AsyncIterator[HttpServer]:
     running = await serve(app, "127.0.0.1", 0)
     yield running
     await running.shutdown(grace_s=1.0)
+
+
+@pytest.fixture
+def bounds() -> Bounds:
+    return BOUNDS
+
+
+@pytest.fixture
+async def port(app: FastAPI, router: FakeRouter, bounds: Bounds) -> AsyncIterator[Port]:
+    registry = CollectorRegistry()
+    server = await serve(app, "127.0.0.1", 0, bounds, HttpMetrics(registry), router.note_refused)
+    made = Port(server, registry)
+    yield made
+    made.close()
+    await made.until(lambda: made.open_connections() == 0)
+    await server.shutdown(grace_s=1.0)

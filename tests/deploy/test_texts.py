@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from tests.deploy.chart import CHART, HELMS, VALUES, Manifest, helm
-from tests.deploy.test_chart import CRDS, KUBERNETES, given
+from tests.deploy.kubernetes_schemas import CRDS, KUBERNETES
+from tests.deploy.matrix import given
 
 SCHEMA = jsonschema.Draft7Validator(json.loads((CHART / "values.schema.json").read_text()))
 PLAIN = "zzplain"  # is nothing but a text, and nowhere else in what is rendered

@@ -9,8 +9,9 @@ import pytest
 
 from disagg.offload import acks, host, manager, rules, uploads
 from tests.memory.test_mutations import Mutation, does_nothing, mutated, replaced
-from tests.offload import test_manager, world
+from tests.offload import test_manager, test_manager_host, test_manager_storage, world
 from tests.offload.campaign import walk
+from tests.offload.cases import named_in
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -213,14 +214,13 @@ def put_in(monkeypatch: pytest.MonkeyPatch, module: ModuleType, copy: ModuleType
         monkeypatch.setattr(manager, "Uploads", copy.Uploads)
     elif module is rules:
         monkeypatch.setattr(world, "offload_rules", copy.offload_rules)
-        monkeypatch.setattr(test_manager, "offload_rules", copy.offload_rules)
     else:
         monkeypatch.setattr(copy.HostPool, "check_integrity", lambda self: None)
         monkeypatch.setattr(world, "HostPool", copy.HostPool)
 
 
 def first_failure() -> str | None:
-    for each in test_manager.NAMED:
+    for each in named_in(test_manager, test_manager_host, test_manager_storage):
         try:
             each()
         except (AssertionError, KeyError, IndexError, ValueError, AttributeError) as error:

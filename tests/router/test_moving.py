@@ -17,7 +17,7 @@ from disagg.router.pairing import Pairing
 from disagg.router.policies import LeastLoaded
 from disagg.router.view import ClusterView, NoPair, ServerView
 from disagg.types.ids import LegKey
-from tests.router.test_machine import moving, need, pair, running, tokens
+from tests.router.request_machines import moving, need, pair, running, tokens
 from tests.router.test_policies import d
 
 

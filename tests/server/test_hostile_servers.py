@@ -41,9 +41,9 @@ from disagg.wire.server import AttachReply, KvUpdate, ServerSays, server_says_to
 from disagg.wire.services import PEER, SERVER, make_server
 from tests.campaigns import Campaign
 from tests.router.fake_server import TOKENIZER
+from tests.server.router_streams import Server
 from tests.server.test_hostile_streams import CAMPAIGNS
 from tests.server.test_links import RANKS
-from tests.server.test_routers import Server
 from tests.wire.wire_hostile import conversation
 
 DEADLINE_S = 120.0  # on a machine that does much else

@@ -30,8 +30,8 @@ from disagg.wire.peer import LinkGreeting, link_frame_to_proto, link_greeting_to
 from disagg.wire.server import RouterHello, router_frame_to_proto, router_hello_to_proto
 from disagg.wire.services import PEER, SERVER, open_channel
 from tests.campaigns import Campaign, sizes
+from tests.server.router_streams import KEY, Router, Server, attach
 from tests.server.test_links import RANKS, Dialled, Prefill, decode_hello
-from tests.server.test_routers import KEY, Router, Server, attach
 from tests.wire.wire_hostile import conversation
 
 DEADLINE_S = 120.0  # on a machine that does much else

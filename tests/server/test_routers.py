@@ -1,276 +1,30 @@
-"""Router streams of a server over real gRPC: who gets one; hello, all of the prefix cache, and then what changes in it."""
+"""Router streams of a server over real gRPC: who gets one, and for how long."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from functools import partial
 
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
 from disagg.config.tree import Config, RouterConfig, ServerRef
-from disagg.messages.channel import Frame, ReliableChannel
-from disagg.messages.legs import (
-    AbortLeg,
-    KvEvents,
-    LegEnd,
-    LegTokens,
-    LoadReport,
-    Outcome,
-    PeerRef,
-    RouterMessage,
-    ServerHello,
-    ServerMessage,
-    ServerState,
-    StartLeg,
-    Tier,
-)
-from disagg.messages.plan import TokenLogprobs
+from disagg.messages.channel import Frame
+from disagg.messages.legs import AbortLeg, LegEnd, LegTokens, Outcome, PeerRef, StartLeg
 from disagg.router.dial import dial_server
 from disagg.router.service import Router as WholeRouter
-from disagg.router.streams import Connection, NameTaken
-from disagg.router.view import CachedPages
-from disagg.server import door, kv_feed, routers
-from disagg.server.kv_feed import KvFeed
-from disagg.server.routers import FRAME_BYTES, LOGPROB_BYTES, Lease, MergingOutbox, RouterStreams
+from disagg.router.streams import NameTaken
+from disagg.server import door, routers
 from disagg.types.errors import Unavailable
-from disagg.types.ids import LegKey, Role
 from disagg.types.sampling import SamplingParams
-from disagg.wire.server import RouterHello, ServerSays
-from disagg.wire.services import ServerStub, make_server, open_channel, server_handler
+from disagg.wire.server import RouterHello
+from disagg.wire.services import ServerStub, open_channel
 from tests.router.fake_server import TOKENIZER
+from tests.server.router_streams import DEADLINE_S, KEY, Router, Server, attach
 
-LOAD = LoadReport(ServerState.READY, 0, 0, 0, 64, 0, 64)
-DEADLINE_S = 30.0
-KEY = LegKey("r", 1, 0)
 START = StartLeg(KEY, (1, 2, 3), 3, SamplingParams(max_tokens=5), (0,), PeerRef("p0", "p0:1", "i"), 60.0)
-A, B, C = ((0, b"a"), (0, b"b"), (1, b"c"))
-
-
-class Server:
-    """RouterStreams with a cache that tests set, on a port of its own."""
-
-    def __init__(self, heartbeat_s: float = 0.1, lease_s: float = 60.0) -> None:
-        self.cached: tuple[tuple[int, bytes], ...] = ()
-        self.incarnation = "one"
-        self.heard: list[RouterMessage] = []
-        self.ended: list[str] = []
-        self.streams = RouterStreams(
-            lease_s=lease_s,
-            heartbeat_s=heartbeat_s,
-            hello=self._hello,
-            load=lambda: LOAD,
-            snapshots={Tier.GPU: lambda: KvEvents(stored=self.cached)},
-            on_message=lambda _, message: self.heard.append(message),
-            on_lease_end=lambda _, reason: self.ended.append(reason),
-            dump=lambda: "",
-        )
-        self._grpc = make_server(server_handler(self.streams))
-        self.port = self._grpc.add_insecure_port("127.0.0.1:0")
-
-    async def __aenter__(self) -> Server:
-        await self._grpc.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.streams.close()
-        await self._grpc.stop(0)
-
-    def _hello(self) -> ServerHello:
-        return ServerHello("d0", Role.DECODE, 1, 1, (2,), self.incarnation, "f", "m", 64, 64, "d0:1", LOAD)
-
-
-class Router:
-    """The router's end of one stream: takes frames, and knows what it was told."""
-
-    def __init__(self, connection: Connection, first: ServerSays) -> None:
-        self._connection = connection
-        self.hello = first.hello
-        self.cached = CachedPages()
-        self.said: list[ServerSays] = [first]
-        self.messages: list[ServerMessage] = []
-        self.channel: ReliableChannel[ServerMessage] = ReliableChannel()
-        self._reader = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        async for says in self._connection.heard():
-            self.said.append(says)
-            self.messages.extend(self.channel.take(says.frame, time.monotonic()))
-            if says.hello is not None:
-                self.hello = says.hello
-                self.cached.clear()
-            if says.kv is not None:
-                self.cached.apply(says.kv.events, reset=says.kv.reset)
-
-    @property
-    def resets(self) -> int:
-        return sum(says.kv is not None and says.kv.reset for says in self.said)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                assert not self._reader.done()
-                await asyncio.sleep(0.005)
-
-    async def knows(self, *pages: tuple[int, bytes]) -> None:
-        await self.until(
-            lambda: sum(self.cached.counts()) == len(pages) and all(self.cached.holds(*page) for page in pages)
-        )
-
-    async def send(self, *messages: RouterMessage) -> None:
-        await self._connection.write(self.channel.push(messages, time.monotonic()))  # type: ignore[arg-type]
-
-    async def acknowledge(self) -> None:
-        await self._connection.write(self.channel.ack_frame())
-
-    async def close(self) -> None:
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-        await self._connection.close()
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    async with Server() as made:
-        yield made
-
-
-async def attach(server: Server, stream_id: str = "s", name: str = "router-0", process: str = "") -> Router:
-    hello = RouterHello(name, process or f"{name}-i", stream_id, 0)
-    return Router(*await dial_server(f"127.0.0.1:{server.port}", hello, DEADLINE_S))
-
-
-async def test_a_router_hears_all_that_is_cached_and_then_what_changes(server: Server) -> None:
-    server.cached = (A, B)
-    router = await attach(server)
-    await router.knows(A, B)
-    server.streams.publish(Tier.GPU, KvEvents(stored=(C,), removed=(A,)))
-    await router.knows(B, C)
-    assert router.resets == 1
-    await router.close()
-
-
-async def test_every_router_hears_it(server: Server) -> None:
-    attached = [await attach(server, name=f"router-{index}") for index in range(3)]
-    server.streams.publish(Tier.GPU, KvEvents(stored=(A,)))
-    server.cached = (A,)  # for those whose stream has not looked yet
-    for router in attached:
-        await router.knows(A)
-        await router.close()
-
-
-async def test_a_router_that_comes_back_hears_everything_again(server: Server) -> None:
-    server.cached = (A,)
-    router = await attach(server)
-    await router.knows(A)
-    await router.close()
-    server.streams.publish(Tier.GPU, KvEvents(stored=(B,)))
-    server.cached = (A, B)
-    again = await attach(server)
-    attached = again.said[0].attached
-    assert attached is not None
-    assert attached.resumed
-    await again.knows(A, B)
-    await again.close()
-
-
-async def test_a_hello_begins_the_cache_again(server: Server) -> None:
-    server.cached = (A,)
-    router = await attach(server)
-    await router.knows(A)
-    server.streams.publish(Tier.GPU, KvEvents(stored=(B,)))  # of the workers that are lost
-    server.cached, server.incarnation = (C,), "two"
-    server.streams.announce()
-    await router.until(lambda: router.hello is not None and router.hello.incarnation == "two")
-    await router.knows(C)
-    assert router.resets == 2
-    await router.close()
-
-
-async def test_a_server_that_leaves_knows_when_routers_have_heard_so_and_what_they_sent_before() -> None:
-    async with Server(heartbeat_s=3600.0) as server:
-        router = await attach(server)
-        await router.until(lambda: router.resets == 1)
-        server.incarnation = ""
-        server.streams.announce()
-        server.streams.settle()
-        assert not server.streams.drained
-        await router.until(lambda: router.channel.received == 1)
-        assert router.hello is not None and router.hello.incarnation == "", "it heard that first"
-        await router.send(AbortLeg(KEY))  # what it had sent, or sends, before it says that it heard
-        await router.until(lambda: server.streams.drained)
-        assert server.heard == [AbortLeg(KEY)] and router.messages == []
-        await router.close()
-
-
-async def test_a_router_that_is_not_connected_holds_nobody_up(server: Server) -> None:
-    router = await attach(server)
-    await router.close()
-    async with asyncio.timeout(DEADLINE_S):
-        while any(lease["unacked frames"] for lease in server.streams.describe().values()):  # type: ignore[index]
-            await asyncio.sleep(0.01)
-        while any(lease.stream.state.served for lease in server.streams._leases.values()):
-            await asyncio.sleep(0.01)
-    server.streams.settle()
-    assert server.streams.drained
-
-
-async def test_changes_do_not_wait_for_a_heartbeat() -> None:
-    async with Server(heartbeat_s=3600.0) as server:
-        router = await attach(server)
-        await router.until(lambda: router.resets == 1)
-        server.streams.publish(Tier.GPU, KvEvents(stored=(A,)))
-        await router.knows(A)
-        await router.close()
-
-
-async def test_news_of_the_cache_ride_on_frames_of_tokens_and_take_no_numbers(server: Server) -> None:
-    router = await attach(server)
-    await router.until(lambda: router.resets == 1)
-    await asyncio.sleep(routers.KV_EVERY_S)
-    server.streams.publish(Tier.GPU, KvEvents(stored=(A,)))
-    server.streams.tell(0, LegTokens(KEY, 0, 0, (1,)))
-    server.streams.tell(0, LegEnd(KEY, Outcome.DONE, ""))
-    server.streams.flush()
-    await router.knows(A)
-    assert len(router.messages) == 2
-    await asyncio.sleep(routers.KV_EVERY_S)
-    server.streams.publish(Tier.GPU, KvEvents(stored=(B,)))
-    await router.knows(A, B)
-    assert router.channel.received == 1
-    assert [says.frame.number for says in router.said if says.kv is not None] == [0, 1, 0]
-    await router.close()
-
-
-async def test_a_large_cache_is_told_at_leisure_and_tokens_overtake_it(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_feed, "KvFeed", partial(KvFeed, part_pages=1))
-    monkeypatch.setattr(routers, "KV_EVERY_S", 3600.0)
-    server.cached = (A, B, C)
-    router = await attach(server)
-    await router.until(lambda: router.resets == 1)
-    heard = len(router.said)
-    await router.until(lambda: len(router.said) >= heard + 2)  # heartbeats
-    server.streams.tell(0, LegTokens(KEY, 0, 0, (1,)))
-    server.streams.flush()
-    await router.until(lambda: bool(router.messages))
-    assert sum(router.cached.counts()) == 1
-    await router.close()
-
-
-async def test_the_cache_adds_nothing_to_an_idle_stream(server: Server) -> None:
-    router = await attach(server)
-    await router.until(lambda: router.resets == 1)
-    heard = len(router.said)
-    await router.until(lambda: len(router.said) >= heard + 2)  # heartbeats
-    assert all(says.kv is None for says in router.said[heard:])
-    await router.close()
 
 
 # ---- one living router to a name
@@ -525,63 +279,3 @@ async def test_a_router_that_acknowledges_nothing_loses_its_lease(
     assert count >= 50
     assert "acknowledgement" in server.ended[0]
     await deaf.close()
-
-
-def test_a_frame_holds_a_bounded_number_of_messages_and_none_is_lost() -> None:
-    stream = Lease(0, RouterHello("r", "i", "s", 0), "here", heartbeat_s=3600.0).stream.state
-    ends = [LegEnd(LegKey(f"r{number}", 1, 0), Outcome.DONE, "") for number in range(2500)]
-    for end in ends:
-        stream.put(end)
-    taken: list[ServerMessage] = []
-    stream.flush()
-    while (frame := stream.next_frame(0.0)) is not None:
-        assert len(frame.messages) <= 1024
-        taken += frame.messages
-    assert taken == ends
-    assert stream.outbox.size == 0
-    assert stream.kept > 0
-    stream.hear(Frame(number=0, ack=99, messages=()), 0.0)
-    assert stream.kept == 0
-
-
-def tokens(first: int, count: int, choice: int = 0, top: int = 0) -> LegTokens:
-    rows = tuple(TokenLogprobs(-1.0, ((1, -1.0),) * top) for _ in range(count)) if top else ()
-    return LegTokens(LegKey("r", 1, 0), choice, first, tuple(range(first, first + count)), rows)
-
-
-def test_what_waited_for_a_router_goes_out_in_frames_that_its_loop_reads_at_once() -> None:
-    waiting = MergingOutbox()
-    for step in range(2000):
-        for choice in range(4):
-            waiting.put(tokens(step, 1, choice, top=20))
-    before = waiting.size
-    frames = []
-    while len(waiting):
-        frames.append(waiting.take())
-        if len(frames) == 3:
-            waiting.put(tokens(2000, 1, 0, top=20))  # more comes meanwhile
-    assert waiting.size == 0
-    assert len(frames) > 8
-    sizes = [sum(LOGPROB_BYTES * 21 * len(m.logprobs) for m in frame) for frame in frames]
-    assert max(sizes) <= FRAME_BYTES < before
-    for choice, count in ((0, 2001), (1, 2000)):
-        said = [m for frame in frames for m in frame if m.choice == choice]
-        assert [token for m in said for token in m.token_ids] == list(range(count))
-        assert all(a.first_index + len(a.token_ids) == b.first_index for a, b in itertools.pairwise(said))
-
-
-def test_a_token_without_log_probabilities_is_no_part_of_a_message_that_has_them() -> None:
-    """As of an answer that goes on from elsewhere, where its last token was told with them."""
-    waiting = MergingOutbox()
-    for message in (tokens(0, 1), tokens(1, 1, top=2), tokens(2, 1, top=2), tokens(3, 1), tokens(4, 1)):
-        waiting.put(message)
-    said = waiting.take()
-    assert [(m.token_ids, len(m.logprobs)) for m in said] == [((0,), 0), ((1, 2), 2), ((3, 4), 0)]
-    assert waiting.size == 0
-
-
-def test_a_message_larger_than_a_frame_goes_out_alone() -> None:
-    waiting = MergingOutbox()
-    waiting.put(tokens(0, 2000, top=20))
-    waiting.put(tokens(2000, 1))
-    assert [len(waiting.take()) for _ in range(2)] == [1, 1]

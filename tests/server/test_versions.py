@@ -23,8 +23,8 @@ from disagg.types.protocol import BEFORE_NUMBERS, PROTOCOL, Version
 from disagg.types.version import own_version
 from disagg.wire.server import RouterHello
 from disagg.wire.services import make_server, peer_handler
+from tests.server.router_streams import DEADLINE_S, Router, Server
 from tests.server.test_links import RANKS, Dialled, decode_hello
-from tests.server.test_routers import DEADLINE_S, Router, Server
 
 NEXT = Version(PROTOCOL + 1, PROTOCOL, "next")
 TOO_NEW = Version(PROTOCOL + 2, PROTOCOL + 1, "too new")
