@@ -29,8 +29,8 @@ from tests.engine.lone_engine import (
     start,
     to_transfer,
 )
+from tests.engine.lone_mixed import WIDE, Mixed, leg
 from tests.engine.test_lone_offload import PAGES, done, loaded, store_commands, with_a_prompt_on_the_host_only
-from tests.engine.test_mixed import WIDE, Mixed, leg
 
 GROUPS = pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (FULL, STATE)])
 

@@ -21,8 +21,8 @@ from disagg.messages.sequence_diff import KnownSequences
 from disagg.mixed_server.role import mixed_engines
 from disagg.scheduler.policies import POLICIES
 from tests.engine.lone_engine import facts
+from tests.engine.lone_mixed import leg as leg_until_eos
 from tests.engine.sim_model import next_token, reference
-from tests.engine.test_mixed import leg as leg_until_eos
 from tests.scheduler.mixed_policies import MIXED_POLICIES
 
 ROUTER = 1

@@ -21,7 +21,7 @@ from disagg.offload.instructions import Ask, Fetch, StoreFound, Upload
 from disagg.types.ids import LegKey
 from disagg.types.sampling import SamplingParams
 from tests.engine.lone_engine import FULL, LINK, STATE, Decode, Lone, Prefill, facts, start, to_transfer
-from tests.engine.test_short_of_memory import leg_for_decode
+from tests.engine.lone_legs import leg_for_decode
 
 PAGES = 3
 S = TypeVar("S")

@@ -17,7 +17,7 @@ from disagg.mixed_server.role import mixed_engine
 from disagg.scheduler.policies import POLICIES
 from disagg.scheduler.prefill_delayer import RankState, Together
 from tests.engine.lone_engine import Lone, facts, outcomes, plans, said
-from tests.engine.test_mixed import Mixed, leg
+from tests.engine.lone_mixed import Mixed, leg
 from tests.scheduler.mixed_policies import MIXED_POLICIES
 
 PASSES = 6

@@ -22,10 +22,10 @@ from disagg.messages.sequence_diff import KnownSequences
 from disagg.scheduler.pipeline import plans_in_flight
 from disagg.scheduler.policies import POLICIES
 from tests.engine.lone_engine import FULL, PARAMS, STATE, WINDOW, facts, outcomes, plans, said, start
+from tests.engine.lone_mixed import Mixed
 from tests.engine.sim_model import reference
 from tests.engine.sim_pages import SimPages
 from tests.engine.sim_server import Server, Worker
-from tests.engine.test_mixed import Mixed
 from tests.scheduler.mixed_policies import MIXED_POLICIES
 
 GROUPS = ((FULL,), (WINDOW,), (FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE))

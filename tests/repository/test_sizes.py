@@ -46,6 +46,12 @@ def test_no_file_is_longer_than_one_reads_at_once() -> None:
     assert long == LONG_FILES
 
 
+def test_nor_is_one_of_tests_or_benchmarks() -> None:
+    files = [file for folder in ("tests", "bench") for file in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 100
+    assert not [str(file.relative_to(ROOT)) for file in files if len(file.read_text().splitlines()) > MAX_FILE_LINES]
+
+
 def test_no_function_is_longer_than_a_screen() -> None:
     lengths = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in functions()}
     assert {name for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == LONG_FUNCTIONS
