@@ -32,7 +32,7 @@ SLOW = (
 KNOWN = (
     Case("smollm2-135m", 1, 16, 64, 512, 16, {}, 2),
     Case("smollm2-135m", 1, 16, 64, 512, 16, {}, 3),
-    Case("gemma3-270m", 1, 4, 64, 512, 16, {}, 2),  # of smaller pages, which its answers come to lack
+    Case("gemma3-270m", 1, 4, 64, 512, 64, {}, 2),
 )
 
 
