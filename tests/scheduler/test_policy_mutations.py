@@ -12,7 +12,7 @@ import pytest
 
 from disagg.engine import batch
 from disagg.scheduler import policies
-from tests.engine import test_mixed
+from tests.engine import test_mixed, test_mixed_partly
 from tests.scheduler import test_budget, test_policies
 from tests.scheduler.mutated import mutated
 
@@ -21,7 +21,7 @@ USERS = (batch, test_mixed, test_budget, test_policies)
 in_one_batch = test_mixed.test_every_decode_and_a_chunk_of_16_are_in_the_same_forward
 orca_reserves = test_mixed.test_orca_begins_nothing_whose_longest_answer_has_no_room
 alone = test_mixed.test_faster_transformer_begins_nothing_beside_a_batch_that_is_under_way
-begins_partly = partial(test_mixed.test_policies_that_compute_prompts_whole_begin_none_with_part_of_its_pages)
+begins_partly = partial(test_mixed_partly.test_policies_that_compute_prompts_whole_begin_none_with_part_of_its_pages)
 holds_up = test_mixed.test_prompts_of_vllm_hold_up_those_that_decode_and_those_of_sarathi_do_not
 whole = test_budget.test_a_whole_prompt_that_does_not_fit_beside_others_waits_and_one_alone_does_not
 least = test_budget.test_decodes_that_cost_more_than_there_is_all_run_and_leave_a_prompt_its_least_part
