@@ -38,6 +38,36 @@ MAX_REMEMBERED = 4096  # tenants that wait for nothing and have been served beyo
 Item = TypeVar("Item")
 
 
+class _VirtualTime:
+    """How far those who take turns are, by cost: it goes on with what is served, divided by those among whom, and is never
+    behind the least of them. Remembers, within a bound, who has left and is ahead of it.
+    """
+
+    __slots__ = ("_ended", "_now")
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._ended: OrderedDict[str, float] = OrderedDict()
+
+    def begins(self, tenant: str) -> float:
+        """Where one that comes begins: now, or where it ended if that is later."""
+        return max(self._now, self._ended.pop(tenant, 0.0))
+
+    def serve(self, cost: float, among: int, least: float) -> None:
+        """least: where they were, at the least, before this."""
+        self._now = max(self._now + cost / among, least)
+
+    def leaves(self, tenant: str, at: float) -> None:
+        if at > self._now:
+            self._ended[tenant] = at
+            forget_oldest(self._ended, MAX_REMEMBERED)
+
+    def nobody_is_left(self) -> None:
+        """So nobody is behind."""
+        self._now = max(self._now, *self._ended.values(), 0.0)
+        self._ended.clear()
+
+
 class _Waiting(Generic[Item]):
     __slots__ = ("arrival", "cost", "item", "overtaken", "priority", "tenant", "times")
 
@@ -69,8 +99,7 @@ class FairQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant[Item]] = {}
-        self._served: OrderedDict[str, float] = OrderedDict()  # where tenants that wait for nothing ended
-        self._now = 0.0  # virtual time
+        self._time = _VirtualTime()
         self._arrivals = 0
         self._of: dict[int, _Waiting[Item]] = {}  # by the id of an item
 
@@ -101,8 +130,7 @@ class FairQueue(Generic[Item]):
         assert id(item) not in self._of, "an item waits once"
         waiting = self._tenants.get(tenant)
         if waiting is None:
-            tag = max(self._now, self._served.pop(tenant, 0.0))
-            waiting = self._tenants[tenant] = _Tenant(tag)
+            waiting = self._tenants[tenant] = _Tenant(self._time.begins(tenant))
         items = waiting.items
         at = len(items)
         while at and items[at - 1].priority > priority and items[at - 1].overtaken < MAX_OVERTAKEN:
@@ -117,7 +145,7 @@ class FairQueue(Generic[Item]):
         entry = self._of[id(item)]
         waiting = self._tenants[entry.tenant]
         cost = entry.cost if cost is None else cost
-        self._now = max(self._now + cost / len(self._tenants), waiting.tag)
+        self._time.serve(cost, len(self._tenants), waiting.tag)
         waiting.tag += cost
         self.fewer(item)
 
@@ -196,12 +224,9 @@ class FairQueue(Generic[Item]):
         if waiting.items:
             return
         del self._tenants[tenant]
-        if not self._tenants:  # nobody waits: nobody is behind
-            self._now = max(self._now, waiting.tag, *self._served.values())
-            self._served.clear()
-        elif waiting.tag > self._now:
-            self._served[tenant] = waiting.tag
-            forget_oldest(self._served, MAX_REMEMBERED)
+        self._time.leaves(tenant, waiting.tag)
+        if not self._tenants:
+            self._time.nobody_is_left()
 
 
 def prompt_turn(place: int, remaining: int, priority: int, now: int) -> tuple[bool, int]:
@@ -219,34 +244,27 @@ def prompt_turn(place: int, remaining: int, priority: int, now: int) -> tuple[bo
 class Shares:
     """How much each tenant at work has been served, for work that goes on in small parts.
 
-    `order` gives the tenants, least served first. One that comes begins at the virtual time, or where it ended if that is
-    later. That time goes on with what is served, by its cost divided by those at work, as a FairQueue's does: so whoever is
-    there is reached after a bounded amount of work, however many others come and go.
+    `order` gives the tenants, least served first. One that comes begins as in a FairQueue, so whoever is there is reached after
+    a bounded amount of work, however many others come and go.
     """
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
-        self._ended: OrderedDict[str, float] = OrderedDict()  # where those that are at work no more ended
-        self._now = 0.0  # virtual time
+        self._time = _VirtualTime()
 
     def order(self, tenants: Sequence[str]) -> list[str]:
         """Each of them once, least served first, else in their order. Others are at work no more."""
         here = dict.fromkeys(tenants)
         for tenant, served in self._served.items():
-            if tenant not in here and served > self._now:
-                self._ended[tenant] = served
-        if not here:  # nobody is at work: nobody is behind
-            self._now = max(self._now, *self._ended.values(), 0.0)
-            self._ended.clear()
-        forget_oldest(self._ended, MAX_REMEMBERED)
-        self._served = {tenant: self._of(tenant) for tenant in here}
+            if tenant not in here:
+                self._time.leaves(tenant, served)
+        if not here:
+            self._time.nobody_is_left()
+        self._served = {
+            tenant: self._served[tenant] if tenant in self._served else self._time.begins(tenant) for tenant in here
+        }
         return sorted(self._served, key=self._served.__getitem__)
 
     def charge(self, tenant: str, cost: float) -> None:
-        self._now = max(self._now + cost / len(self._served), min(self._served.values()))
+        self._time.serve(cost, len(self._served), min(self._served.values()))
         self._served[tenant] += cost
-
-    def _of(self, tenant: str) -> float:
-        if tenant in self._served:
-            return self._served[tenant]
-        return max(self._now, self._ended.pop(tenant, 0.0))

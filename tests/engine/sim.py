@@ -37,7 +37,7 @@ class World:
     def __init__(self, seed: int, faults: Faults, max_steps: int = 60_000, **kind: bool) -> None:
         """kind: the fields of `Kind`."""
         self.seed, self.faults, self.max_steps = seed, faults, max_steps
-        self.dice = dice = Dice(seed)
+        dice = Dice(seed)
         self.rng, self.tiers_rng, self.local_rng = dice.all, dice.tiers, dice.local
         self.store = SimStore()
         self.now_s = 0.0
