@@ -25,6 +25,7 @@ Knows sequences, pages, slots and plans; nothing of legs, links or routers.
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 
 from disagg.engine.facts import SchedulingFacts
 from disagg.engine.instructions import Counters
@@ -71,7 +72,7 @@ class Batch:
         self._told = ToldTimes()
         self.budget_tokens = step_tokens  # of the step that was planned last, where attention costs nothing
         self._last: Phase | None = None  # what the last step was for
-        self._prompt_tokens = 0  # of all prompts, that steps were given so far
+        self._prompt_tokens: Counter[str] = Counter()  # that steps were given so far, by tenants that have prompts here
         self._tiers = tiers
         self.slots = Slots(facts.max_slots)
         self._stages = pipeline.stages
@@ -122,7 +123,7 @@ class Batch:
         sequence.state = State.RUNNING
         sequence.position = sequence.computed
         sequence.promised = sequence.joined_tokens = len(sequence.tokens)
-        sequence.place = self._prompt_tokens
+        sequence.turn = self._prompt_tokens[sequence.tenant] + sequence.remaining
         self.running[sequence.seq_id] = self._named[sequence.seq_id] = sequence
         if self._tiers is not None:
             self._tiers.offload.joined(sequence)
@@ -281,7 +282,7 @@ class Batch:
         if sequence.state is State.PARKED:
             self.parked.remove(sequence)
             self._counters.observe("parked", now_s - sequence.parked_s)
-        sequence.recomputes = True
+        sequence.recomputes, sequence.begins = True, sequence.state is State.WAITING
         sequence.pages, sequence.slots, sequence.computed, sequence.last_plan = pages, slots, pages.computed, -1
         self.join(sequence)
         return True
@@ -318,9 +319,9 @@ class Batch:
                 assert not sequence.is_prompt or (self._tiers is not None and self._tiers.held()), "reserved pages"
                 self.short = True  # it sits this step out
                 continue
-            if sequence.is_prompt:
+            if sequence.takes_turns:
                 self._shares.charge(sequence.tenant, run.num_tokens)
-                self._prompt_tokens += run.num_tokens
+                self._prompt_tokens[sequence.tenant] += run.num_tokens
             sequence.position += run.num_tokens
             sequence.promised += run.sample
             sequence.last_plan = self._encoder.next_plan_no
@@ -358,6 +359,7 @@ class Batch:
         """What could run: choices in the order in which they joined, then prompts, of the tenant least served first, and of
         each tenant those first of which least is left, so that short ones do not wait for a long one: but for one that has
         let so many tokens of others go first as are left of it, and some for its priority (scheduler/fairness.prompt_turn).
+        Choices that have not begun, and find their prompt cached no more, are among the prompts.
         """
         choices, prompts = [], []
         decodes_left = self._decode_share()
@@ -371,15 +373,22 @@ class Batch:
                 if most <= 0:
                     continue  # it waits for pages
                 candidate = Candidate(sequence.seq_id, phase, remaining, most, position)
-                if sequence.is_prompt:
+                if sequence.takes_turns:
                     prompts.append((sequence, candidate))
                 else:
                     choices.append(candidate)
         tenants = self._shares.order([sequence.tenant for sequence, _ in prompts])
         turns = {tenant: turn for turn, tenant in enumerate(tenants)}
-        now = self._prompt_tokens
-        prompts.sort(key=lambda p: (turns[p[0].tenant], prompt_turn(p[0].place, p[1].remaining, p[0].priority, now)))
+        had = self._prompt_tokens
+        if len(had) > 2 * len(self.running):
+            here = {sequence.tenant for sequence in self.running.values()}
+            had = self._prompt_tokens = Counter({tenant: tokens for tenant, tokens in had.items() if tenant in here})
+        prompts.sort(key=lambda p: (turns[p[0].tenant], prompt_turn(p[0].turn, p[0].priority, had[p[0].tenant])))
         return (*choices, *(candidate for _, candidate in prompts))
+
+    def others_first(self, prompt: Sequence) -> int:
+        """Tokens of its tenant's other prompts that steps have had since it joined."""
+        return self._prompt_tokens[prompt.tenant] - prompt.turn + prompt.remaining
 
     def _decode_share(self) -> int:
         """How many of those that decode the next step takes, so that there is as much to do for all plans in flight."""

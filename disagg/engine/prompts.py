@@ -3,8 +3,8 @@
     StartLeg ──> a turn (engine/turns) ──> pages, slots ──> chunks scheduled ──> first tokens ──> onward
                                             └ behind the longest prefix that is cached in every layer group
 
-Tenants take turns: in being admitted, and chunk by chunk in being computed (scheduler/fairness). A tenant
-whose first prompt waits for another's prefix lets the others go on; nobody overtakes one that waits for pages or slots. What is
+Tenants take turns: in being admitted, and chunk by chunk in being computed (scheduler/fairness). Whoever
+waits for another's prefix lets the others go on; nobody overtakes one that waits for pages or slots. What is
 computed enters the cache chunk by chunk, so that the next prompt finds it while this one still runs.
 
 A prompt has pages for all of its tokens when it begins. Where a policy says so, one at a time begins with what is free, keeps
@@ -240,7 +240,8 @@ class Prompts(Stage):
             common = common_pages(other.hashes, prompt.hashes) * self._page_tokens
             last = len(other.tokens) if self._pool.kv.keeps_back else common
             cached = self._by_seq[seq_id].leg.cached_tokens
-            if should_wait(common, cached, other.computed, last, self._facts.chunk_tokens):
+            others_first = self._batch.others_first(other)
+            if should_wait(common, cached, other.computed, last, self._facts.chunk_tokens, others_first):
                 return True
         return False
 

@@ -60,7 +60,8 @@ class Sequence:
     partly: bool = False  # a prompt that has pages for its first tokens only, and does not end before it has all
     joined_tokens: int = 0  # how many it had when it last joined the batch
     shared_tokens: int = 0  # of its first tokens, whose pages others may hold too
-    place: int = 0  # among the prompts of its tenant: tokens of prompts that steps had had when it joined
+    begins: bool = False  # a choice whose first step is still to come
+    turn: int = 0  # among what its tenant has computed (scheduler/fairness.prompt_turn)
     parked_s: float = 0.0
     too_little_at: int = -1  # KvMemory.releases when there were too few pages to go on
 
@@ -85,6 +86,11 @@ class Sequence:
             return self.remaining
         assert self.pages is not None
         return min(self.pages.room_tokens, len(self.tokens) - 1) - self.position
+
+    @property
+    def takes_turns(self) -> bool:
+        """It is computed when it is its tenant's turn, in chunks. What gave way has had its turn."""
+        return self.is_prompt or (self.begins and self.phase is Phase.PREFILL)
 
     @property
     def phase(self) -> Phase:

@@ -9,7 +9,7 @@ a slot, and nobody gives way to what has not begun.
 from __future__ import annotations
 
 import enum
-import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +23,8 @@ from disagg.engine.sequences import Sequence
 from disagg.messages.legs import StartLeg, TimelineEvent
 from disagg.scheduler.fairness import FairQueue
 
+MOST_AWAIT = 256  # turns of one pass that await something, and
+MOST_AWAIT_OF_TENANT = 16  # of one tenant, before its later ones, and then all, are left for the next pass
 TURN_TOKENS = 16  # a sequence that joined the batch makes at least so many before it gives way to an older one
 
 
@@ -31,7 +33,7 @@ class Begins(enum.Enum):
 
     NOW = "now"
     NOT_NOW = "not now"  # for a reason of its own: others need not wait for it, and overtake it
-    AWAITS = "awaits"  # something that others are at: those of other tenants need not wait for it
+    AWAITS = "awaits"  # something that others are at: whoever comes later need not wait for it
     TOO_LITTLE = "too little"  # pages or a slot: nobody may overtake it
 
 
@@ -77,23 +79,29 @@ class Turns:
                     batch.give_way("age", TURN_TOKENS, to_arrival=oldest.arrival)
                 return
             self._note_parked(oldest, now)
-        held_up: set[str] = set()
+        awaiting, awaiting_in_all = Counter[str](), 0
         passed: Turn | None = None
-        queues = (queue.of_those(lambda tenant: tenant not in held_up) for queue in (self.moving, self.queue))
-        for turn in itertools.chain.from_iterable(queues):
-            urgency = Urgency.FIRST if passed is None else Urgency.BY_TURN
-            may = turn.partly or (batch.slots.free and not batch.full)
-            went = turn.begin(now, urgency) if may else Begins.TOO_LITTLE
-            if went is Begins.TOO_LITTLE:
-                if not turn.partly:
-                    batch.end_partly("memory")  # it comes before the one that holds part of its pages
-                return
-            if went is Begins.AWAITS:
-                held_up.add(turn.tenant)
-            elif went is Begins.NOT_NOW:
-                passed = passed or turn
-            elif passed is not None:
-                passed.overtaken += 1
+        for queue in (self.moving, self.queue):
+            for turn in queue.of_those(lambda tenant: awaiting[tenant] < MOST_AWAIT_OF_TENANT):
+                urgency = Urgency.FIRST if passed is None else Urgency.BY_TURN
+                may = turn.partly or (batch.slots.free and not batch.full)
+                went = turn.begin(now, urgency) if may else Begins.TOO_LITTLE
+                if went is Begins.TOO_LITTLE:
+                    if not turn.partly:
+                        batch.end_partly("memory")  # it comes before the one that holds part of its pages
+                    return
+                if went is Begins.NOW:
+                    if passed is not None:
+                        passed.overtaken += 1
+                    continue
+                queue.passed_over(turn)
+                if went is Begins.NOT_NOW:
+                    passed = passed or turn
+                    continue
+                awaiting[turn.tenant] += 1
+                awaiting_in_all += 1
+                if awaiting_in_all == MOST_AWAIT:
+                    return
 
     def _note_parked(self, sequence: Sequence, now: Now) -> None:
         leg = self._legs.get(sequence.key)

@@ -186,6 +186,8 @@ class Dispatch:
                 self.drive(live, PairPicked(found, self._clock()))
             elif self._no_pair_yet(live, found):
                 break
+            else:
+                self.places.waiting.passed_over(live)
 
     def _no_pair_yet(self, live: Live, found: NoPair) -> bool:
         """Tells the request why it waits on, or ends. True if the others need not be asked for."""

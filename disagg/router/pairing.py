@@ -86,6 +86,8 @@ class Pairing:
         for live in self._places.next_ones(lambda tenant: self._tenant_may_go(tenant, prefills)):
             if self._call_may_go(live, prefills):
                 yield live
+            else:
+                self._places.waiting.passed_over(live)
 
     def attempted(self, live: Live, pair: Pair, now_s: float) -> None:
         """It is sent there."""

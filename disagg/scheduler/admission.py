@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
+MOST_BEFORE_AWAITED = 16_384  # tokens of others that go before a prompt for which later ones still wait
+
 
 def common_pages(one: Sequence[bytes], other: Sequence[bytes]) -> int:
     """How many pages two prompts share from the beginning. A hash names all tokens before it, too, so where two differ, all
@@ -19,16 +21,23 @@ def common_pages(one: Sequence[bytes], other: Sequence[bytes]) -> int:
 
 
 def should_wait(
-    common_tokens: int, cached_tokens: int, computed_tokens: int, last_tokens: int, step_tokens: int
+    common_tokens: int,
+    cached_tokens: int,
+    computed_tokens: int,
+    last_tokens: int,
+    step_tokens: int,
+    others_first: int = 0,
 ) -> bool:
     """A prompt shares common_tokens with one that is being computed, began with cached_tokens of its own, has come to
-    computed_tokens, and offers all that they share when it has come to last_tokens.
+    computed_tokens, offers all that they share when it has come to last_tokens, and has let others_first tokens of its tenant's
+    others go first.
 
-    What both lack is computed once if the later one waits, and twice if not. A tenant's prompts are computed in the order in
-    which they come, and other tenants' go on meanwhile, so waiting delays nobody, but for the step in which the last
-    result is on its way: a step's worth of tokens has to be saved.
+    What both lack is computed once if the later one waits, and twice if not. Whoever comes later may begin meanwhile, so waiting
+    delays nobody else, and itself by the step in which the last result is on its way: a step's worth of tokens has to be saved.
+    And it does not wait for one that is not urgent enough to go on: its own urgency would count for nothing.
     """
-    return computed_tokens < last_tokens and common_tokens - cached_tokens >= step_tokens
+    goes_on = others_first <= max(last_tokens, MOST_BEFORE_AWAITED)
+    return goes_on and computed_tokens < last_tokens and common_tokens - cached_tokens >= step_tokens
 
 
 class Growing(Struct, frozen=True):

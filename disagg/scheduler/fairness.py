@@ -15,8 +15,11 @@ tenants that wait, so a tag is reached after a bounded amount of work, however m
 
 An item may be served several times in a row (`times`): it keeps its place until the last one.
 
-Among its own items a tenant may say which are more urgent (*priority*: lower goes first). An item lets so many that are go
-ahead of it, and then no more (MAX_OVERTAKEN), so that none starves.
+Among its own items a tenant may say which are more urgent (*priority*: lower goes first). Once MAX_OVERTAKEN of them have
+gone before the one that has waited longest, that one goes, so that none starves.
+
+Who is first may be unable to go (`passed_over`), and others go meanwhile. What its tenant asks for then has no credit for that
+time: it comes like something of a tenant that comes anew.
 
 Pure; knows items, tenants, costs and priorities, nothing of time.
 """
@@ -24,18 +27,21 @@ Pure; knows items, tenants, costs and priorities, nothing of time.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Generic, TypeVar
 
 from disagg.types.bounded import forget_oldest
 
-MAX_OVERTAKEN = 64  # items that came later and are more urgent, which go before one
+MAX_OVERTAKEN = 64  # items of its tenant that are more urgent, which go before the oldest one
 PRIORITY_TOKENS = 1024  # that a prompt lets others of its tenant go first, for each step of priority
 MOST_GO_FIRST = 2 * MAX_OVERTAKEN * PRIORITY_TOKENS  # of tokens, in all, however many steps lie between
 MAX_REMEMBERED = 4096  # tenants that wait for nothing and have been served beyond the virtual time
 
 Item = TypeVar("Item")
+Place = tuple[float, int, str]  # of a tenant among those that wait: its tag, the arrival of its next item, its name
 
 
 class _VirtualTime:
@@ -43,33 +49,33 @@ class _VirtualTime:
     behind the least of them. Remembers, within a bound, who has left and is ahead of it.
     """
 
-    __slots__ = ("_ended", "_now")
+    __slots__ = ("_ended", "now")
 
     def __init__(self) -> None:
-        self._now = 0.0
+        self.now = 0.0
         self._ended: OrderedDict[str, float] = OrderedDict()
 
     def begins(self, tenant: str) -> float:
         """Where one that comes begins: now, or where it ended if that is later."""
-        return max(self._now, self._ended.pop(tenant, 0.0))
+        return max(self.now, self._ended.pop(tenant, 0.0))
 
     def serve(self, cost: float, among: int, least: float) -> None:
         """least: where they were, at the least, before this."""
-        self._now = max(self._now + cost / among, least)
+        self.now = max(self.now + cost / among, least)
 
     def leaves(self, tenant: str, at: float) -> None:
-        if at > self._now:
+        if at > self.now:
             self._ended[tenant] = at
             forget_oldest(self._ended, MAX_REMEMBERED)
 
     def nobody_is_left(self) -> None:
         """So nobody is behind."""
-        self._now = max(self._now, *self._ended.values(), 0.0)
+        self.now = max(self.now, *self._ended.values(), 0.0)
         self._ended.clear()
 
 
 class _Waiting(Generic[Item]):
-    __slots__ = ("arrival", "cost", "item", "overtaken", "priority", "tenant", "times")
+    __slots__ = ("arrival", "cost", "item", "passed_over", "priority", "tenant", "times")
 
     def __init__(self, arrival: int, cost: float, item: Item, priority: int, times: int, tenant: str) -> None:
         self.arrival = arrival
@@ -78,27 +84,93 @@ class _Waiting(Generic[Item]):
         self.priority = priority
         self.times = times
         self.tenant = tenant
-        self.overtaken = 0
+        self.passed_over = False
 
 
 class _Tenant(Generic[Item]):
-    """A tenant that waits. tag: of its first item."""
+    """A tenant that waits. tag: of its next item."""
 
-    __slots__ = ("items", "tag")
+    __slots__ = ("ages", "entries", "name", "overtaken", "passed_over", "tag", "urgent")
 
-    def __init__(self, tag: float) -> None:
+    def __init__(self, name: str, tag: float) -> None:
+        self.name = name
         self.tag = tag
-        self.items: deque[_Waiting[Item]] = deque()
+        self.entries: dict[int, _Waiting[Item]] = {}  # by arrival
+        self.ages: list[int] = []  # arrivals, the oldest first
+        self.urgent: list[tuple[int, int]] = []  # priority and arrival, the most urgent first
+        self.overtaken = 0  # how many have gone before the oldest one since it is that
+        self.passed_over = 0  # of its items
+
+    def add(self, entry: _Waiting[Item]) -> None:
+        """The youngest one."""
+        self.entries[entry.arrival] = entry
+        self.ages.append(entry.arrival)
+        insort(self.urgent, (entry.priority, entry.arrival))
+
+    def remove(self, entry: _Waiting[Item]) -> None:
+        del self.entries[entry.arrival]
+        del self.urgent[bisect_left(self.urgent, (entry.priority, entry.arrival))]
+        at = bisect_left(self.ages, entry.arrival)
+        del self.ages[at]
+        if at == 0:
+            self.overtaken = 0
+        self.passed_over -= entry.passed_over
+
+    def serve(self, entry: _Waiting[Item]) -> None:
+        self.overtaken = 0 if entry.arrival == self.ages[0] else self.overtaken + 1
+
+    @property
+    def place(self) -> Place:
+        """What waits is not nothing."""
+        return (self.tag, self.ages[0] if self.overtaken >= MAX_OVERTAKEN else self.urgent[0][1], self.name)
+
+
+class _Cursor(Generic[Item]):
+    """Goes through what a tenant waits for, in the order of service, while what it has given may go."""
+
+    __slots__ = ("_age", "_given", "_of", "_oldest", "_overtaken", "_urgency")
+
+    def __init__(self, of: _Tenant[Item]) -> None:
+        self._of = of
+        self._overtaken = of.overtaken
+        self._given: set[int] = set()  # arrivals
+        self._age = self._oldest = -1  # all up to `_age` have been given
+        self._urgency: tuple[float, int] = (-math.inf, -1)  # and all up to this
+
+    def next(self) -> _Waiting[Item] | None:
+        """The same until it has gone on."""
+        ages, urgent = self._of.ages, self._of.urgent
+        at = bisect_right(ages, self._age)
+        while at < len(ages) and ages[at] in self._given:
+            self._age = ages[at]
+            at += 1
+        if at == len(ages):
+            return None
+        self._oldest = ages[at]
+        if self._overtaken >= MAX_OVERTAKEN:
+            return self._of.entries[self._oldest]
+        at = bisect_right(urgent, self._urgency)
+        while urgent[at][1] in self._given:
+            self._urgency = urgent[at]
+            at += 1
+        return self._of.entries[urgent[at][1]]
+
+    def go_on(self, entry: _Waiting[Item], *, again: bool) -> None:
+        """Behind what `next` has given. again: it is to be served once more."""
+        if not again:
+            self._given.add(entry.arrival)
+        self._overtaken = 0 if entry.arrival == self._oldest else self._overtaken + 1
 
 
 class FairQueue(Generic[Item]):
     """See the module. Items are told apart by identity; an iteration gives those that are next, best first.
 
-    Appending and taking what is next cost O(log tenants), removing another item O(items of its tenant).
+    Finding what is next, appending and taking cost O(log items), and what moves places in a list.
     """
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant[Item]] = {}
+        self._places: list[Place] = []  # of all tenants, who is next first
         self._time = _VirtualTime()
         self._arrivals = 0
         self._of: dict[int, _Waiting[Item]] = {}  # by the id of an item
@@ -112,7 +184,7 @@ class FairQueue(Generic[Item]):
     def count(self, tenant: str) -> int:
         """Its items."""
         waiting = self._tenants.get(tenant)
-        return 0 if waiting is None else len(waiting.items)
+        return 0 if waiting is None else len(waiting.entries)
 
     @property
     def tenants(self) -> Set[str]:
@@ -130,14 +202,14 @@ class FairQueue(Generic[Item]):
         assert id(item) not in self._of, "an item waits once"
         waiting = self._tenants.get(tenant)
         if waiting is None:
-            waiting = self._tenants[tenant] = _Tenant(self._time.begins(tenant))
-        items = waiting.items
-        at = len(items)
-        while at and items[at - 1].priority > priority and items[at - 1].overtaken < MAX_OVERTAKEN:
-            at -= 1
-            items[at].overtaken += 1
+            waiting = self._tenants[tenant] = _Tenant(tenant, self._time.begins(tenant))
+        else:
+            del self._places[bisect_left(self._places, waiting.place)]
+            if waiting.passed_over == len(waiting.entries):
+                waiting.tag = max(waiting.tag, self._time.now)
         self._of[id(item)] = entry = _Waiting(self._arrivals, cost, item, priority, times, tenant)
-        items.insert(at, entry)
+        waiting.add(entry)
+        insort(self._places, waiting.place)
         self._arrivals += 1
 
     def take(self, item: Item, cost: float | None = None) -> None:
@@ -146,7 +218,10 @@ class FairQueue(Generic[Item]):
         waiting = self._tenants[entry.tenant]
         cost = entry.cost if cost is None else cost
         self._time.serve(cost, len(self._tenants), waiting.tag)
+        del self._places[bisect_left(self._places, waiting.place)]
         waiting.tag += cost
+        waiting.serve(entry)
+        insort(self._places, waiting.place)
         self.fewer(item)
 
     def fewer(self, item: Item) -> None:
@@ -158,15 +233,29 @@ class FairQueue(Generic[Item]):
 
     def remove(self, item: Item) -> None:
         """It does not want to be served any more, and costs nothing."""
-        entry = self._of[id(item)]
+        entry = self._of.pop(id(item))
         waiting = self._tenants[entry.tenant]
-        self._remove(waiting, item)
-        self._leave_if_empty(entry.tenant, waiting)
+        del self._places[bisect_left(self._places, waiting.place)]
+        waiting.remove(entry)
+        if waiting.entries:
+            insort(self._places, waiting.place)
+            return
+        del self._tenants[entry.tenant]
+        self._time.leaves(entry.tenant, waiting.tag)
+        if not self._tenants:
+            self._time.nobody_is_left()
 
     def discard(self, item: Item) -> None:
         """Remove it if it waits."""
         if id(item) in self._of:
             self.remove(item)
+
+    def passed_over(self, item: Item) -> None:
+        """Its turn had come, and it could not go: others do."""
+        entry = self._of.get(id(item))
+        if entry is not None and not entry.passed_over:
+            entry.passed_over = True
+            self._tenants[entry.tenant].passed_over += 1
 
     def __iter__(self) -> Iterator[Item]:
         """In the order in which they would be served if nothing came. Of what waits, only items that have been given may be
@@ -176,25 +265,34 @@ class FairQueue(Generic[Item]):
 
     def of_those(self, may_go: Callable[[str], bool]) -> Iterator[Item]:
         """The same, but of a tenant only as long as it may go, which is asked before each of its items."""
-        heap = [(waiting.tag, waiting.items[0].arrival, tenant) for tenant, waiting in self._tenants.items()]
-        heapq.heapify(heap)
-        rests: dict[str, deque[_Waiting[Item]]] = {}
-        while heap:
-            tag, _, tenant = heap[0]
-            if not may_go(tenant):
-                heapq.heappop(heap)
-                continue
-            rest = rests.get(tenant)
-            if rest is None:
-                rest = rests[tenant] = deque(self._tenants[tenant].items)
-            first, times = rest[0], rest[0].times
-            yield first.item
-            if not 0 < first.times < times:
-                rest.popleft()
-            if rest:
-                heapq.heapreplace(heap, (tag + first.cost, rest[0].arrival, tenant))
+        begun: dict[str, _Cursor[Item]] = {}
+        again: list[Place] = []  # a heap: of those of which something was given, and more waits
+        last: Place = (-math.inf, -1, "")  # up to here, all who wait have been asked
+        while True:
+            at = bisect_right(self._places, last)
+            while at < len(self._places) and self._places[at][2] in begun:
+                last = self._places[at]
+                at += 1
+            next_ones = [*again[:1], *self._places[at : at + 1]]
+            if not next_ones:
+                return
+            tag, _, tenant = place = min(next_ones)
+            if tenant in begun:
+                heapq.heappop(again)
             else:
-                heapq.heappop(heap)
+                last = place
+            if not may_go(tenant):
+                continue
+            cursor = begun.get(tenant)
+            if cursor is None:
+                cursor = begun[tenant] = _Cursor(self._tenants[tenant])
+            if (entry := cursor.next()) is None:
+                continue
+            times = entry.times
+            yield entry.item
+            cursor.go_on(entry, again=0 < entry.times < times)
+            if (following := cursor.next()) is not None:
+                heapq.heappush(again, (tag + entry.cost, following.arrival, tenant))
 
     def displaced_by(self, tenant: str, may_go: Callable[[Item], bool] | None = None) -> Item | None:
         """Who goes when the queue is full and one more of this tenant comes: the last of whoever has the most there, or
@@ -202,41 +300,28 @@ class FairQueue(Generic[Item]):
         which takes no longer the more there are.
         """
         if may_go is None:
-            counts = {name: len(each.items) for name, each in self._tenants.items()}
+            counts = {name: len(each.entries) for name, each in self._tenants.items()}
         else:
-            counts = {name: sum(may_go(entry.item) for entry in each.items) for name, each in self._tenants.items()}
+            counts = {
+                name: sum(may_go(entry.item) for entry in each.entries.values()) for name, each in self._tenants.items()
+            }
         name, most = max(counts.items(), key=lambda each: each[1], default=("", 0))
         if most <= counts.get(tenant, 0) + 1:
             return None
-        return next(e.item for e in reversed(self._tenants[name].items) if may_go is None or may_go(e.item))
-
-    def _remove(self, waiting: _Tenant[Item], item: Item) -> None:
-        del self._of[id(item)]
-        items = waiting.items
-        if items[0].item is item:
-            items.popleft()
-        elif items[-1].item is item:
-            items.pop()
-        else:
-            del items[next(index for index, each in enumerate(items) if each.item is item)]
-
-    def _leave_if_empty(self, tenant: str, waiting: _Tenant[Item]) -> None:
-        if waiting.items:
-            return
-        del self._tenants[tenant]
-        self._time.leaves(tenant, waiting.tag)
-        if not self._tenants:
-            self._time.nobody_is_left()
+        last = self._tenants[name]
+        items = (last.entries[arrival].item for _, arrival in reversed(last.urgent))
+        return next(item for item in items if may_go is None or may_go(item))
 
 
-def prompt_turn(place: int, remaining: int, priority: int, now: int) -> tuple[bool, int]:
+def prompt_turn(turn: int, priority: int, now: int) -> tuple[bool, int]:
     """Sorts prompts of one tenant that are being computed, in tokens: of which least is left goes first, but for one that has let
-    so many tokens of others go first as are left of it, and PRIORITY_TOKENS for each step of priority. Who has let
+    so many tokens of the others go first as are left of it, and PRIORITY_TOKENS for each step of priority. Who has let
     MOST_GO_FIRST of them go, too, stands before all who have not, so that none starves, however urgent others are.
 
-    place: tokens of prompts that steps had had when it joined; now: that they have had.
+    turn: tokens of the tenant's prompts that steps had had when it joined, and its own that they were to have from then on.
+    now: that they have had. What is left of it grows less as `now` goes on by its own tokens, so the two differ by what is left
+    of it less what others had, whichever it was.
     """
-    turn = place + remaining
     aged = now - turn >= MOST_GO_FIRST
     return not aged, turn if aged else turn + PRIORITY_TOKENS * priority
 
@@ -250,6 +335,7 @@ class Shares:
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
+        self._least = 0.0  # of them, when the order was given last
         self._time = _VirtualTime()
 
     def order(self, tenants: Sequence[str]) -> list[str]:
@@ -263,8 +349,11 @@ class Shares:
         self._served = {
             tenant: self._served[tenant] if tenant in self._served else self._time.begins(tenant) for tenant in here
         }
-        return sorted(self._served, key=self._served.__getitem__)
+        order = sorted(self._served, key=self._served.__getitem__)
+        self._least = self._served[order[0]] if order else 0.0
+        return order
 
     def charge(self, tenant: str, cost: float) -> None:
-        self._time.serve(cost, len(self._served), min(self._served.values()))
+        """Of one that the last order gave."""
+        self._time.serve(cost, len(self._served), self._least)
         self._served[tenant] += cost

@@ -6,12 +6,10 @@ import random
 from collections import Counter
 
 import pytest
-from msgspec.structs import replace
 
 from disagg.engine.instructions import Instruction
 from disagg.engine.turns import FIRST_CHOICES_SHARE
 from disagg.messages.legs import Outcome
-from disagg.scheduler.fairness import MAX_OVERTAKEN, PRIORITY_TOKENS
 from disagg.scheduler.policies import POLICIES
 from tests.engine.lone_engine import changed, facts, outcomes, plans, said
 from tests.engine.lone_mixed import WIDE, Mixed, leg, one_token_pages
@@ -206,55 +204,6 @@ def test_choices_begin_beside_requests_of_one_choice_that_take_every_slot(max_ru
     kept = max_running // FIRST_CHOICES_SHARE
     waited = [heard[choice] - heard[choice - 1] for choice in range(1, 4)]
     assert all(each <= 2 * (kept + 1 + 5) for each in waited), f"{waited} others came before the next choice"
-
-
-# ---- whose turn it is
-
-
-@pytest.mark.parametrize("policy", ["sarathi", "orca"])
-def test_the_least_urgent_prompt_comes_through_a_stream_of_urgent_ones_that_fill_every_step(policy: str) -> None:
-    """It has begun, and each step has room for less than what those have that are more urgent."""
-    mixed = Mixed(one_token_pages(8000, 1024, policy=policy))
-    told, number, steps = Counter[str](), 0, 0
-    while not told["least"]:
-        while number - told.total() < 6:
-            number += 1
-            mixed.start(replace(leg(f"urgent{number}", 1600, 1, first_token=1597 * number % 90_000), priority=-1000))
-        if steps == 3:
-            mixed.start(replace(leg("least", 20, 1, first_token=95_000), priority=1000))
-        told.update(name for name, *_ in said(mixed.compute()))
-        steps += 1
-        assert 1024 * steps < 3 * PRIORITY_TOKENS * MAX_OVERTAKEN
-    assert number > MAX_OVERTAKEN
-
-
-@pytest.mark.parametrize(("first", "second"), [(-1000, -500), (500, 1000), (900, 1000), (999, 1000)])
-def test_who_is_more_urgent_ends_first_wherever_its_priority_lies(first: int, second: int) -> None:
-    """It comes later, and is as long; both wait for steps."""
-    mixed = Mixed(one_token_pages(800, 64))
-    mixed.start(replace(leg("less", 1000, 1, first_token=1000), priority=second))
-    mixed.compute()
-    mixed.start(replace(leg("more", 1000, 1, first_token=5000), priority=first))
-    assert [name for name, *_ in said(mixed.compute_all())] == ["more", "less"]
-
-
-@pytest.mark.parametrize(("crowd", "tokens", "again"), [(6, 1024, True), (8, 512, False)])
-def test_a_long_prompt_comes_through_clients_with_one_short_one_each(crowd: int, tokens: int, again: bool) -> None:
-    """Which fill every step. again: they ask anew, as who they were; else each that comes is another one."""
-    mixed = Mixed(one_token_pages(8000, 1024))
-    told, number, steps = Counter[str](), 0, 0
-    while not told["long"]:
-        if steps == 5:
-            mixed.start(replace(leg("long", 4000, 1, first_token=95_000), tenant="patient"))
-        while number - told.total() < crowd:
-            number += 1
-            client = f"client {number % crowd if again else number}"
-            short = leg(f"short{number}", tokens, 1, first_token=1597 * number % 90_000)
-            mixed.start(replace(short, tenant=client))
-        told.update(name for name, *_ in said(mixed.compute()))
-        steps += 1
-        assert steps < 60, f"{told.total()} others have ended"
-    assert told.total() > 2 * crowd
 
 
 # ---- whatever comes

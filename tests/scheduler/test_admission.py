@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from disagg.memory.hashing import chain_root, extend_hashes
-from disagg.scheduler.admission import Growing, common_pages, peak_growth, should_wait
+from disagg.scheduler.admission import MOST_BEFORE_AWAITED, Growing, common_pages, peak_growth, should_wait
 
 PAGE_TOKENS = 4
 texts = st.lists(st.integers(0, 1), max_size=40)
@@ -42,6 +42,16 @@ def test_what_the_first_found_in_the_cache_the_second_finds_too() -> None:
 def test_nobody_waits_when_it_is_all_there() -> None:
     assert should_wait(common_tokens=2048, cached_tokens=0, computed_tokens=2047, last_tokens=2048, step_tokens=512)
     assert not should_wait(common_tokens=2048, cached_tokens=0, computed_tokens=2048, last_tokens=2048, step_tokens=512)
+
+
+def test_nobody_waits_for_one_that_its_tenants_others_keep_from_going_on() -> None:
+    def waits(tokens: int, others_first: int) -> bool:
+        return should_wait(
+            tokens, cached_tokens=0, computed_tokens=0, last_tokens=tokens, step_tokens=512, others_first=others_first
+        )
+
+    assert waits(1024, 0) and waits(1024, MOST_BEFORE_AWAITED) and not waits(1024, MOST_BEFORE_AWAITED + 1)
+    assert waits(100_000, 100_000) and not waits(100_000, 100_001), "what is longer waits longer"
 
 
 # ---- how much those that decode will come to need
