@@ -53,6 +53,7 @@ class Prompt:
     turn: Turn | None = None  # while it waits
     sequence: Sequence | None = None  # once it is admitted
     gave_way: Sequence | None = None  # that it was before, with part of the pages
+    awaits: int = -1  # the seq_id of the one whose prefix it waits for
 
 
 class Prompts(Stage):
@@ -190,12 +191,14 @@ class Prompts(Stage):
             return Begins.NOT_NOW
         if self._most_tokens is not None and self._given_back(prompt.leg, self._cached(prompt)):
             return Begins.NOT_NOW
-        if self._batch.closed or self._awaits_prefix(prompt):
+        if self._batch.closed:
+            return Begins.CLOSED
+        if self._awaits_prefix(prompt):
             return Begins.AWAITS
         if prompt.too_little_at == self._pool.kv.releases:
             return Begins.TOO_LITTLE
         if not self._core.passes.may_prefill():
-            return Begins.AWAITS
+            return Begins.CLOSED
         if self._admit(prompt, now):
             return Begins.NOW
         if prompt.leg.ended:
@@ -233,17 +236,23 @@ class Prompts(Stage):
 
     def _awaits_prefix(self, prompt: Prompt) -> bool:
         """Another prompt that is being computed begins with much of what this one would have to compute."""
+        running = self._batch.running
+        if prompt.awaits in running and self._awaits(prompt, running[prompt.awaits]):
+            return True
         self._hash(prompt)
-        for seq_id, other in self._batch.running.items():
-            if not other.is_prompt or other.partly:
-                continue
-            common = common_pages(other.hashes, prompt.hashes) * self._page_tokens
-            last = len(other.tokens) if self._pool.kv.keeps_back else common
-            cached = self._by_seq[seq_id].leg.cached_tokens
-            others_first = self._batch.others_first(other)
-            if should_wait(common, cached, other.computed, last, self._facts.chunk_tokens, others_first):
-                return True
-        return False
+        prompt.awaits = next((s for s, other in running.items() if self._awaits(prompt, other)), -1)
+        return prompt.awaits >= 0
+
+    def _awaits(self, prompt: Prompt, other: Sequence) -> bool:
+        if not other.is_prompt or other.partly:
+            return False
+        common = common_pages(other.hashes, prompt.hashes) * self._page_tokens
+        last = len(other.tokens) if self._pool.kv.keeps_back else common
+        cached = self._by_seq[other.seq_id].leg.cached_tokens
+        # Behind one of its own tenant that is not less urgent it would be computed anyway.
+        ahead = other.tenant == prompt.leg.tenant and other.priority <= prompt.leg.start.priority
+        others_first = 0 if ahead else self._batch.others_first(other)
+        return should_wait(common, cached, other.computed, last, self._facts.chunk_tokens, others_first)
 
     def _admit(self, prompt: Prompt, now: Now) -> bool:
         """The cached prefix, pages for all that has to be computed after it, and slots for every choice."""
@@ -268,7 +277,9 @@ class Prompts(Stage):
         """It has all of its pages."""
         assert prompt.sequence is not None and prompt.sequence.pages is not None and prompt.turn is not None
         self._pool.taken(prompt.sequence.pages)
-        self._turns.queue.take(prompt.turn)
+        leg = prompt.leg
+        computed = max(1, leg.num_tokens - leg.cached_tokens)  # what is cached, its tenant need not pay for
+        self._turns.queue.take(prompt.turn, computed + self._onward_of(leg).cost(leg.start))
         self._waits_no_more(prompt)
 
     def _join(self, prompt: Prompt, pages: SequencePages, now: Now, *, partly: bool = False) -> None:

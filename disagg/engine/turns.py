@@ -23,8 +23,11 @@ from disagg.engine.sequences import Sequence
 from disagg.messages.legs import StartLeg, TimelineEvent
 from disagg.scheduler.fairness import FairQueue
 
-MOST_AWAIT = 256  # turns of one pass that await something, and
-MOST_AWAIT_OF_TENANT = 16  # of one tenant, before its later ones, and then all, are left for the next pass
+MOST_AWAIT = 1024  # what one pass spends on turns that await something, and
+MOST_AWAIT_OF_TENANT = 256  # of one tenant, before its later ones, and then all, are left for the next pass
+FIRST_AWAIT = (
+    16  # of that, what one costs that is found to: its prompt is hashed, and compared with all that are computed
+)
 TURN_TOKENS = 16  # a sequence that joined the batch makes at least so many before it gives way to an older one
 
 
@@ -34,6 +37,7 @@ class Begins(enum.Enum):
     NOW = "now"
     NOT_NOW = "not now"  # for a reason of its own: others need not wait for it, and overtake it
     AWAITS = "awaits"  # something that others are at: whoever comes later need not wait for it
+    CLOSED = "closed"  # nobody may, who asks for the same: its tenant's others are not asked
     TOO_LITTLE = "too little"  # pages or a slot: nobody may overtake it
 
 
@@ -41,7 +45,7 @@ class Begins(enum.Enum):
 class Turn:
     """A place in the queue. begin: tries, as urgently as it then is; it takes the place out of the queue when it begins, or when
     the last one of those that share it does. what: whose it is. overtaken: how many began that came after it, while it was the
-    first one that they overtook. partly: it holds a slot already, and part of its pages.
+    first one that they overtook. partly: it holds a slot already, and part of its pages. awaits: it did, when it was asked last.
     """
 
     tenant: str
@@ -49,6 +53,7 @@ class Turn:
     what: object
     overtaken: int = 0
     partly: bool = False
+    awaits: bool = False
 
 
 class Turns:
@@ -82,9 +87,10 @@ class Turns:
         awaiting, awaiting_in_all = Counter[str](), 0
         passed: Turn | None = None
         for queue in (self.moving, self.queue):
-            for turn in queue.of_those(lambda tenant: awaiting[tenant] < MOST_AWAIT_OF_TENANT):
+            for turn in queue.a_pass(lambda tenant: awaiting[tenant] < MOST_AWAIT_OF_TENANT):
                 urgency = Urgency.FIRST if passed is None else Urgency.BY_TURN
                 may = turn.partly or (batch.slots.free and not batch.full)
+                awaited, turn.awaits = turn.awaits, False
                 went = turn.begin(now, urgency) if may else Begins.TOO_LITTLE
                 if went is Begins.TOO_LITTLE:
                     if not turn.partly:
@@ -93,15 +99,18 @@ class Turns:
                 if went is Begins.NOW:
                     if passed is not None:
                         passed.overtaken += 1
-                    continue
-                queue.passed_over(turn)
+                elif went is Begins.CLOSED:
+                    awaiting[turn.tenant] = MOST_AWAIT_OF_TENANT
+                else:
+                    queue.passed_over(turn)
                 if went is Begins.NOT_NOW:
                     passed = passed or turn
-                    continue
-                awaiting[turn.tenant] += 1
-                awaiting_in_all += 1
-                if awaiting_in_all == MOST_AWAIT:
-                    return
+                elif went is Begins.AWAITS:
+                    turn.awaits, spent = True, 1 if awaited else FIRST_AWAIT
+                    awaiting[turn.tenant] += spent
+                    awaiting_in_all += spent
+                    if awaiting_in_all >= MOST_AWAIT:
+                        return
 
     def _note_parked(self, sequence: Sequence, now: Now) -> None:
         leg = self._legs.get(sequence.key)

@@ -90,7 +90,7 @@ class Places(Generic[Item]):
     def next_ones(self, may_go: Callable[[str], bool]) -> Iterator[Item]:
         """Of those that wait, who may take a place, tenants in turns, if that tenant may go. What has been given may be taken
         meanwhile."""
-        return self.waiting.of_those(lambda tenant: self.may_take(tenant) and may_go(tenant))
+        return self.waiting.a_pass(lambda tenant: self.may_take(tenant) and may_go(tenant))
 
     def take(self, tenant: str, item: Item) -> None:
         """It waits no more: it is in flight."""

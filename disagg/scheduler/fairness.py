@@ -18,8 +18,8 @@ An item may be served several times in a row (`times`): it keeps its place until
 Among its own items a tenant may say which are more urgent (*priority*: lower goes first). Once MAX_OVERTAKEN of them have
 gone before the one that has waited longest, that one goes, so that none starves.
 
-Who is first may be unable to go (`passed_over`), and others go meanwhile. What its tenant asks for then has no credit for that
-time: it comes like something of a tenant that comes anew.
+What is next may be unable to go (`passed_over`): then its tenant's others may, as if it were not there. While nothing of a
+tenant can go, its tag goes on with the virtual time, so that it has neither credit for that time nor a debt.
 
 Pure; knows items, tenants, costs and priorities, nothing of time.
 """
@@ -41,7 +41,7 @@ MOST_GO_FIRST = 2 * MAX_OVERTAKEN * PRIORITY_TOKENS  # of tokens, in all, howeve
 MAX_REMEMBERED = 4096  # tenants that wait for nothing and have been served beyond the virtual time
 
 Item = TypeVar("Item")
-Place = tuple[float, int, str]  # of a tenant among those that wait: its tag, the arrival of its next item, its name
+Place = tuple[float, int, str]  # of a tenant among those that wait: its tag, the arrival of its first item, its name
 
 
 class _VirtualTime:
@@ -84,22 +84,23 @@ class _Waiting(Generic[Item]):
         self.priority = priority
         self.times = times
         self.tenant = tenant
-        self.passed_over = False
+        self.passed_over = -2  # in which pass it could not go last
 
 
 class _Tenant(Generic[Item]):
     """A tenant that waits. tag: of its next item."""
 
-    __slots__ = ("ages", "entries", "name", "overtaken", "passed_over", "tag", "urgent")
+    __slots__ = ("ages", "entries", "overtaken", "place", "stands", "stood", "tag", "urgent")
 
-    def __init__(self, name: str, tag: float) -> None:
-        self.name = name
+    def __init__(self, name: str, tag: float, since: int) -> None:
         self.tag = tag
         self.entries: dict[int, _Waiting[Item]] = {}  # by arrival
         self.ages: list[int] = []  # arrivals, the oldest first
         self.urgent: list[tuple[int, int]] = []  # priority and arrival, the most urgent first
         self.overtaken = 0  # how many have gone before the oldest one since it is that
-        self.passed_over = 0  # of its items
+        self.place: Place = (tag, since, name)  # where it stands in the queue
+        self.stands: float | None = None  # the virtual time when its next item could not go, and none since that could
+        self.stood: float | None = None  # the same, before the item that is being asked
 
     def add(self, entry: _Waiting[Item]) -> None:
         """The youngest one."""
@@ -114,52 +115,52 @@ class _Tenant(Generic[Item]):
         del self.ages[at]
         if at == 0:
             self.overtaken = 0
-        self.passed_over -= entry.passed_over
 
-    def serve(self, entry: _Waiting[Item]) -> None:
-        self.overtaken = 0 if entry.arrival == self.ages[0] else self.overtaken + 1
+    def serve(self, entry: _Waiting[Item], last_pass: int) -> None:
+        self.overtaken = 0 if entry.arrival == self.oldest(last_pass) else self.overtaken + 1
 
-    @property
-    def place(self) -> Place:
-        """What waits is not nothing."""
-        return (self.tag, self.ages[0] if self.overtaken >= MAX_OVERTAKEN else self.urgent[0][1], self.name)
+    def oldest(self, last_pass: int) -> int:
+        """The arrival of the oldest one that could go, for what the last pass knows; of all, if none could."""
+        could = (arrival for arrival in self.ages if self.entries[arrival].passed_over < last_pass)
+        return next(could, self.ages[0])
 
 
 class _Cursor(Generic[Item]):
     """Goes through what a tenant waits for, in the order of service, while what it has given may go."""
 
-    __slots__ = ("_age", "_given", "_of", "_oldest", "_overtaken", "_urgency")
+    __slots__ = ("_age", "_given", "_last_pass", "_of", "_oldest", "_overtaken", "_urgency")
 
-    def __init__(self, of: _Tenant[Item]) -> None:
+    def __init__(self, of: _Tenant[Item], last_pass: int) -> None:
+        """last_pass: what could not go in it, or since, is not waited for: it is given when its urgency says so."""
         self._of = of
+        self._last_pass = last_pass
         self._overtaken = of.overtaken
         self._given: set[int] = set()  # arrivals
-        self._age = self._oldest = -1  # all up to `_age` have been given
-        self._urgency: tuple[float, int] = (-math.inf, -1)  # and all up to this
+        self._age = self._oldest = -1  # up to `_age` there is none whose age counts
+        self._urgency: tuple[float, int] = (-math.inf, -1)  # up to this, all have been given
 
     def next(self) -> _Waiting[Item] | None:
         """The same until it has gone on."""
-        ages, urgent = self._of.ages, self._of.urgent
+        entries, ages, urgent = self._of.entries, self._of.ages, self._of.urgent
         at = bisect_right(ages, self._age)
-        while at < len(ages) and ages[at] in self._given:
+        while at < len(ages) and (ages[at] in self._given or entries[ages[at]].passed_over >= self._last_pass):
             self._age = ages[at]
             at += 1
-        if at == len(ages):
-            return None
-        self._oldest = ages[at]
-        if self._overtaken >= MAX_OVERTAKEN:
-            return self._of.entries[self._oldest]
+        self._oldest = ages[at] if at < len(ages) else -1
+        if self._overtaken >= MAX_OVERTAKEN and self._oldest >= 0:
+            return entries[self._oldest]
         at = bisect_right(urgent, self._urgency)
-        while urgent[at][1] in self._given:
+        while at < len(urgent) and urgent[at][1] in self._given:
             self._urgency = urgent[at]
             at += 1
-        return self._of.entries[urgent[at][1]]
+        return entries[urgent[at][1]] if at < len(urgent) else None
 
-    def go_on(self, entry: _Waiting[Item], *, again: bool) -> None:
+    def go_on(self, entry: _Waiting[Item], *, again: bool, passed_over: bool) -> None:
         """Behind what `next` has given. again: it is to be served once more."""
         if not again:
             self._given.add(entry.arrival)
-        self._overtaken = 0 if entry.arrival == self._oldest else self._overtaken + 1
+        if not passed_over:
+            self._overtaken = 0 if entry.arrival == self._oldest else self._overtaken + 1
 
 
 class FairQueue(Generic[Item]):
@@ -173,6 +174,8 @@ class FairQueue(Generic[Item]):
         self._places: list[Place] = []  # of all tenants, who is next first
         self._time = _VirtualTime()
         self._arrivals = 0
+        self._passes = 0
+        self._asked: _Waiting[Item] | None = None  # that could not go when it was given last
         self._of: dict[int, _Waiting[Item]] = {}  # by the id of an item
 
     def __len__(self) -> int:
@@ -202,14 +205,10 @@ class FairQueue(Generic[Item]):
         assert id(item) not in self._of, "an item waits once"
         waiting = self._tenants.get(tenant)
         if waiting is None:
-            waiting = self._tenants[tenant] = _Tenant(tenant, self._time.begins(tenant))
-        else:
-            del self._places[bisect_left(self._places, waiting.place)]
-            if waiting.passed_over == len(waiting.entries):
-                waiting.tag = max(waiting.tag, self._time.now)
+            waiting = self._tenants[tenant] = _Tenant(tenant, self._time.begins(tenant), self._arrivals)
         self._of[id(item)] = entry = _Waiting(self._arrivals, cost, item, priority, times, tenant)
         waiting.add(entry)
-        insort(self._places, waiting.place)
+        self._stand(waiting)
         self._arrivals += 1
 
     def take(self, item: Item, cost: float | None = None) -> None:
@@ -218,10 +217,10 @@ class FairQueue(Generic[Item]):
         waiting = self._tenants[entry.tenant]
         cost = entry.cost if cost is None else cost
         self._time.serve(cost, len(self._tenants), waiting.tag)
-        del self._places[bisect_left(self._places, waiting.place)]
         waiting.tag += cost
-        waiting.serve(entry)
-        insort(self._places, waiting.place)
+        waiting.serve(entry, self._passes - 1)
+        waiting.stands = waiting.stood = None
+        self._stand(waiting)
         self.fewer(item)
 
     def fewer(self, item: Item) -> None:
@@ -235,10 +234,9 @@ class FairQueue(Generic[Item]):
         """It does not want to be served any more, and costs nothing."""
         entry = self._of.pop(id(item))
         waiting = self._tenants[entry.tenant]
-        del self._places[bisect_left(self._places, waiting.place)]
         waiting.remove(entry)
+        self._stand(waiting)
         if waiting.entries:
-            insort(self._places, waiting.place)
             return
         del self._tenants[entry.tenant]
         self._time.leaves(entry.tenant, waiting.tag)
@@ -251,20 +249,48 @@ class FairQueue(Generic[Item]):
             self.remove(item)
 
     def passed_over(self, item: Item) -> None:
-        """Its turn had come, and it could not go: others do."""
+        """In a pass, when it has been given: it cannot go, and its tenant's others are asked as if it were not there."""
         entry = self._of.get(id(item))
-        if entry is not None and not entry.passed_over:
-            entry.passed_over = True
-            self._tenants[entry.tenant].passed_over += 1
+        if entry is None:
+            return
+        entry.passed_over, self._asked = self._passes, entry
+        waiting = self._tenants[entry.tenant]
+        if waiting.stood is not None:
+            waiting.tag += self._time.now - waiting.stood
+            self._stand(waiting)
+        waiting.stands = self._time.now
+
+    def _stand(self, waiting: _Tenant[Item]) -> None:
+        """Where its tag says, if it waits for anything."""
+        at = bisect_left(self._places, waiting.place)
+        if at < len(self._places) and self._places[at] == waiting.place:
+            del self._places[at]
+        if waiting.entries:
+            waiting.place = (waiting.tag, *waiting.place[1:])
+            insort(self._places, waiting.place)
 
     def __iter__(self) -> Iterator[Item]:
         """In the order in which they would be served if nothing came. Of what waits, only items that have been given may be
         taken or removed meanwhile; one that was taken, and still waits, is given again in its turn.
         """
-        return self.of_those(lambda tenant: True)
+        return (entry.item for entry in self._in_order(lambda tenant: True))
 
-    def of_those(self, may_go: Callable[[str], bool]) -> Iterator[Item]:
-        """The same, but of a tenant only as long as it may go, which is asked before each of its items."""
+    def a_pass(self, may_go: Callable[[str], bool] = lambda tenant: True) -> Iterator[Item]:
+        """The same, but of a tenant only as long as it may go, which is asked before each of its items; and each item that is
+        given is taken or `passed_over`, or is the last one that is asked for.
+        """
+        self._passes += 1
+        stopped: set[str] = set()  # tenants of which something could not go
+        for entry in self._in_order(may_go):
+            waiting = self._tenants[entry.tenant]
+            waiting.stood = waiting.stands
+            if entry.tenant in stopped:
+                waiting.stands = None  # this one can, for all that is known
+            yield entry.item
+            if self._asked is entry:
+                stopped.add(entry.tenant)
+
+    def _in_order(self, may_go: Callable[[str], bool]) -> Iterator[_Waiting[Item]]:
         begun: dict[str, _Cursor[Item]] = {}
         again: list[Place] = []  # a heap: of those of which something was given, and more waits
         last: Place = (-math.inf, -1, "")  # up to here, all who wait have been asked
@@ -276,23 +302,28 @@ class FairQueue(Generic[Item]):
             next_ones = [*again[:1], *self._places[at : at + 1]]
             if not next_ones:
                 return
-            tag, _, tenant = place = min(next_ones)
+            tag, since, tenant = place = min(next_ones)
             if tenant in begun:
                 heapq.heappop(again)
             else:
                 last = place
             if not may_go(tenant):
                 continue
+            waiting = self._tenants.get(tenant)
             cursor = begun.get(tenant)
             if cursor is None:
-                cursor = begun[tenant] = _Cursor(self._tenants[tenant])
-            if (entry := cursor.next()) is None:
+                assert waiting is not None
+                cursor = begun[tenant] = _Cursor(waiting, self._passes - 1)
+            if waiting is None or (entry := cursor.next()) is None:
                 continue
-            times = entry.times
-            yield entry.item
-            cursor.go_on(entry, again=0 < entry.times < times)
-            if (following := cursor.next()) is not None:
-                heapq.heappush(again, (tag + entry.cost, following.arrival, tenant))
+            times, before, self._asked = entry.times, waiting.tag, None
+            yield entry
+            passed_over = self._asked is entry
+            cursor.go_on(entry, again=0 < entry.times < times, passed_over=passed_over)
+            following = cursor.next()
+            if following is not None:
+                tag += waiting.tag - before if passed_over else entry.cost
+                heapq.heappush(again, (tag, since, tenant))
 
     def displaced_by(self, tenant: str, may_go: Callable[[Item], bool] | None = None) -> Item | None:
         """Who goes when the queue is full and one more of this tenant comes: the last of whoever has the most there, or

@@ -4,13 +4,15 @@ turns, and nobody for ever.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
 from msgspec.structs import replace
 
-from disagg.engine.turns import MOST_AWAIT
+from disagg.engine.turns import FIRST_AWAIT, MOST_AWAIT
 from disagg.messages.legs import StartLeg
+from disagg.scheduler.admission import MOST_BEFORE_AWAITED
 from disagg.scheduler.fairness import MAX_OVERTAKEN, PRIORITY_TOKENS
 from tests.engine.lone_engine import said
 from tests.engine.lone_mixed import Mixed, leg, one_token_pages
@@ -150,6 +152,48 @@ def test_who_is_urgent_does_not_wait_for_what_a_stream_of_urgent_ones_keeps_from
     assert not told["least"]
 
 
+@pytest.mark.parametrize("waiting", [0, 1, 2, 20])
+def test_who_waits_for_a_prefix_has_no_credit_for_what_others_were_served_meanwhile(waiting: int) -> None:
+    """A burst of its tenant's, more urgent than what waits, takes turns with the other one's backlog."""
+    mixed = Mixed(one_token_pages(20_000, 256, max_model_len=30_000, max_running=8, max_waiting=1000))
+    numbers = itertools.count()
+
+    def ask(tenant: str, priority: int = 0) -> None:
+        name = f"{tenant}{next(numbers)}"
+        mixed.start(
+            replace(leg(name, 200, 1, first_token=30_000 + 13 * next(numbers)), tenant=tenant, priority=priority)
+        )
+
+    mixed.start(replace(leg("document", 20_000, 1), tenant="D"))
+    mixed.compute()
+    for number in range(waiting):
+        mixed.start(replace(leg(f"about{number}", 19_900, 1), tenant="A"))
+    for _ in range(30):
+        ask("B")
+    for _ in range(40):
+        mixed.compute()
+        ask("B")
+    for _ in range(40):
+        ask("A", -1)
+    heard = ""
+    while heard.count("A") < 40:
+        ask("B")
+        heard += "".join(name[0] for name, *_ in said(mixed.compute()) if name[0] in "AB")
+    assert max(map(len, heard.split("B"))) <= 6, heard
+
+
+def test_a_prompt_that_is_cached_costs_its_tenant_what_is_computed_of_it() -> None:
+    """Chats of one tenant are as long as the prompts of another, and all but their ends are cached."""
+    mixed = Mixed(one_token_pages(6000, 64, max_running=2, max_waiting=1000))
+    mixed.start(leg("chat", 640, 1))
+    mixed.compute_all()
+    for number in range(40):
+        mixed.start(replace(leg(f"A{number}", 648, 1), tenant="A"))
+        mixed.start(replace(leg(f"B{number}", 640, 1, first_token=1000 + 700 * number), tenant="B"))
+    heard = "".join(name[0] for name, *_ in said(mixed.compute_all()))
+    assert heard[:22].count("B") <= 4 and heard.count("A") == heard.count("B") == 40
+
+
 # ---- choices whose prompt is cached no more
 
 
@@ -166,28 +210,66 @@ def test_choices_that_compute_their_prompt_anew_take_turns_with_other_tenants_pr
     assert set(told) == set(range(1, 8))
 
 
-# ---- however many wait
+# ---- however many wait for one prefix
 
 
-def test_those_that_wait_for_one_prefix_are_not_all_asked_in_each_step() -> None:
-    """Of one tenant, and of as many as there are; and none is forgotten."""
-    mixed = Mixed(one_token_pages(4000, 40, max_running=64, max_slots=64 + 63, max_waiting=1000))
-    mixed.start(leg("document", 2000, 1))
+def herd(mixed: Mixed, number: int, tenants: int) -> None:
+    """That ask about a document of 2,000 tokens which is being computed."""
+    mixed.start(replace(leg("document", 2000, 1), tenant="first"))
     mixed.compute()
+    for each in range(number):
+        mixed.start(replace(leg(f"about{each}", 1904, 1), tenant=f"T{each % tenants}"))
+
+
+def wide() -> Mixed:
+    return Mixed(one_token_pages(6000, 40, max_running=64, max_slots=64 + 63, max_waiting=1000))
+
+
+@pytest.mark.parametrize(("number", "tenants"), [(100, 1), (300, 300), (400, 4)])
+@pytest.mark.parametrize("tenant", ["T0", "other"])
+def test_a_herd_that_waits_for_one_prefix_lets_others_begin_and_is_computed_once(
+    number: int, tenants: int, tenant: str
+) -> None:
+    mixed = wide()
+    herd(mixed, number, tenants)
+    tokens, others = tokens_until_they_end(mixed, shorts(mixed, tenant=tenant), 1600)
+    assert tokens <= 3 * (20 * 20 + 3 * 40) and not others
+    assert len(said(mixed.compute_all())) == number + 1
+    assert mixed.engine.counters.prefill_tokens <= 2000 + 20 * 20 + 8 * number, "what all have is computed once"
+
+
+@pytest.mark.parametrize("tenants", [1, 300])
+def test_not_all_that_come_at_once_are_hashed_and_compared_in_one_step(tenants: int) -> None:
+    mixed = wide()
+    herd(mixed, 0, 1)
     for number in range(300):
-        each = leg(f"about{number}", 1904, 1)
-        mixed.start(replace(each, tenant=f"T{number % 290}"))
-    asked = 0
-    for prompt in mixed.engine.stages[0].queue:
-        assert prompt.turn is not None
-        original = prompt.turn.begin
-
-        def count(*arguments: object, original: object = original) -> object:
-            nonlocal asked
-            asked += 1
-            return original(*arguments)  # type: ignore[operator]
-
-        prompt.turn.begin = count  # type: ignore[assignment]
-    mixed.compute()
-    assert asked <= 2 * MOST_AWAIT, "two passes"
+        about = replace(leg(f"about{number}", 1904, 1), tenant=f"T{number % tenants}")
+        mixed.engine.start_leg(1, about, mixed.now)
+    known = [0]
+    for _ in range(6):
+        mixed.do([])
+        known.append(sum(bool(prompt.root) for prompt in mixed.engine.stages[0].queue))
+    new = [later - before for before, later in itertools.pairwise(known)]
+    assert all(0 < each <= MOST_AWAIT // FIRST_AWAIT for each in new)
     assert len(said(mixed.compute_all())) == 301
+
+
+def test_a_herd_does_not_compute_what_its_own_tenants_urgent_ones_keep_from_being_computed() -> None:
+    """It would be behind them, too."""
+    mixed = Mixed(one_token_pages(30_000, 256, max_running=64, max_waiting=1000))
+    number, ended = 0, 0
+
+    def stream() -> None:
+        nonlocal number
+        while number - ended < 6:
+            number += 1
+            mixed.start(replace(leg(f"urgent{number}", 600, 1, first_token=1597 * number % 90_000), tenant="X"))
+
+    stream()
+    for each in ("document", *(f"about{n}" for n in range(10))):
+        mixed.start(replace(leg(each, 400, 1, first_token=95_000), tenant="X", priority=1000))
+    while number * 600 < 3 * MOST_BEFORE_AWAITED:
+        ended += sum(name.startswith("urgent") for name, *_ in said(mixed.compute()))
+        stream()
+    begun = [s.key.request_id for s in mixed.engine.core.batch.running.values()]
+    assert sum(not name.startswith("urgent") for name in begun) == 1

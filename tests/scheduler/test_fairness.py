@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections import deque
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from disagg.scheduler import fairness
 from disagg.scheduler.fairness import MAX_OVERTAKEN, MOST_GO_FIRST, PRIORITY_TOKENS, FairQueue, Shares, prompt_turn
 
 TENANTS = st.sampled_from("abcdef")
@@ -252,134 +249,6 @@ def test_who_was_served_while_others_were_there_has_that_debt_when_it_is_back_an
     assert shares.order(["b"]) == ["b"]
     assert shares.order(["a", "b"]) == ["b", "a"]
     assert shares.order([]) == [] and shares.order(["a", "b"]) == ["a", "b"]
-
-
-# ---- against brute force
-
-
-class Brute:
-    """The same queue, by looking at everything each time. Items are [name, priority, cost, times, passed over]."""
-
-    MAX_OVERTAKEN = 3
-
-    def __init__(self) -> None:
-        self.items: dict[str, list[list[Any]]] = {}  # by tenant, as they came
-        self.tags: dict[str, float] = {}
-        self.overtaken: dict[str, int] = {}
-        self.ended: dict[str, float] = {}
-        self.now = 0.0
-        self.arrivals: dict[str, int] = {}
-
-    def append(self, tenant: str, name: str, cost: float, priority: int, times: int) -> None:
-        if tenant not in self.items:
-            self.items[tenant], self.overtaken[tenant] = [], 0
-            self.tags[tenant] = max(self.now, self.ended.pop(tenant, 0.0))
-        elif all(item[4] for item in self.items[tenant]):
-            self.tags[tenant] = max(self.tags[tenant], self.now)
-        self.arrivals[name] = len(self.arrivals)
-        self.items[tenant].append([name, priority, cost, times, False])
-
-    def first_of(self, tenant: str) -> list[Any]:
-        items = self.items[tenant]
-        return items[0] if self.overtaken[tenant] >= self.MAX_OVERTAKEN else min(items, key=lambda item: item[1])
-
-    def take(self) -> str:
-        tenant = min(self.items, key=lambda t: (self.tags[t], self.arrivals[self.first_of(t)[0]]))
-        item = self.first_of(tenant)
-        self.now = max(self.now + item[2] / len(self.items), self.tags[tenant])
-        self.tags[tenant] += item[2]
-        self.overtaken[tenant] = 0 if item is self.items[tenant][0] else self.overtaken[tenant] + 1
-        item[3] -= 1
-        if not item[3]:
-            self.remove(tenant, item)
-        return str(item[0])
-
-    def remove(self, tenant: str, item: list[Any]) -> None:
-        if item is self.items[tenant][0]:
-            self.overtaken[tenant] = 0
-        self.items[tenant].remove(item)
-        if not self.items[tenant]:
-            del self.items[tenant], self.overtaken[tenant]
-            tag = self.tags.pop(tenant)
-            if tag > self.now:
-                self.ended[tenant] = tag
-            if not self.items:
-                self.now = max(self.now, *self.ended.values(), 0.0)
-                self.ended = {}
-
-    def order(self) -> list[str]:
-        """Each once: an iteration gives again only what has been taken."""
-        rest, order = copy.deepcopy(self), []
-        for items in rest.items.values():
-            for item in items:
-                item[3] = 1
-        while rest.items:
-            order.append(rest.take())
-        return order
-
-
-@given(data=st.data())
-@settings(max_examples=80, deadline=None, derandomize=True)
-def test_the_queue_does_what_looking_at_everything_does(data: Any) -> None:
-    """With turns of those that have waited longest which come sooner than in what is shipped."""
-    with mock.patch.object(fairness, "MAX_OVERTAKEN", Brute.MAX_OVERTAKEN):
-        compare(data)
-
-
-def compare(data: Any) -> None:
-    queue, brute = FairQueue[str](), Brute()
-    urgent = data.draw(st.integers(0, 3))  # of 4 that come: a stream of them, so that the oldest one's turn comes
-    for number in range(data.draw(st.integers(1, 120))):
-        does = data.draw(st.integers(0, 9))
-        if does < 5 or not brute.items:
-            tenant = data.draw(st.sampled_from("abc"))
-            priority = -1 if data.draw(st.integers(0, 3)) < urgent else data.draw(st.integers(0, 2))
-            cost, times = float(data.draw(st.integers(1, 8))), data.draw(st.integers(1, 2))
-            brute.append(tenant, name := f"{tenant}{number}", cost, priority, times)
-            queue.append(tenant, name, cost, priority, times=times)
-        elif does < 8:
-            first = next(iter(queue))
-            queue.take(first)
-            assert first == brute.take()
-        else:
-            tenant = data.draw(st.sampled_from(sorted(brute.items)))
-            item = data.draw(st.sampled_from(brute.items[tenant]))
-            name = next(each for each in queue if each == item[0])
-            if does == 8:
-                queue.remove(name)
-                brute.remove(tenant, item)
-            else:
-                queue.passed_over(name)
-                item[4] = True
-        assert list(queue) == brute.order()
-        assert {tenant: queue.count(tenant) for tenant in queue.tenants} == {t: len(i) for t, i in brute.items.items()}
-
-
-def test_who_could_not_go_has_no_credit_for_what_comes_behind_it() -> None:
-    """As a request whose further choices have no slot: what others were served meanwhile is not its tenant's due."""
-    queue: FairQueue[Item] = FairQueue()
-    for _ in range(1000):
-        queue.append("b", Item("b", 5.0), 5.0)
-    queue.append("a", held := Item("a", 1.0), 1.0)
-    for _ in range(400):
-        for item in queue:
-            if item is not held:
-                queue.take(item)
-                break
-            queue.passed_over(item)
-    for _ in range(100):
-        queue.append("a", Item("a", 5.0), 5.0)
-    order = [item.tenant for item in itertools.islice((item for item in queue if item is not held), 100)]
-    assert 45 <= order.count("a") <= 55
-
-
-def test_finding_who_is_next_asks_nobody_else() -> None:
-    queue: FairQueue[Item] = FairQueue()
-    for number in range(100):
-        queue.append(f"tenant {number}", Item("", 1.0), 1.0)
-    asked: list[str] = []
-    next(queue.of_those(lambda tenant: not asked.append(tenant)))  # type: ignore[func-returns-value]
-    assert asked == ["tenant 0"]
 
 
 # ---- priorities
