@@ -25,9 +25,7 @@ from disagg.scheduler.fairness import FairQueue
 
 MOST_AWAIT = 1024  # what one pass spends on turns that await something, and
 MOST_AWAIT_OF_TENANT = 256  # of one tenant, before its later ones, and then all, are left for the next pass
-FIRST_AWAIT = (
-    16  # of that, what one costs that is found to: its prompt is hashed, and compared with all that are computed
-)
+FIRST_AWAIT = 16  # of that, for one that did not await it before: it is hashed, and compared with all that are computed
 TURN_TOKENS = 16  # a sequence that joined the batch makes at least so many before it gives way to an older one
 
 

@@ -350,8 +350,7 @@ def prompt_turn(turn: int, priority: int, now: int) -> tuple[bool, int]:
     MOST_GO_FIRST of them go, too, stands before all who have not, so that none starves, however urgent others are.
 
     turn: tokens of the tenant's prompts that steps had had when it joined, and its own that they were to have from then on.
-    now: that they have had. What is left of it grows less as `now` goes on by its own tokens, so the two differ by what is left
-    of it less what others had, whichever it was.
+    now: that they have had. So turn - now is what is left of it, less what others have had since: its own tokens do not age it.
     """
     aged = now - turn >= MOST_GO_FIRST
     return not aged, turn if aged else turn + PRIORITY_TOKENS * priority
