@@ -34,7 +34,7 @@ from disagg.telemetry.line_writer import LineWriter, Target
 from disagg.telemetry.logs import notice_of
 from disagg.telemetry.loop import LoopWatch
 from disagg.telemetry.process import describe_status, ending_signals, raise_descriptor_limit
-from disagg.telemetry.record_files import require_pyarrow
+from disagg.telemetry.record_files import require_directory
 from disagg.types.addresses import join
 from disagg.types.errors import ConfigError
 from disagg.types.plain import one_line
@@ -91,7 +91,7 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
     if base.offload.enabled and base.storage.url:
         storage_target(base.storage.url, base.storage.options)  # refused here rather than by every child
     if base.record.dir:
-        require_pyarrow()
+        require_directory(home_expanded(base.record.dir, "record.dir"))
     router = base.router
     require_free(router.host, router.http_port, "router.http_port", "--http-port")
     require_free(router.host, router.grpc_port, "router.grpc_port", "--grpc-port")

@@ -62,6 +62,13 @@ def size_steps(
     return replace(engine, **open_ones), f"{said}, chosen for {where}"
 
 
+def mixed_step_tokens(chunk_tokens: int, max_running: int, page_tokens: int, *, whole_prompts: bool) -> int:
+    """Most tokens of a mixed server's step: beside as many sequences that decode as there can be, it has room for a page's worth
+    of a prompt, or for the longest one. chunk_tokens: as long as that one where prompts are whole."""
+    beside = max_running + page_tokens
+    return chunk_tokens + beside if whole_prompts else max(chunk_tokens, beside)
+
+
 def _gpu_chunk_tokens(rank_parameters: int) -> int:
     """A power of 2, by the time that the products of so many tokens take."""
     tokens = MOST_CHUNK_TOKENS

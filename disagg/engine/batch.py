@@ -43,6 +43,10 @@ from disagg.scheduler.pipeline import decode_share
 from disagg.scheduler.policies import POLICIES, PREEMPTION, Candidate, Phase, Running, StepState
 from disagg.scheduler.step_times import StepTimes, ToldTimes
 
+# A sequence that decodes has pages for so many tokens more, so that whoever gives way for want of them has let go of its own,
+# which two plans may name, before anybody sits out a step.
+SOON_TOKENS = 2
+
 
 class Batch:
     """See the module. `plan` and `report` for each step; `settle` whenever pages may have come free."""
@@ -84,7 +88,7 @@ class Batch:
         self._leaving: list[Sequence] = []
         self._shares = Shares()  # of the prompts' tokens in steps, by tenant
         self._next_seq_id = 0
-        self.short = False  # a running sequence lacked a page in the last plan: what comes free is for it first
+        self.short = False  # a running sequence lacks a page, or soon will: what comes free is for it first
 
     # ---- who is in the batch
 
@@ -207,25 +211,35 @@ class Batch:
         self._encoder.end(sequence.seq_id)
         self._leaving.append(sequence)
 
-    def give_way(self, reason: str, outputs: int = 0, to_arrival: int = -1) -> None:
-        """Preempt one running sequence by policy, unless pages are coming free anyway.
+    def give_way(
+        self, reason: str, outputs: int = 0, to_arrival: int = -1, *, pages: int = 1, alone: bool = True
+    ) -> None:
+        """Preempt running sequences by policy, until about so many pages come free, unless some are coming free anyway.
 
         outputs: only one that has made so many tokens since it last joined, so that each turn brings it forward.
-        to_arrival: only one that is younger. A prompt that has begun with part of its pages goes before all of them.
+        to_arrival: only one that is younger. alone: even the only one that could. A prompt that has begun with part of its
+        pages goes before all of them.
         """
-        could = tuple(
+        could = [
             Running(s.seq_id, s.arrival, len(s.tokens), s.priority)
             for s in self.running.values()
             if not (s.is_prompt or s.stops) and len(s.tokens) - s.joined_tokens >= outputs and s.arrival > to_arrival
-        )
+        ]
         # How long a transfer uses what prompts and those that stop have left behind, nobody knows.
         coming = any(s.partly or not (s.is_prompt or s.stops) for s in self._leaving)
-        if coming or self.end_partly(reason) or not could:
+        if coming or self.end_partly(reason) or len(could) <= (0 if alone else 1):
             return
-        victim = self.running[PREEMPTION[self._facts.preemption](could).seq_id]
-        self._leave(victim)
-        victim.state = State.GIVING_WAY
-        self._counters.preemptions[reason] += 1
+        while True:
+            chosen = PREEMPTION[self._facts.preemption](tuple(could))
+            could.remove(chosen)
+            victim = self.running[chosen.seq_id]
+            self._leave(victim)
+            victim.state = State.GIVING_WAY
+            self._counters.preemptions[reason] += 1
+            # What it shares stays, and it may have lacked a page itself.
+            pages -= 1 + (chosen.tokens - victim.shared_tokens) // self._page_tokens
+            if pages <= 0 or len(could) < 2:
+                return
 
     def end_partly(self, reason: str) -> bool:
         """The prompt that has begun with part of its pages gives way; whose it is begins it again. Whether there is one."""
@@ -269,7 +283,7 @@ class Batch:
         if slots is None:
             return False
         memory.extend_hashes(sequence.hashes, sequence.root, sequence.tokens)
-        spare_tokens = sequence.limit if self._policy.reserves else self._facts.spare_tokens
+        spare_tokens = sequence.limit if self._policy.reserves else max(self._facts.spare_tokens, SOON_TOKENS)
         total = min(tokens + spare_tokens, sequence.limit - 1)  # the last one's KV is never written
         pages = memory.open(sequence.hashes, tokens, total, self._facts.chunk_tokens, self.pipeline.clock)
         if self._tiers is not None:
@@ -303,8 +317,9 @@ class Batch:
         """The next step, sent; None when there is nothing to do or as many are in flight as may be."""
         if not self.pipeline.has_room:
             return None
-        runs = []
-        self.short = False
+        runs: list[Run] = []
+        near: list[Sequence] = []
+        lacking = 0
         budget = self._budget()
         self.budget_tokens = min(int(budget.cost), budget.most_tokens)
         state = StepState(budget, least_chunk=self._page_tokens, whole=self._policy.whole_prompts, last=self._last)
@@ -317,7 +332,8 @@ class Batch:
             if new_pages is None:
                 # Of a prompt, all pages were reserved; those of a window may be held for a copy, for a moment.
                 assert not sequence.is_prompt or (self._tiers is not None and self._tiers.held()), "reserved pages"
-                self.short = True  # it sits this step out
+                lacking += 1  # it sits this step out
+                self._counters.steps_sat_out += not sequence.is_prompt
                 continue
             if sequence.takes_turns:
                 self._shares.charge(sequence.tenant, run.num_tokens)
@@ -326,12 +342,19 @@ class Batch:
             sequence.promised += run.sample
             sequence.last_plan = self._encoder.next_plan_no
             runs.append(Run(run.seq_id, run.num_tokens, run.sample, new_pages, self._news(sequence, run.num_tokens)))
+            if sequence.phase is Phase.DECODE and sequence.pages.ends_before(sequence.position + SOON_TOKENS):
+                near.append(sequence)
+        self.budget_tokens = max(
+            self.budget_tokens, sum(run.num_tokens for run in runs)
+        )  # some have a place in any case
+        soon = sum(not sequence.set_aside(SOON_TOKENS) for sequence in near)
+        self.short = bool(lacking or soon)
         plan = None
         if runs or self._encoder.has_housekeeping:
             plan = self._encoder.encode(runs)
             self.pipeline.sent(plan)
         if self.short:
-            self.give_way("memory")
+            self.give_way("memory", pages=lacking + soon, alone=bool(lacking))
         return plan
 
     def join_step(self) -> WorkerPlan:

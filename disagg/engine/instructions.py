@@ -117,6 +117,7 @@ class Counters:
     legs: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by outcome
     received: dict[str, FromPeer] = field(default_factory=dict)  # by prefill server, of at most MAX_PEERS
     transfer_failures: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
+    steps_sat_out: int = 0  # by sequences that decode, for want of a page
     preemptions: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason: memory, age
     evictions: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # small pages, by layer group
     prefill_delays: dict[tuple[str, bool, str, bool], int] = field(  # by estimate, allow, reason, executed

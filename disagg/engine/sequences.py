@@ -96,3 +96,9 @@ class Sequence:
     def phase(self) -> Phase:
         """It decodes when all that it had when it joined is scheduled, but for the last token."""
         return Phase.PREFILL if self.is_prompt or self.position < self.joined_tokens - 1 else Phase.DECODE
+
+    def set_aside(self, num_tokens: int) -> bool:
+        """Hold pages for its next tokens, as far as it goes. Whether it has them."""
+        assert self.pages is not None
+        stop = min(self.position + num_tokens, self.limit - 1)  # the last one's KV is never written
+        return self.stops or stop <= self.position or self.pages.set_aside(self.position, stop)

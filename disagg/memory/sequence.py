@@ -231,6 +231,26 @@ class SequencePages:
             self._due = min(self._due, *(state.due for state in self._states))
         return tuple(map(tuple, taken)) if any(taken) else ()
 
+    def ends_before(self, stop: int) -> bool:
+        """`grow` would have something to do for a run up to there."""
+        return stop > self._room
+
+    def set_aside(self, start: int, stop: int) -> bool:
+        """Take what a later run of tokens [start, stop) needs of groups of tokens, beside what it would write again. Whether it
+        has it; if not, nothing has changed."""
+        needs = [
+            0 if kind in self._states else max(0, kind.needs(start, stop) - len(kind.spare) - kind.recyclable)
+            for kind in self._kinds
+        ]
+        if not any(needs):
+            return True
+        taken = self._allocator.allocate_all(needs, self._owner)
+        if taken is None:
+            return False
+        for kind, pages in zip(self._kinds, taken, strict=True):
+            kind.spare += pages
+        return True
+
     def _take_wishes(self, start: int, needs: list[int]) -> list[list[int]] | None:
         """As `_take`, with what is only of use beside what is needed; None: there is nothing, or no memory for it."""
         wishes = [kind.wishes(start) for kind in self._kinds]

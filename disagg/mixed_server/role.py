@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from disagg.config.steps import mixed_step_tokens
 from disagg.engine.choices import Choices
 from disagg.engine.core import Core, Sharing
 from disagg.engine.data_parallel import DataParallel
@@ -22,10 +23,12 @@ def mixed_engine(facts: EngineFacts, gather: Gather | None = None) -> Engine:
     """gather: see engine.core.Core."""
     scheduling = facts.scheduling
     policy = scheduling.policy or DEFAULT_MIXED
-    # Beside as many decodes as there can be, a step has room for a page's worth of a prompt, or for the longest one.
-    beside = scheduling.max_running + facts.memory.page_tokens
-    whole = POLICIES[policy].whole_prompts
-    step_tokens = scheduling.chunk_tokens + beside if whole else max(scheduling.chunk_tokens, beside)
+    step_tokens = mixed_step_tokens(
+        scheduling.chunk_tokens,
+        scheduling.max_running,
+        facts.memory.page_tokens,
+        whole_prompts=POLICIES[policy].whole_prompts,
+    )
     core = Core(facts, Sharing("mixed", policy, step_tokens, answer_fits), gather)
     choices = Choices(core)
     return Engine(core, (Prompts(core, (choices,)), choices))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from disagg.messages.legs import LegEnd, Outcome
 from disagg.types.ids import LegKey
 
-POISON = 2  # deaths
+POISON = 2  # deaths, of two servers or of one that came up again
 
 Owed = tuple[LegKey, str, str]  # the end of a leg, by the name and the incarnation of the server that owes it
 
@@ -31,7 +31,7 @@ class Crashes:
         if len(self._dead) < POISON:
             return ""
         names = ", ".join(sorted(name for name, _ in self._dead))
-        return f"the request was present when the workers of two servers died or failed it ({names}); it is not tried again"
+        return f"the request was present twice when workers died or failed it ({names}); it is not tried again"
 
     def add(self, name: str, incarnation: str) -> None:
         """Workers died of which the request was."""

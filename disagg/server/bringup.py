@@ -21,7 +21,7 @@ from disagg.config.check import check_host_memory, check_memory, check_role, che
 from disagg.config.load import ucx_log_is_theirs
 from disagg.config.sizes import format_size, show_bytes
 from disagg.config.staging import Device, size_staging
-from disagg.config.steps import size_steps
+from disagg.config.steps import mixed_step_tokens, size_steps
 from disagg.config.tree import Config, ModelConfig
 from disagg.convert.inspect import ModelFacts as InspectedModel
 from disagg.convert.inspect import inspect_model
@@ -198,6 +198,14 @@ class Bringup:
             engine = msgspec.structs.replace(engine, chunk_tokens=self.model_len(inspected.max_model_len))
             logger.info(
                 "engine.policy = %s: a step has room for a prompt of %d tokens", engine.policy, engine.chunk_tokens
+            )
+        elif mixed and engine.chunk_tokens < (
+            most := mixed_step_tokens(engine.chunk_tokens, engine.max_running, engine.page_tokens, whole_prompts=False)
+        ):
+            logger.info(
+                "steps have up to %d tokens, for engine.max_running = %d answers and a page (engine.page_tokens = %d) of a "
+                "prompt, though engine.chunk_tokens is %d",
+                *(most, engine.max_running, engine.page_tokens, engine.chunk_tokens),
             )
         sized = replace(self, config=msgspec.structs.replace(self.config, engine=engine))
         return await sized._run(workers, inspected)

@@ -105,6 +105,7 @@ class Exporter:
                 "hit tokens",
                 counters.hit_tokens - sum(counters.brought_tokens.values()),
             ),
+            (metrics.steps_sat_out, "steps sat out", counters.steps_sat_out),
             (metrics.recomputed_tokens, "recomputed", counters.recomputed_tokens),
             (metrics.handed_over_tokens, "handed over", counters.handed_over_tokens),
         ):

@@ -62,6 +62,9 @@ class EngineMetrics:
             ["reason"],
             registry=registry,
         )
+        self.steps_sat_out = Counter(
+            "disagg_steps_sat_out", "Steps that sequences which decode sat out, for want of a page", registry=registry
+        )
         self.recomputed_tokens = Counter(
             "disagg_recomputed_tokens", "Tokens computed again after a preemption", registry=registry
         )

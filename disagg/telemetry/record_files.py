@@ -39,21 +39,26 @@ def require_pyarrow() -> None:
         raise ConfigError("records need pyarrow, which `pip install disagg[records]` installs")
 
 
+def require_directory(directory: Path) -> None:
+    """Make it, if it is not there. Raises ConfigError if no records can be written there."""
+    require_pyarrow()
+    try:
+        if directory.exists() and not directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is no directory")
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(13, "it may not be written to")
+    except OSError as error:
+        raise ConfigError(f"record.dir = {directory}: {error.strerror or error}") from error
+
+
 class RecordFiles:
     """`put` returns at once; `close` waits for what was put."""
 
     def __init__(self, directory: Path) -> None:
         """Raises ConfigError if nothing can be written there."""
-        require_pyarrow()
+        require_directory(directory)
         self._directory = directory
-        try:
-            if directory.exists() and not directory.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, "it is no directory")
-            directory.mkdir(parents=True, exist_ok=True)
-            if not os.access(directory, os.W_OK | os.X_OK):
-                raise PermissionError(13, "it may not be written to")
-        except OSError as error:
-            raise ConfigError(f"record.dir = {directory}: {error.strerror or error}") from error
         self._queue: queue.Queue[tuple[str, Callable[[], Any]] | None] = queue.Queue(MOST_WAITING)
         self._lost = 0
         self._said_s = 0.0

@@ -49,6 +49,20 @@ def test_a_configuration_that_cannot_work_is_not_tried_again(
     assert "starting it again" not in text and "Traceback" not in text
 
 
+@pytest.mark.parametrize(
+    ("below", "said"),
+    [("file", "it is no directory"), ("file/records", "ot a directory"), ("x" * 300, "ile name too long")],
+)
+def test_records_that_cannot_be_written_are_refused_before_anything_is_started(
+    llama: Path, tmp_path: Path, below: str, said: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    status, text = up(llama, tmp_path, "--record", str(tmp_path / below))
+    assert status == 2, text
+    assert "record.dir = " in text and said in text
+    assert "starting " not in text and "Traceback" not in text and not (tmp_path / "run").exists()
+
+
 def test_a_model_that_is_refused_is_not_tried_again(llama: Path, tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "model")
     path = model / "config.json"

@@ -79,7 +79,7 @@ class Models:
             file.write(b"\0\0\x80\x43" * 64)  # 256.0
 
 
-TWO_CRASHES = "when the workers of two servers died"  # a request is not tried again when it may be what kills workers
+TWO_CRASHES = "was present twice when workers died"  # a request is not tried again when it may be what kills workers
 
 WAYS: dict[str, Callable[[Models], None]] = {
     "rename": Models.rename,

@@ -178,7 +178,7 @@ def test_looking_ahead_is_not_adding_up() -> None:
 
 def test_a_younger_one_gives_way_to_an_older_one_that_has_been_parked_for_long() -> None:
     """Where who loses least gives way, that may be the oldest."""
-    decode = Decode(facts(num_large=12, spare_tokens=0, preempt_after_s=2.0, preemption="fewest_tokens"))
+    decode = Decode(facts(num_large=12, spare_tokens=4, preempt_after_s=2.0, preemption="fewest_tokens"))
     out = decode.joined(leg("old", 4, max_tokens=40))
     out += decode.joined(leg("young", 12, first_token=50, max_tokens=22))
     while not parked(decode):

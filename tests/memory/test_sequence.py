@@ -167,6 +167,27 @@ def test_a_prompt_lies_in_one_run_of_adjacent_pages() -> None:
     assert computed(kv, 40).extent_pages() == 10
 
 
+@pytest.mark.parametrize("groups", [(FULL,), (window(6),), (FULL, window(6)), (FULL, STATE)])
+def test_what_was_set_aside_is_there_when_the_pool_is_full(groups: tuple[GroupSpec, ...]) -> None:
+    kv = memory(*groups, num_large=12, caching=False)
+    pages = computed(kv, 7)
+    free = kv.allocator.num_large - kv.allocator.used_large
+    assert pages.set_aside(7, 8) and kv.allocator.num_large - kv.allocator.used_large == free, "its last page has room"
+    assert pages.set_aside(8, 10) and pages.set_aside(8, 10), "once, however often it is asked"
+    assert kv.allocator.num_large - kv.allocator.used_large == free - sum(g.kind is not GroupKind.STATE for g in groups)
+    others = []
+    while (other := kv.open([], 4, 4, 4, 0)) is not None:
+        others.append(other)
+    before = [*pages.held()]
+    assert pages.grow(7, 8) is not None and pages.grow(8, 9) is not None
+    assert [*pages.held()] == before, "it held them already"
+    pages.advance(9, [], 0)
+    assert not pages.set_aside(12, 14) or groups == (window(6),), "nothing is free, but what a window writes again"
+    for each in (pages, *others):
+        each.close(0)
+    assert kv.allocator.used_large == 0
+
+
 def test_one_that_decodes_lets_go_of_its_window_page_by_page() -> None:
     kv = memory(window(5), caching=False)
     pages = computed(kv, 10)

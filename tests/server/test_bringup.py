@@ -314,3 +314,24 @@ async def test_the_stage_with_least_memory_says_how_many_pages_there_are(
     group = await staged(1, (0, 1, 3), device_bytes, EngineConfig(max_running=4, gpu_memory_utilization=1.0))
     (made,) = (each for each in group.asked if isinstance(each, MakePool))
     assert made.num_large == device_bytes[stage] // made.stages[stage].large_bytes
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "max_running", "said"),
+    [
+        (16, 64, "steps have up to 80 tokens, for engine.max_running = 64 answers and a page"),
+        (80, 64, ""),
+        (16, 4, "up to 20"),
+    ],
+)
+async def test_a_mixed_server_says_where_its_steps_have_more_tokens_than_were_asked_for(
+    caplog: pytest.LogCaptureFixture, chunk_tokens: int, max_running: int, said: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    await staged(
+        1, (0, 1, 3), (), EngineConfig(kv_memory_bytes=4 * MIB, chunk_tokens=chunk_tokens, max_running=max_running)
+    )
+    lines = [line for line in caplog.messages if "engine.chunk_tokens is" in line]
+    assert len(lines) == bool(said)
+    if said:
+        assert said in lines[0] and lines[0].endswith(f"engine.chunk_tokens is {chunk_tokens}")
