@@ -308,6 +308,30 @@ def test_who_decodes_sits_out_no_step_because_another_gives_way_before(preemptio
     assert sat_out <= steps / 500, "but for many that need pages at once"
 
 
+@pytest.mark.parametrize(("choices", "num_large"), [(16, 60), (32, 120), (16, 40)])
+def test_where_many_need_pages_at_once_as_many_give_way(choices: int, num_large: int) -> None:
+    mixed = Mixed(
+        facts(
+            num_large=num_large,
+            policy="sarathi",
+            max_model_len=80,
+            chunk_tokens=64,
+            max_slots=80,
+            max_running=64,
+            spare_tokens=4,
+            lookahead_tokens=4,
+        )
+    )
+    out = mixed.start(leg("together", 4, 40, choices=choices))
+    while mixed.unreported:
+        out += mixed.compute()
+        mixed.now_s += 0.05
+        out += mixed.do([])
+    assert outcomes(out) == [Outcome.DONE] and len(said(out)) == 40 * choices
+    assert mixed.engine.counters.preemptions["memory"] > choices / 2, "pages were short"
+    assert mixed.engine.counters.steps_sat_out == 0
+
+
 def test_a_budget_is_never_said_to_be_less_than_what_a_step_computes() -> None:
     """A step that shall take no time has a token of each answer, and a page of a prompt, all the same."""
     mixed = Mixed(one_token_pages(400, 64, target_step_s=1e-9))
