@@ -319,16 +319,17 @@ class Batch:
             return None
         runs: list[Run] = []
         near: list[Sequence] = []
-        lacking = 0
+        lacking = tokens = 0
         budget = self._budget()
         self.budget_tokens = min(int(budget.cost), budget.most_tokens)
         state = StepState(budget, least_chunk=self._page_tokens, whole=self._policy.whole_prompts, last=self._last)
         self._last = None
         for run in self._policy.schedule(self._candidates(), state).runs:
             sequence = self.running[run.seq_id]
-            self._last = Phase.PREFILL if sequence.phase is Phase.PREFILL else self._last or Phase.DECODE
-            assert sequence.pages is not None
-            new_pages = sequence.pages.grow(sequence.position, sequence.position + run.num_tokens)
+            phase, pages = sequence.phase, sequence.pages
+            self._last = Phase.PREFILL if phase is Phase.PREFILL else self._last or Phase.DECODE
+            assert pages is not None
+            new_pages = pages.grow(sequence.position, sequence.position + run.num_tokens)
             if new_pages is None:
                 # Of a prompt, all pages were reserved; those of a window may be held for a copy, for a moment.
                 assert not sequence.is_prompt or (self._tiers is not None and self._tiers.held()), "reserved pages"
@@ -342,11 +343,10 @@ class Batch:
             sequence.promised += run.sample
             sequence.last_plan = self._encoder.next_plan_no
             runs.append(Run(run.seq_id, run.num_tokens, run.sample, new_pages, self._news(sequence, run.num_tokens)))
-            if sequence.phase is Phase.DECODE and sequence.pages.ends_before(sequence.position + SOON_TOKENS):
+            tokens += run.num_tokens
+            if phase is Phase.DECODE and sequence.position + SOON_TOKENS > pages.grown_tokens:
                 near.append(sequence)
-        self.budget_tokens = max(
-            self.budget_tokens, sum(run.num_tokens for run in runs)
-        )  # some have a place in any case
+        self.budget_tokens = max(self.budget_tokens, tokens)  # some have a place in any case
         soon = sum(not sequence.set_aside(SOON_TOKENS) for sequence in near)
         self.short = bool(lacking or soon)
         plan = None

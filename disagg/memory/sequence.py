@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 class SequencePages:
     """The pages of one sequence in every layer group. Made by `KvMemory`; see the module.
 
-    computed: tokens whose KV or state is final in the pages. wants: of a sequence that receives, per group, the first
-    position to be sent (see messages/link.Grant).
+    computed: tokens whose KV or state is final in the pages. grown_tokens: those for which `grow` has nothing to do. wants: of a
+    sequence that receives, per group, the first position to be sent (see messages/link.Grant).
     """
 
     def __init__(self, memory: KvMemory) -> None:
@@ -52,8 +52,8 @@ class SequencePages:
         self._page_tokens = layout.page_tokens
         self._checkpoint_tokens = layout.checkpoint_tokens
         self._use([pages_of(group)(memory, g) for g, group in enumerate(layout.groups)])
-        # Tokens up to which `grow`, and from which on `advance`, have something to do: for most steps there is nothing.
-        self._room = self._due = 0
+        # From these tokens on `grow` and `advance` have something to do: for most steps there is nothing.
+        self.grown_tokens = self._due = 0
 
     def _use(self, kinds: Sequence[KindPages]) -> None:
         """One for each group."""
@@ -211,7 +211,7 @@ class SequencePages:
 
         None: there is no memory for it now, and nothing has changed. A run may end on a checkpoint, not cross it.
         """
-        if stop <= self._room:
+        if stop <= self.grown_tokens:
             return ()
         kinds = self._kinds
         needs = [kind.needs(start, stop) for kind in kinds]
@@ -226,14 +226,10 @@ class SequencePages:
             if enough < room:
                 room = enough
         assert stop <= room, f"a run of tokens {start} to {stop} crosses a checkpoint"
-        self._room = room
+        self.grown_tokens = room
         if self._states:
             self._due = min(self._due, *(state.due for state in self._states))
         return tuple(map(tuple, taken)) if any(taken) else ()
-
-    def ends_before(self, stop: int) -> bool:
-        """`grow` would have something to do for a run up to there."""
-        return stop > self._room
 
     def set_aside(self, start: int, stop: int) -> bool:
         """Take what a later run of tokens [start, stop) needs of groups of tokens, beside what it would write again. Whether it
@@ -319,7 +315,7 @@ class SequencePages:
         for kind in self._kinds:
             kind.seal(num_tokens, hashes)
         if self._states:
-            self._room = min(self._room, num_tokens)
+            self.grown_tokens = min(self.grown_tokens, num_tokens)
 
     # ---- what landed
 
@@ -365,7 +361,7 @@ class SequencePages:
         for g, kind in enumerate(self._kinds):
             kind.share_out([other._kinds[g] for other in forks])
         for other in forks:
-            other._room = 0
+            other.grown_tokens = 0
         return forks, copies
 
     # ---- the end
