@@ -90,11 +90,11 @@ def run_up(options: UpOptions, file: Path | None, overrides: Mapping[str, object
     check_exposure(base, "router")
     if base.offload.enabled and base.storage.url:
         storage_target(base.storage.url, base.storage.options)  # refused here rather than by every child
-    if base.record.dir:
-        require_directory(home_expanded(base.record.dir, "record.dir"))
     router = base.router
     require_free(router.host, router.http_port, "router.http_port", "--http-port")
     require_free(router.host, router.grpc_port, "router.grpc_port", "--grpc-port")
+    if base.record.dir:
+        require_directory(home_expanded(base.record.dir, "record.dir"))
     processes = cluster_processes(base, options)
     model_dir = _convert(base)
     routers, servers = processes[: options.num_routers], processes[options.num_routers :]

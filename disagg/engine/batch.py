@@ -30,7 +30,7 @@ from collections import Counter
 from disagg.engine.facts import SchedulingFacts
 from disagg.engine.instructions import Counters
 from disagg.engine.load import Urgency
-from disagg.engine.sequences import Sequence, State
+from disagg.engine.sequences import SOON_TOKENS, Sequence, State
 from disagg.engine.steps import PlanPipeline, Slots
 from disagg.engine.tiers import Tiers
 from disagg.memory.kv_memory import KvMemory
@@ -42,10 +42,6 @@ from disagg.scheduler.fairness import Shares, prompt_turn
 from disagg.scheduler.pipeline import decode_share
 from disagg.scheduler.policies import POLICIES, PREEMPTION, Candidate, Phase, Running, StepState
 from disagg.scheduler.step_times import StepTimes, ToldTimes
-
-# A sequence that decodes has pages for so many tokens more, so that whoever gives way for want of them has let go of its own,
-# which two plans may name, before anybody sits out a step.
-SOON_TOKENS = 2
 
 
 class Batch:
@@ -88,7 +84,7 @@ class Batch:
         self._leaving: list[Sequence] = []
         self._shares = Shares()  # of the prompts' tokens in steps, by tenant
         self._next_seq_id = 0
-        self.short = False  # a running sequence lacks a page, or soon will: what comes free is for it first
+        self._lacking: list[Sequence] = []  # that had no page for their next tokens at the last plan
 
     # ---- who is in the batch
 
@@ -100,6 +96,11 @@ class Batch:
     @property
     def full(self) -> bool:
         return self.room <= 0
+
+    @property
+    def short(self) -> bool:
+        """A running sequence lacks a page, or soon will: what comes free is for it first."""
+        return bool(self._lacking)
 
     @property
     def closed(self) -> bool:
@@ -214,31 +215,34 @@ class Batch:
     def give_way(
         self, reason: str, outputs: int = 0, to_arrival: int = -1, *, pages: int = 1, alone: bool = True
     ) -> None:
-        """Preempt running sequences by policy, until about so many pages come free, unless some are coming free anyway.
+        """Preempt running sequences by policy, until about so many pages come free, unless some are coming free anyway. A prompt
+        that has begun with part of its pages goes before all of them.
 
         outputs: only one that has made so many tokens since it last joined, so that each turn brings it forward.
-        to_arrival: only one that is younger. alone: even the only one that could. A prompt that has begun with part of its
-        pages goes before all of them.
+        to_arrival: only one that is younger. alone: even the only one that could.
         """
         could = [
             Running(s.seq_id, s.arrival, len(s.tokens), s.priority)
             for s in self.running.values()
-            if not (s.is_prompt or s.stops) and len(s.tokens) - s.joined_tokens >= outputs and s.arrival > to_arrival
+            if not (s.is_prompt or s.stops or s.ends)
+            and s.arrival > to_arrival
+            and len(s.tokens) >= s.joined_tokens + outputs
         ]
         # How long a transfer uses what prompts and those that stop have left behind, nobody knows.
         coming = any(s.partly or not (s.is_prompt or s.stops) for s in self._leaving)
         if coming or self.end_partly(reason) or len(could) <= (0 if alone else 1):
             return
-        while True:
+        if reason == "memory":
+            pages -= sum(s.own_pages for s in self.running.values() if s.ends)
+        while pages > 0:
             chosen = PREEMPTION[self._facts.preemption](tuple(could))
             could.remove(chosen)
             victim = self.running[chosen.seq_id]
+            pages -= 1 + victim.own_pages  # it may have lacked one itself
             self._leave(victim)
             victim.state = State.GIVING_WAY
             self._counters.preemptions[reason] += 1
-            # What it shares stays, and it may have lacked a page itself.
-            pages -= 1 + (chosen.tokens - victim.shared_tokens) // self._page_tokens
-            if pages <= 0 or len(could) < 2:
+            if len(could) < 2:
                 return
 
     def end_partly(self, reason: str) -> bool:
@@ -318,9 +322,9 @@ class Batch:
         if not self.pipeline.has_room:
             return None
         runs: list[Run] = []
-        near: list[Sequence] = []
-        lacking = tokens = 0
-        budget = self._budget()
+        near = [each for each in self._lacking if each.state is State.RUNNING and not each.is_prompt]
+        sat_out: list[Sequence] = []
+        budget, tokens = self._budget(), 0
         self.budget_tokens = min(int(budget.cost), budget.most_tokens)
         state = StepState(budget, least_chunk=self._page_tokens, whole=self._policy.whole_prompts, last=self._last)
         self._last = None
@@ -333,8 +337,8 @@ class Batch:
             if new_pages is None:
                 # Of a prompt, all pages were reserved; those of a window may be held for a copy, for a moment.
                 assert not sequence.is_prompt or (self._tiers is not None and self._tiers.held()), "reserved pages"
-                lacking += 1  # it sits this step out
-                self._counters.steps_sat_out += not sequence.is_prompt
+                sat_out.append(sequence)
+                self._counters.steps_sat_out += phase is Phase.DECODE
                 continue
             if sequence.takes_turns:
                 self._shares.charge(sequence.tenant, run.num_tokens)
@@ -347,14 +351,13 @@ class Batch:
             if phase is Phase.DECODE and sequence.position + SOON_TOKENS > pages.grown_tokens:
                 near.append(sequence)
         self.budget_tokens = max(self.budget_tokens, tokens)  # some have a place in any case
-        soon = sum(not sequence.set_aside(SOON_TOKENS) for sequence in near)
-        self.short = bool(lacking or soon)
+        self._lacking = sat_out + [s for s in dict.fromkeys(near) if s not in sat_out and not s.set_aside()]
         plan = None
         if runs or self._encoder.has_housekeeping:
             plan = self._encoder.encode(runs)
             self.pipeline.sent(plan)
         if self.short:
-            self.give_way("memory", pages=lacking + soon, alone=bool(lacking))
+            self.give_way("memory", pages=len(self._lacking), alone=bool(sat_out))
         return plan
 
     def join_step(self) -> WorkerPlan:

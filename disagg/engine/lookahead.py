@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from disagg.engine.batch import Batch
-from disagg.engine.sequences import Sequence
+from disagg.engine.sequences import SOON_TOKENS, Sequence
 from disagg.memory.kv_memory import KvMemory
 from disagg.memory.spans import pages_for, window_pages
 from disagg.messages.layout import GroupKind
@@ -116,7 +116,9 @@ class Lookahead:
             for each, limit in zip(growing, limits, strict=True):
                 held = pages_for(max(0, limit - 1 - each.steps), layout.page_tokens)
                 large += (min(most, pages_for(limit, layout.page_tokens)) - min(most, held)) / per_large
-        return large + self._large_per_page * peak_growth(growing, layout.page_tokens, self._lookahead_tokens, late + 1)
+        return large + self._large_per_page * peak_growth(
+            growing, layout.page_tokens, self._lookahead_tokens, late + 1 + SOON_TOKENS
+        )
 
 
 def running_on(sequence: Sequence) -> Growing:

@@ -16,6 +16,10 @@ from disagg.scheduler.policies import Phase
 from disagg.types.ids import LegKey
 from disagg.types.sampling import SamplingParams
 
+# A sequence that decodes has pages for so many tokens more, so that whoever gives way for want of them has let go of its own,
+# which two plans may name, before anybody sits out a step.
+SOON_TOKENS = 2
+
 
 class State(enum.Enum):
     """Of a sequence in the batch, or on its way there or away."""
@@ -97,8 +101,18 @@ class Sequence:
         """It decodes when all that it had when it joined is scheduled, but for the last token."""
         return Phase.PREFILL if self.is_prompt or self.position < self.joined_tokens - 1 else Phase.DECODE
 
-    def set_aside(self, num_tokens: int) -> bool:
+    @property
+    def ends(self) -> bool:
+        """All that it may come to is scheduled: it ends, and its pages come free, whatever it says."""
+        return not self.is_prompt and self.promised >= self.limit
+
+    @property
+    def own_pages(self) -> int:
+        """See SequencePages."""
+        return self.pages.own_pages(self.shared_tokens) if self.pages is not None else 0
+
+    def set_aside(self) -> bool:
         """Hold pages for its next tokens, as far as it goes. Whether it has them."""
         assert self.pages is not None
-        stop = min(self.position + num_tokens, self.limit - 1)  # the last one's KV is never written
+        stop = min(self.position + SOON_TOKENS, self.limit - 1)  # the last one's KV is never written
         return self.stops or stop <= self.position or self.pages.set_aside(self.position, stop)

@@ -82,6 +82,9 @@ class FullPages:
         count = -(-stop // self._page_tokens) - len(self.table)  # what a decode step asks all the time
         return count if count > 0 else 0
 
+    def soon(self, start: int, stop: int) -> int:
+        return max(0, self.needs(start, stop) - len(self.spare))
+
     def wishes(self, start: int) -> int:
         return 0
 

@@ -92,6 +92,9 @@ class KindPages(Protocol):
     def needs(self, start: int, stop: int) -> int:
         """Pages without which a run of tokens [start, stop) is not possible."""
 
+    def soon(self, start: int, stop: int) -> int:
+        """Pages that a later run of tokens [start, stop) needs beside what is set aside, and what it lets go of by then."""
+
     def wishes(self, start: int) -> int:
         """Pages that are of use to it beside those."""
 

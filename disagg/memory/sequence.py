@@ -189,6 +189,12 @@ class SequencePages:
         pages = min((len(kind.table) + len(kind.spare) for kind in full), default=1 << 31)
         return pages * self._page_tokens
 
+    def own_pages(self, shared_tokens: int) -> int:
+        """Of each group of tokens it lets go of so many pages at least, if others hold those of its first shared_tokens, too."""
+        shared = shared_tokens // self._page_tokens
+        groups = (kind for kind in self._kinds if kind not in self._states)
+        return min((len(kind.table) - max(kind.first, shared) + len(kind.spare) for kind in groups), default=0)
+
     def extent_pages(self) -> float:
         """Mean length of the extents that attention would read; 0 without such pages."""
         paged = (kind for kind in self._kinds if kind not in self._states)
@@ -232,12 +238,8 @@ class SequencePages:
         return tuple(map(tuple, taken)) if any(taken) else ()
 
     def set_aside(self, start: int, stop: int) -> bool:
-        """Take what a later run of tokens [start, stop) needs of groups of tokens, beside what it would write again. Whether it
-        has it; if not, nothing has changed."""
-        needs = [
-            0 if kind in self._states else max(0, kind.needs(start, stop) - len(kind.spare) - kind.recyclable)
-            for kind in self._kinds
-        ]
+        """Take what a later run of tokens [start, stop) needs. Whether it has it; if not, nothing has changed."""
+        needs = [kind.soon(start, stop) for kind in self._kinds]
         if not any(needs):
             return True
         taken = self._allocator.allocate_all(needs, self._owner)

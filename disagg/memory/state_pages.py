@@ -91,6 +91,9 @@ class StatePages:
     def needs(self, start: int, stop: int) -> int:
         return int(self._frozen or start == 0)
 
+    def soon(self, start: int, stop: int) -> int:
+        return 0  # it can write in place
+
     def wishes(self, start: int) -> int:
         """At a checkpoint, a page for the run, so that the state stays as it is and can be cached."""
         return int(not self._frozen and start > 0 and start % self._every == 0 and self._memory.caching)

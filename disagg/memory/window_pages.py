@@ -83,6 +83,11 @@ class WindowPages(FullPages):
 
     # ---- while it runs
 
+    def soon(self, start: int, stop: int) -> int:
+        """None once something has left the window: from then on a page leaves for each that comes, and those that were taken
+        before that would be one more of each sequence, for which others gave way without end."""
+        return 0 if self.first or self._left else super().soon(start, stop)
+
     @property
     def recyclable(self) -> int:
         return len(self._left)

@@ -48,8 +48,8 @@ def require_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK | os.X_OK):
             raise PermissionError(13, "it may not be written to")
-    except OSError as error:
-        raise ConfigError(f"record.dir = {directory}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
+        raise ConfigError(f"record.dir = {directory}: {getattr(error, 'strerror', None) or error}") from error
 
 
 class RecordFiles:

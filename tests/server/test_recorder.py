@@ -14,7 +14,7 @@ import pytest
 from disagg.bench.report.read import read_records
 from disagg.engine.instructions import Counters
 from disagg.server.recorder import Recorder, Unrecorded, recorder_of
-from disagg.telemetry.record_files import MOST_WAITING, RecordFiles
+from disagg.telemetry.record_files import MOST_WAITING, RecordFiles, require_directory
 from disagg.types.errors import ConfigError
 from tests.engine.sim import World
 from tests.engine.sim_faults import Faults
@@ -108,6 +108,13 @@ def test_without_a_directory_nothing_is_recorded_and_with_one_that_cannot_be_it_
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"record\.dir = .*file"):
         recorder_of(str(tmp_path / "file"), "a", "prefill")
+
+
+@pytest.mark.parametrize("name", ["a file", "a file/below", "x" * 300, "a\0b"])
+def test_where_nothing_can_be_written_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(ConfigError, match=r"record\.dir = "):
+        require_directory(tmp_path / name)
 
 
 def test_without_pyarrow_it_is_said_which_extra_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
