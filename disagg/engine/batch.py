@@ -224,9 +224,7 @@ class Batch:
         could = [
             Running(s.seq_id, s.arrival, len(s.tokens), s.priority)
             for s in self.running.values()
-            if not (s.is_prompt or s.stops or s.ends)
-            and s.arrival > to_arrival
-            and len(s.tokens) >= s.joined_tokens + outputs
+            if not s.is_prompt and s.remaining and s.arrival > to_arrival and len(s.tokens) >= s.joined_tokens + outputs
         ]
         # How long a transfer uses what prompts and those that stop have left behind, nobody knows.
         coming = any(s.partly or not (s.is_prompt or s.stops) for s in self._leaving)
@@ -322,7 +320,7 @@ class Batch:
         if not self.pipeline.has_room:
             return None
         runs: list[Run] = []
-        near = [each for each in self._lacking if each.state is State.RUNNING and not each.is_prompt]
+        near = {each: None for each in self._lacking if each.state is State.RUNNING and not each.is_prompt}  # in order
         sat_out: list[Sequence] = []
         budget, tokens = self._budget(), 0
         self.budget_tokens = min(int(budget.cost), budget.most_tokens)
@@ -338,6 +336,7 @@ class Batch:
                 # Of a prompt, all pages were reserved; those of a window may be held for a copy, for a moment.
                 assert not sequence.is_prompt or (self._tiers is not None and self._tiers.held()), "reserved pages"
                 sat_out.append(sequence)
+                near.pop(sequence, None)
                 self._counters.steps_sat_out += phase is Phase.DECODE
                 continue
             if sequence.takes_turns:
@@ -349,9 +348,9 @@ class Batch:
             runs.append(Run(run.seq_id, run.num_tokens, run.sample, new_pages, self._news(sequence, run.num_tokens)))
             tokens += run.num_tokens
             if phase is Phase.DECODE and sequence.position + SOON_TOKENS > pages.grown_tokens:
-                near.append(sequence)
+                near[sequence] = None
         self.budget_tokens = max(self.budget_tokens, tokens)  # some have a place in any case
-        self._lacking = sat_out + [s for s in dict.fromkeys(near) if s not in sat_out and not s.set_aside()]
+        self._lacking = sat_out + [sequence for sequence in near if not sequence.set_aside()]
         plan = None
         if runs or self._encoder.has_housekeeping:
             plan = self._encoder.encode(runs)
@@ -493,6 +492,7 @@ class Batch:
         """What must hold between any two calls."""
         assert self.held_slots() <= self.slots.total - self.slots.free
         assert all(s.state is State.RUNNING for s in self.running.values())
+        assert not any(s.ends for s in self._leaving if s.state is State.GIVING_WAY), "who ends gives way to nobody"
         assert all(s.state is State.PARKED and s.pages is None for s in self.parked)
         assert set(self.running) | {s.seq_id for s in self._leaving} == set(self._named)
         for s in self.running.values():

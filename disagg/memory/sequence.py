@@ -59,6 +59,7 @@ class SequencePages:
         """One for each group."""
         self._kinds = tuple(kinds)
         self._states = tuple(kind for kind in kinds if isinstance(kind, StatePages))
+        self._paged = tuple(kind for kind in kinds if not isinstance(kind, StatePages))
         self._state_groups = tuple(g for g, kind in enumerate(kinds) if isinstance(kind, StatePages))
         self._full = tuple(g for g, kind in enumerate(kinds) if not isinstance(kind, StatePages | WindowPages))
 
@@ -95,12 +96,7 @@ class SequencePages:
         if num_tokens > prompt_tokens:
             for g, state in zip(self._state_groups, self._states, strict=True):
                 needs[g] += state.to_go_on(prompt_tokens)
-        taken = self._allocator.allocate_all(needs, self._owner)
-        if taken is None:
-            return False
-        for kind, pages in zip(self._kinds, taken, strict=True):
-            kind.spare = pages
-        return self._memory.can_go_on()
+        return self._take_spare(needs) and self._memory.can_go_on()
 
     def reserve_partly(self, num_tokens: int, chunk_tokens: int, spare_large: int) -> bool:
         """As `reserve`, with pages of full attention for as many of the tokens only as so many large pages allow, at least a
@@ -125,6 +121,10 @@ class SequencePages:
         of_full = [count if g in self._full else 0 for g, count in enumerate(needs)]
         if not any(of_full) or not self._memory.can_go_on(of_full):
             return False
+        return self._take_spare(needs)
+
+    def _take_spare(self, needs: Sequence[int]) -> bool:
+        """Set aside so many pages of each group. All or nothing."""
         taken = self._allocator.allocate_all(needs, self._owner)
         if taken is None:
             return False
@@ -192,13 +192,12 @@ class SequencePages:
     def own_pages(self, shared_tokens: int) -> int:
         """Of each group of tokens it lets go of so many pages at least, if others hold those of its first shared_tokens, too."""
         shared = shared_tokens // self._page_tokens
-        groups = (kind for kind in self._kinds if kind not in self._states)
-        return min((len(kind.table) - max(kind.first, shared) + len(kind.spare) for kind in groups), default=0)
+        own = (len(kind.table) - max(kind.first, shared) + len(kind.spare) for kind in self._paged)
+        return min(own, default=0)
 
     def extent_pages(self) -> float:
         """Mean length of the extents that attention would read; 0 without such pages."""
-        paged = (kind for kind in self._kinds if kind not in self._states)
-        tables = [[*kind.table[kind.first :], *kind.spare] for kind in paged]
+        tables = [[*kind.table[kind.first :], *kind.spare] for kind in self._paged]
         pages = sum(map(len, tables))
         return pages / sum(map(num_extents, tables)) if pages else 0.0
 
@@ -240,14 +239,7 @@ class SequencePages:
     def set_aside(self, start: int, stop: int) -> bool:
         """Take what a later run of tokens [start, stop) needs. Whether it has it; if not, nothing has changed."""
         needs = [kind.soon(start, stop) for kind in self._kinds]
-        if not any(needs):
-            return True
-        taken = self._allocator.allocate_all(needs, self._owner)
-        if taken is None:
-            return False
-        for kind, pages in zip(self._kinds, taken, strict=True):
-            kind.spare += pages
-        return True
+        return not any(needs) or self._take_spare(needs)
 
     def _take_wishes(self, start: int, needs: list[int]) -> list[list[int]] | None:
         """As `_take`, with what is only of use beside what is needed; None: there is nothing, or no memory for it."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
+from disagg.engine.facts import EngineFacts
 from disagg.engine.instructions import Instruction
 from disagg.engine.turns import FIRST_CHOICES_SHARE
 from disagg.messages.layout import LayerGroup
@@ -275,34 +277,29 @@ def test_every_request_comes_to_its_end_within_budget_and_pages(policy: str, see
             assert told[each.key.request_id, choice] == each.params.max_tokens
 
 
+def tight(*groups: LayerGroup, **changes: Any) -> EngineFacts:
+    """Few pages under `sarathi`, so that some give way."""
+    usual = {"policy": "sarathi", "max_model_len": 60, "chunk_tokens": 8, "spare_tokens": 4, "lookahead_tokens": 4}
+    return facts(*groups, **{**usual, "max_slots": 80, "max_running": 64, **changes})
+
+
+def begin_some(mixed: Mixed, rng: random.Random, count: int = 14, choices: tuple[int, ...] = (1,)) -> None:
+    for i in range(count):
+        tokens, outputs, first_token = rng.choice((1, 4, 9, 17)), rng.randint(1, 25), rng.randrange(2000)
+        mixed.start(leg(f"r{i}", tokens, outputs, first_token, choices[i % len(choices)]))
+
+
 @pytest.mark.parametrize("lookahead_tokens", [4, 8])
 @pytest.mark.parametrize("preemption", ["latest", "fewest_tokens"])
 def test_who_decodes_sits_out_no_step_because_another_gives_way_before(preemption: str, lookahead_tokens: int) -> None:
     gave_way = sat_out = steps = 0
     for seed in range(20):
         rng = random.Random(f"{preemption} {lookahead_tokens} {seed}")
-        mixed = Mixed(
-            facts(
-                num_large=20,
-                policy="sarathi",
-                max_model_len=60,
-                chunk_tokens=8,
-                max_slots=9,
-                max_running=6,
-                max_waiting=100,
-                spare_tokens=4,
-                lookahead_tokens=lookahead_tokens,
-                preemption=preemption,
-            )
-        )
-        for i in range(14):
-            mixed.start(leg(f"r{i}", rng.choice((1, 4, 9, 17)), rng.randint(1, 25), rng.randrange(2000)))
-        while mixed.unreported:
-            mixed.compute()
-            steps += 1
-            mixed.now_s += 0.05
-            mixed.do([])
+        mixed = Mixed(tight(num_large=20, max_running=6, lookahead_tokens=lookahead_tokens, preemption=preemption))
+        begin_some(mixed, rng)
+        mixed.compute_all()
         assert mixed.engine.idle and mixed.used == 0
+        steps += mixed.engine.counters.steps
         gave_way += sum(mixed.engine.counters.preemptions.values())
         sat_out += mixed.engine.counters.steps_sat_out
     assert gave_way > 10, "pages were short"
@@ -311,23 +308,8 @@ def test_who_decodes_sits_out_no_step_because_another_gives_way_before(preemptio
 
 @pytest.mark.parametrize(("choices", "num_large"), [(16, 60), (32, 120), (16, 40)])
 def test_where_many_need_pages_at_once_as_many_give_way(choices: int, num_large: int) -> None:
-    mixed = Mixed(
-        facts(
-            num_large=num_large,
-            policy="sarathi",
-            max_model_len=80,
-            chunk_tokens=64,
-            max_slots=80,
-            max_running=64,
-            spare_tokens=4,
-            lookahead_tokens=4,
-        )
-    )
-    out = mixed.start(leg("together", 4, 40, choices=choices))
-    while mixed.unreported:
-        out += mixed.compute()
-        mixed.now_s += 0.05
-        out += mixed.do([])
+    mixed = Mixed(tight(num_large=num_large, max_model_len=80, chunk_tokens=64))
+    out = mixed.start(leg("together", 4, 40, choices=choices)) + mixed.compute_all()
     assert outcomes(out) == [Outcome.DONE] and len(said(out)) == 40 * choices
     assert mixed.engine.counters.preemptions["memory"] > choices / 2, "pages were short"
     assert mixed.engine.counters.steps_sat_out <= 1, "one at a time would make 8, 130 and 30"
@@ -335,64 +317,45 @@ def test_where_many_need_pages_at_once_as_many_give_way(choices: int, num_large:
 
 def test_nobody_gives_way_for_a_page_that_a_window_is_about_to_let_go() -> None:
     """Its sequences hold as many pages again and again, and never more; one that gave way would fit, and give way again."""
-    mixed = Mixed(
-        facts(
-            WINDOW,
-            num_large=60,
-            policy="sarathi",
-            max_model_len=120,
-            chunk_tokens=64,
-            max_slots=160,
-            max_running=64,
-            spare_tokens=4,
-            lookahead_tokens=4,
-            prefix_cache=False,
-        )
-    )
+    mixed = Mixed(tight(WINDOW, num_large=60, max_model_len=120, chunk_tokens=64, prefix_cache=False))
     out = mixed.start(leg("together", 4, 50, choices=16)) + mixed.start(leg("beside", 8, 40, 500, choices=4))
-    while mixed.unreported:
-        out += mixed.compute()
-        mixed.now_s += 0.05
-        out += mixed.do([])
+    out += mixed.compute_all()
     assert outcomes(out) == [Outcome.DONE] * 2
     assert mixed.engine.counters.preemptions == {}
 
 
 def test_nobody_gives_way_for_pages_that_come_free_because_another_ends() -> None:
-    """Six pages: both need a third one, when the first has come to its end."""
+    """Five pages: whoever goes on needs a third one when the other has come to its end."""
     mixed = Mixed(facts(num_large=5, policy="sarathi", spare_tokens=0, lookahead_tokens=0, prefix_cache=False))
-    out = mixed.start(leg("ends", 6, 3)) + mixed.start(leg("goes on", 6, 12, 500))
-    while mixed.unreported:
-        out += mixed.compute()
+    out = mixed.start(leg("ends", 6, 3)) + mixed.start(leg("goes on", 6, 12, 500)) + mixed.compute_all()
     assert outcomes(out) == [Outcome.DONE] * 2
     assert mixed.engine.counters.preemptions == {}
 
 
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, STATE)])
-def test_nobody_gives_way_where_all_that_begin_were_seen_to_go_on_together(groups: tuple[LayerGroup, ...]) -> None:
-    for seed in range(6):
+@pytest.mark.parametrize("preemption", ["latest", "fewest_tokens"])
+def test_who_is_about_to_end_gives_way_to_nobody(preemption: str) -> None:
+    """`check_integrity` looks, after each call."""
+    gave_way = 0
+    for seed in range(40):
         rng = random.Random(seed)
-        mixed = Mixed(
-            facts(
-                *groups,
-                num_large=40,
-                policy="sarathi",
-                max_model_len=60,
-                chunk_tokens=8,
-                max_slots=9,
-                max_running=6,
-                spare_tokens=rng.choice((0, 4)),
-                lookahead_tokens=512,
-                prefix_cache=False,
-            )
-        )
-        for i in range(14):
-            mixed.start(leg(f"r{i}", rng.choice((1, 4, 9, 17)), rng.randint(1, 25), 100 * i, rng.choice((1, 1, 2))))
-        while mixed.unreported:
-            mixed.compute()
-            mixed.now_s += 0.05
-            mixed.do([])
-        assert mixed.engine.idle and mixed.engine.counters.preemptions == {}
+        mixed = Mixed(tight(num_large=16, lookahead_tokens=0, prefix_cache=False, preemption=preemption))
+        begin_some(mixed, rng, count=8, choices=(1, 1, 8))
+        mixed.compute_all()
+        gave_way += mixed.engine.counters.preemptions["memory"]
+    assert gave_way > 100, "pages were short"
+
+
+@pytest.mark.parametrize(("groups", "choices"), [((FULL,), (1, 1, 2)), ((FULL, STATE), (1,)), ((FULL, WINDOW), (1,))])
+def test_nobody_gives_way_where_all_that_begin_were_seen_to_go_on_together(
+    groups: tuple[LayerGroup, ...], choices: tuple[int, ...]
+) -> None:
+    for seed in range(100):
+        rng = random.Random(seed)
+        changes = {"num_large": rng.choice((20, 30, 40)), "spare_tokens": rng.choice((0, 4))}
+        mixed = Mixed(tight(*groups, max_running=6, lookahead_tokens=512, prefix_cache=False, **changes))
+        begin_some(mixed, rng, choices=choices)
+        mixed.compute_all()
+        assert mixed.engine.idle and mixed.engine.counters.preemptions == {}, f"seed {seed}"
 
 
 def test_a_budget_is_never_said_to_be_less_than_what_a_step_computes() -> None:
