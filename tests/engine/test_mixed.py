@@ -295,7 +295,9 @@ def test_who_decodes_sits_out_no_step_because_another_gives_way_before(preemptio
     gave_way = sat_out = steps = 0
     for seed in range(20):
         rng = random.Random(f"{preemption} {lookahead_tokens} {seed}")
-        mixed = Mixed(tight(num_large=20, max_running=6, lookahead_tokens=lookahead_tokens, preemption=preemption))
+        mixed = Mixed(
+            tight(num_large=20, max_slots=9, max_running=6, lookahead_tokens=lookahead_tokens, preemption=preemption)
+        )
         begin_some(mixed, rng)
         mixed.compute_all()
         assert mixed.engine.idle and mixed.used == 0
@@ -345,13 +347,21 @@ def test_who_is_about_to_end_gives_way_to_nobody(preemption: str) -> None:
     assert gave_way > 100, "pages were short"
 
 
-@pytest.mark.parametrize(("groups", "choices"), [((FULL,), (1, 1, 2)), ((FULL, STATE), (1,)), ((FULL, WINDOW), (1,))])
+@pytest.mark.parametrize(
+    ("groups", "choices", "pools"),
+    [
+        ((FULL,), (1, 1, 2), (20, 30, 40)),
+        ((FULL, STATE), (1, 1, 2), (40,)),
+        ((FULL, STATE), (1,), (20, 30, 40)),
+        ((FULL, WINDOW), (1,), (20, 30, 40)),
+    ],
+)
 def test_nobody_gives_way_where_all_that_begin_were_seen_to_go_on_together(
-    groups: tuple[LayerGroup, ...], choices: tuple[int, ...]
+    groups: tuple[LayerGroup, ...], choices: tuple[int, ...], pools: tuple[int, ...]
 ) -> None:
     for seed in range(100):
         rng = random.Random(seed)
-        changes = {"num_large": rng.choice((20, 30, 40)), "spare_tokens": rng.choice((0, 4))}
+        changes = {"num_large": rng.choice(pools), "spare_tokens": rng.choice((0, 4)), "max_slots": 9}
         mixed = Mixed(tight(*groups, max_running=6, lookahead_tokens=512, prefix_cache=False, **changes))
         begin_some(mixed, rng, choices=choices)
         mixed.compute_all()
