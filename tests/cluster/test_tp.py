@@ -161,13 +161,14 @@ def test_a_tp_size_that_the_model_does_not_allow_is_refused_before_anything_star
 def test_a_rank_that_dies_takes_its_group_along_and_every_request_survives(victim: str, tmp_path: Path) -> None:
     model_dir = make_tiny("llama", tmp_path / "llama", **EIGHT)
     prompts = prompts_of() * 2
-    answers = reference.generate(model_dir, prompts, 60)
+    outputs = 240  # so many that a fast machine is still at them when it has been seen that they run
+    answers = reference.generate(model_dir, prompts, outputs)
     with Cluster(
         tmp_path / "run", "--model", str(model_dir), *FLAGS, "--prefill-tp", "2", "--decode-tp", "2"
     ) as cluster:
         before = set(cluster.server(victim)["worker_pids"])
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(ask, cluster, prompts, "right", 60)
+            asked = pool.submit(ask, cluster, prompts, "right", outputs)
             cluster.wait(lambda: cluster.server("decode-0")["running"] >= 4, 60, "four running requests")
             cluster.kill(cluster.server(victim)["worker_pids"][1])
             got = asked.result()

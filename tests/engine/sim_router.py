@@ -150,6 +150,7 @@ class Router:
             if choice in choices and request.pair is not None:
                 for server in request.pair:
                     server.from_router.append((server.facts.incarnation, AbortLeg(key, choice)))
+        self._move_if_stopped(request)
         if self._world.rng.random() < 0.3:
             request.abort_at = self._world.steps + self._world.rng.randrange(100)
 
@@ -193,6 +194,14 @@ class Router:
             accepted.append(token)
             if finish is not None:
                 request.finished[message.choice] = finish
+                self._move_if_stopped(request)  # what stands still may have waited for this choice alone
+
+    def _move_if_stopped(self, request: Request) -> None:
+        """Everything that has not finished was handed over: the next attempt goes on from there."""
+        going_on = [key for key, choices in request.legs.items() if set(choices) - request.finished.keys()]
+        if request.pair is not None and going_on and request.handed_over.issuperset(going_on):
+            request.moves += 1
+            self._start(request, source=request.pair[1])
 
     def _leg_ended(self, server: Server, request: Request, end: LegEnd) -> None:
         assert end.outcome is not Outcome.REFUSED, end
@@ -201,10 +210,7 @@ class Router:
                 assert choice in request.finished, f"decode says done of {end.key}; choice {choice} has not finished"
         elif end.outcome is Outcome.HANDED_OVER:
             request.handed_over.add(end.key)
-            going_on = [key for key, choices in request.legs.items() if set(choices) - request.finished.keys()]
-            if request.handed_over.issuperset(going_on):
-                request.moves += 1
-                self._start(request, source=server)
+            self._move_if_stopped(request)
         elif request.local and end.outcome is Outcome.GIVEN_BACK:
             assert "not cached any more" in end.reason
             request.given_back += 1

@@ -32,7 +32,7 @@ SEEDS = pytest.mark.parametrize(
     [
         range(3),
         pytest.param(range(3, 30), marks=pytest.mark.long),
-        pytest.param(range(30, 330), marks=pytest.mark.slow),
+        pytest.param(range(30, 330), marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
     ids=["some", "many", "very many"],
 )
@@ -71,7 +71,7 @@ def test_servers_of_both_phases_answer_alone_and_in_pairs(profile: str, seeds: r
     [
         range(4),
         pytest.param(range(4, 40), marks=pytest.mark.long),
-        pytest.param(range(40, 400), marks=pytest.mark.slow),
+        pytest.param(range(40, 400), marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
     ids=["some", "many", "very many"],
 )
@@ -100,7 +100,7 @@ TIERS = {
     [
         range(2),
         pytest.param(range(2, 9), marks=pytest.mark.long),
-        pytest.param(range(9, 300), marks=pytest.mark.slow),
+        pytest.param(range(9, 300), marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
     ids=["some", "many", "very many"],
 )

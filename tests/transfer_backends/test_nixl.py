@@ -7,11 +7,14 @@ import multiprocessing
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from disagg.transfer.backends import nixl
 from disagg.transfer.backends.base import HOST, BackendError, create
+from disagg.transfer.backends.nixl import nvidia_on_the_bus, with_cuda
 from tests.transfer_backends.memory import HostMemory
 from tests.transfer_backends.peer import UCX, run_process
 
@@ -83,3 +86,38 @@ def test_an_agent_that_cannot_start_says_where_the_reason_is_and_what_is_likely(
     )
     done = subprocess.run([sys.executable, "-c", starts], capture_output=True, text=True, timeout=60, check=True)
     assert re.search(r"NIXL agent 'a' cannot start: .*; UCX says why .* UCX_\* variable .*`ulimit -f`", done.stdout)
+
+
+def a_device(bus: Path, name: str, vendor: str, kind: str) -> None:
+    (bus / name).mkdir(parents=True)
+    (bus / name / "vendor").write_text(f"{vendor}\n")
+    (bus / name / "class").write_text(f"{kind}\n")
+
+
+def test_a_gpu_is_found_on_the_bus_whoever_may_use_it(tmp_path: Path) -> None:
+    assert not nvidia_on_the_bus(tmp_path / "no such bus")
+    a_device(tmp_path, "0000:00:1f.0", "0x8086", "0x030000")  # another maker's display
+    a_device(tmp_path, "0000:01:00.1", "0x10de", "0x040300")  # the same card's sound
+    (tmp_path / "0000:02:00.0").mkdir()  # one that cannot be read
+    assert not nvidia_on_the_bus(tmp_path)
+    a_device(tmp_path, "0000:01:00.0", "0x10de", "0x030200")
+    assert nvidia_on_the_bus(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "given", ["all", "cuda", "posix,cuda_copy,tcp", "rc, cuda ,tcp", r"posix,\cuda_copy", "^cuda", " ^ib,tcp"]
+)
+def test_transports_that_have_cuda_or_forbid_some_stay_as_they_are(given: str) -> None:
+    assert with_cuda(given) == given
+
+
+@pytest.mark.parametrize("given", ["posix,cma,tcp", "tcp", "cuda_ipc,rc", r"\tcp"])
+def test_to_transports_without_cuda_a_copy_is_added(given: str) -> None:
+    assert with_cuda(given) == f"{given},cuda_copy"
+
+
+@pytest.mark.parametrize(("gpu", "expected"), [(False, "posix,cma,tcp"), (True, "posix,cma,tcp,cuda_copy")])
+def test_only_a_machine_with_a_gpu_wants_more(monkeypatch: pytest.MonkeyPatch, gpu: bool, expected: str) -> None:
+    monkeypatch.setattr(nixl, "nvidia_on_the_bus", lambda: gpu)
+    assert nixl.ucx_settings("posix,cma,tcp", "lo")["UCX_TLS"] == expected
+    assert "UCX_TLS" not in nixl.ucx_settings(None, None), "left to UCX"

@@ -84,6 +84,21 @@ def test_the_log_is_read_as_it_grows_and_what_is_no_table_is_passed_on(
     libc.fclose(stream)
 
 
+def test_what_is_expected_of_it_is_not_passed_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "ucx.log"
+    logs = UcxLog(file, "transport 'cuda_copy' is not available"), UcxLog(tmp_path / "other.log")
+    said = f"{STAMP}ucp_context.c:1508 UCX  WARN  transport 'cuda_copy' is not available, use tcp\n{STAMP}UCX  WARN  slow\n"
+    with caplog.at_level(logging.WARNING):
+        for log, path in zip(logs, (file, tmp_path / "other.log"), strict=True):
+            path.write_text(said)
+            assert log.ways() == ()
+    assert [record.getMessage().rpartition("WARN  ")[2] for record in caplog.records] == [
+        "slow",
+        "transport 'cuda_copy' is not available, use tcp",
+        "slow",
+    ]
+
+
 def test_a_log_that_grows_without_end_keeps_a_bounded_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,6 +15,7 @@ Measured facts of NIXL 1.5.1 that shape this module:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import os
@@ -54,6 +55,11 @@ _CAUSES = (
 _CLOSING_ROUNDS = 10
 _LOG_EVERY_S = 1.0
 
+# Of the PCI bus: a vendor, and the class of controllers of displays, GPUs without one among them.
+_NVIDIA = "0x10de"
+_DISPLAY = "0x03"
+_HIDDEN = "transport 'cuda_copy' is not available"  # which UCX says where the GPUs are hidden from this process
+
 
 class _Metadata(msgspec.Struct, frozen=True):
     """What peers exchange, behind a digest of it."""
@@ -68,12 +74,39 @@ _log: UcxLog | None = None  # of this process, if it is kept
 
 def ucx_settings(ucx_tls: str | None, ucx_net_devices: str | None, log_level: str = "WARN") -> dict[str, str]:
     """What UCX and NIXL read of their environment; None leaves UCX to choose."""
+    if ucx_tls is not None and nvidia_on_the_bus():
+        ucx_tls = with_cuda(ucx_tls)
     settings = {"UCX_TLS": ucx_tls, "UCX_NET_DEVICES": ucx_net_devices, "NIXL_LOG_LEVEL": log_level}
     return {key: value for key, value in settings.items() if value is not None}
 
 
-def load_nixl(settings: dict[str, str], log_file: str = "") -> tuple[Any, Any]:
-    """The NIXL module and its bindings, loaded under `settings` of UCX's environment. log_file: where UCX's log goes, if given.
+def with_cuda(ucx_tls: str) -> str:
+    """A list of transports that NIXL takes on a machine with an NVIDIA GPU.
+
+    It starts no agent there under a list without a transport of CUDA memory, though a process on the CPU, from which the GPUs
+    may even be hidden, has no use for one (NIXL, `src/plugins/ucx/config.cpp`, validateTlsCudaSupport). Where UCX cannot have
+    this one it warns, and goes on.
+    """
+    named = {each.strip().removeprefix("\\") for each in ucx_tls.split(",")}
+    if ucx_tls.lstrip().startswith("^") or named & {"all", "cuda", "cuda_copy"}:
+        return ucx_tls
+    return f"{ucx_tls},cuda_copy"
+
+
+def nvidia_on_the_bus(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """Whether this machine has an NVIDIA GPU, as NIXL looks for one: in containers too, to which it may not be given."""
+    for device in devices.glob("*"):
+        with contextlib.suppress(OSError):
+            if (device / "vendor").read_text().strip() == _NVIDIA and (device / "class").read_text().startswith(
+                _DISPLAY
+            ):
+                return True
+    return False
+
+
+def load_nixl(settings: dict[str, str], log_file: str = "", expected: str = "") -> tuple[Any, Any]:
+    """The NIXL module and its bindings, loaded under `settings` of UCX's environment. log_file: where UCX's log goes, if given;
+    what of it is expected is not passed on.
 
     Raises BackendError.
     """
@@ -82,7 +115,7 @@ def load_nixl(settings: dict[str, str], log_file: str = "") -> tuple[Any, Any]:
         os.environ.update(settings)
         if log_file:
             try:
-                _log = UcxLog(Path(log_file))
+                _log = UcxLog(Path(log_file), expected)
             except OSError as error:
                 raise BackendError(f"UCX's log cannot be kept in {log_file}: {error.strerror or error}") from error
             os.environ.update(SETTINGS, UCX_LOG_FILE=log_file)
@@ -112,7 +145,9 @@ class NixlBackend:
         a GPU; None leaves UCX to choose. `log_file`: of UCX, from which `Wired.ways` is learned; empty: it is not.
 
         Raises BackendError."""
-        nixl, bindings = load_nixl(ucx_settings(ucx_tls, ucx_net_devices, log_level), log_file)
+        settings = ucx_settings(ucx_tls, ucx_net_devices, log_level)
+        added = settings.get("UCX_TLS") != ucx_tls
+        nixl, bindings = load_nixl(settings, log_file, _HIDDEN if added else "")
         self._disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
         self._errors: tuple[type[Exception], ...] = tuple(
             error
