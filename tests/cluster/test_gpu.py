@@ -123,6 +123,19 @@ def test_answers_are_those_of_transformers(
         assert ("share" in line) == (prefill_tp + decode_tp > num_gpus(device))
 
 
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("env", [{}, {"CUDA_VISIBLE_DEVICES": ""}], ids=["seen", "hidden"])
+def test_servers_on_the_cpu_of_a_machine_with_a_gpu_answer(
+    env: dict[str, str], model_dir: Path, tmp_path: Path
+) -> None:
+    """NIXL wants a transport of CUDA memory wherever there is a GPU; where it is hidden UCX has none."""
+    flags = ("--model", str(model_dir), *FLAGS)
+    with Cluster(tmp_path / "run", *flags, sets=("model.device=cpu",), env=env) as cluster:
+        check(reference.generate(model_dir, prompts(), OUTPUTS), ask(cluster, prompts(), "cpu"), f"on the CPU, {env}")
+        assert "cuda_copy" not in cluster.output(), "nobody did anything wrong"
+        cluster.check_adds_up()
+
+
 def test_pools_that_size_themselves_leave_room_for_each_other_on_shared_gpus(
     device: str, model_dir: Path, answers: list[Answer], tmp_path: Path
 ) -> None:
