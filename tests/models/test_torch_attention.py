@@ -139,6 +139,36 @@ def test_a_kernel_may_lay_out_its_output_as_it_likes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch_backend, "scaled_dot_product_attention", heads_inside_queries)
     plan.run(LAYER_IN_GROUP, query, key, value, SCORINGS["plain"], other)
     assert torch.equal(other, out)
+    assert torch.equal(plan.run_one_bucket(LAYER_IN_GROUP, query, SCORINGS["plain"]), out)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("lengths", [(30,), (30, 29, 30, 28)])
+def test_one_bucket_of_all_rows_gives_the_output_itself(lengths: tuple[int, ...], scoring: str) -> None:
+    view = make_view(None, 64)
+    free = list(range(64))
+    batch, tables, runs = batch_of([run_with_pages(length - 1, 1, T, free) for length in lengths], view)
+    plan = TorchDecode().plan(decode_work(batch, tables, view))
+    assert plan.is_one_bucket(len(lengths))
+    query = torch.randn(HEADS * GROUP_SIZE, len(lengths), DIM)
+    given = plan.run_one_bucket(LAYER_IN_GROUP, query, SCORINGS[scoring])
+    assert given.is_contiguous()
+    want = expected(view, LAYER_IN_GROUP, runs, query, None, SCORINGS[scoring])
+    torch.testing.assert_close(given.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_not_one_bucket_of_all_rows_needs_an_output() -> None:
+    view = make_view(None, 64)
+    free = list(range(64))
+    work = [run_with_pages(length - 1, 1, T, free) for length in (80, 8)]
+    work.append(run_with_pages(0, 5, T, free))
+    batch, tables, _ = batch_of(work, view)
+    plan = TorchDecode().plan(decode_work(batch, tables, view))
+    assert len(plan.buckets) == 2 and not plan.is_one_bucket(2)
+    assert not TorchPrefill().plan(prefill_work(batch, tables, view)).is_one_bucket(5)
+    alone, alone_tables, _ = batch_of([run_with_pages(7, 1, T, free)], view)
+    one = TorchDecode().plan(decode_work(alone, alone_tables, view))
+    assert one.is_one_bucket(1) and not one.is_one_bucket(2), "rows that only pad a batch are not in it"
 
 
 class GivenKeys:

@@ -8,7 +8,7 @@ transformers builds no mask at all. Which batch and pool a call is for, it finds
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from disagg.messages.heads import RankHeads
 from disagg.models.attention.backend import AttentionPlan, Capabilities, DecodeWork, PrefillWork, Scoring
 from disagg.models.attention.choice import MadeBackends
+from disagg.models.attention.torch_backend import TorchPlan
 from disagg.models.attention.writer import Rotator, writer_of
 from disagg.models.batch import AttentionTables, ForwardBatch, PrefillRun
 from disagg.models.pool import AttentionPages, Pool
@@ -203,16 +204,25 @@ class _GroupAttention:
         if batch.decodes is not None:
             assert tables.decodes is not None
             self._plans.append(backends.decode.plan(DecodeWork(view, batch.decodes, tables.decodes)))
+        self._one_bucket = _one_bucket(self._plans, batch.num_rows)
 
     def attend(
         self, layer_in_group: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """query, key, value: [heads, N, head_dim]. Returns [N, query_heads, head_dim]."""
+        if self._one_bucket is not None:
+            return self._one_bucket.run_one_bucket(layer_in_group, query, scoring)
         query_heads, num_rows, head_dim = query.shape
         out = torch.empty((num_rows, query_heads, head_dim), dtype=query.dtype, device=query.device)
         for plan in self._plans:
             plan.run(layer_in_group, query, key, value, scoring, out)
         return out
+
+
+def _one_bucket(plans: Sequence[AttentionPlan], num_rows: int) -> TorchPlan | None:
+    """The only plan, if it needs no output to write to."""
+    plan = plans[0] if len(plans) == 1 else None
+    return plan if isinstance(plan, TorchPlan) and plan.is_one_bucket(num_rows) else None
 
 
 def shares(
