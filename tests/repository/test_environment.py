@@ -1,4 +1,4 @@
-"""Only the configuration reads the environment; only NIXL's backend, which UCX leaves no other way, writes it."""
+"""Only the configuration reads the environment; written is only what UCX and torch can be told in no other way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.repository.source import name_of, source_files, tree_of
 
 READERS = {"disagg/config/load.py"}
-WRITERS = {"disagg/transfer/backends/nixl.py"}
+WRITERS = {"disagg/transfer/backends/nixl.py", "disagg/worker/__main__.py"}
 NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv", "get_exec_path", "expandvars"}
 WRITING_METHODS = {"update"}
 
@@ -47,7 +47,7 @@ def test_only_the_configuration_reads_the_environment() -> None:
     assert readers == READERS
 
 
-def test_only_the_nixl_backend_writes_the_environment() -> None:
+def test_nothing_but_these_writes_the_environment() -> None:
     writers = {name_of(file) for file in source_files() for _, how in uses(file.read_text()) if how == "write"}
     assert writers == WRITERS
 
