@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from disagg.config.check import check_descriptors, check_exposure, check_role, connections_allowed, warnings_of
+from disagg.config.check_offload import warnings_of_offload
 from disagg.config.load import load_config
 from disagg.config.tree import Config, ProcessRole
 from disagg.router.names import drawn_name
@@ -57,7 +58,8 @@ def run_role(
     log_uncaught_exceptions()
     dump_stacks_on_signal()
     limit = raise_descriptor_limit()
-    for warning in (*warnings_of(config), check_descriptors(config, role, limit)):
+    of_offload = () if role == "router" else warnings_of_offload(config)
+    for warning in (*warnings_of(config), *of_offload, check_descriptors(config, role, limit)):
         if warning:
             log.warning(warning)
     if role == "router":

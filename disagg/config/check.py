@@ -11,6 +11,7 @@ from collections import Counter
 from msgspec import Struct
 from msgspec.structs import replace
 
+from disagg.config.check_offload import check_offload
 from disagg.config.sizes import format_size, show_bytes
 from disagg.config.staging import PAGE_BYTES, Device, size_staging
 from disagg.config.steps import CPU_PAGE_TOKENS
@@ -55,7 +56,7 @@ def check_config(config: Config) -> None:
     _check_users(config)
     _check_model(config)
     _check_engine(config)
-    _check_offload(config)
+    check_offload(config)
     _check_ranks(config.server)
     _check_transfer(config)
     _check_server(config)
@@ -396,24 +397,6 @@ def _check_users(config: Config) -> None:
     for path, address, where in addresses:
         if "@" in address.rpartition("://")[2].partition("/")[0]:
             raise ConfigError(f"{path} may have no user: credentials belong into {where}; it is not repeated here")
-
-
-def _check_offload(config: Config) -> None:
-    if config.offload.enabled and not config.engine.prefix_cache:
-        raise ConfigError(
-            "offload.enabled = true and engine.prefix_cache = false: what is offloaded is found again by the prefix cache, so it "
-            "must be on"
-        )
-    if config.offload.enabled and config.server.dp > 1:
-        raise ConfigError(
-            f"offload.enabled = true and server.dp = {config.server.dp}: what data-parallel ranks have cached stays on "
-            "their devices; one of the two must be false or 1"
-        )
-    if config.offload.enabled and config.server.pp > 1:
-        raise ConfigError(
-            f"offload.enabled = true and server.pp = {config.server.pp}: what is offloaded has all layers of a page, and a "
-            "stage has some; one of them must be left out (server.pp = 1)"
-        )
 
 
 def _check_server(config: Config) -> None:

@@ -22,6 +22,7 @@ from disagg.config.check import (
     warnings_of,
     without_mixed_only,
 )
+from disagg.config.check_offload import warnings_of_offload
 from disagg.config.staging import size_staging
 from disagg.config.tree import (
     AuthConfig,
@@ -152,6 +153,18 @@ def test_every_time_has_a_least_value_or_works_however_short() -> None:
 def test_the_defaults_work_together_and_need_no_warning(device: Literal["auto", "cpu", "cuda"]) -> None:
     check_config(Config(model=ModelConfig(device=device)))
     assert warnings_of(Config()) == ()
+
+
+def test_where_nothing_is_offloaded_it_is_said_of_what_only_offload_uses() -> None:
+    storage = StorageConfig(url="file:///kv")
+    idle = Config(offload=OffloadConfig(host_bytes=1 << 30), storage=storage)
+    check_config(idle)
+    (warning,) = warnings_of_offload(idle)
+    assert warning.startswith(f"offload.host_bytes = {1 << 30} and storage.url = file:///kv: without use")
+    assert "--offload on" in warning
+    assert len(warnings_of_offload(Config(storage=storage))) == 1
+    assert warnings_of_offload(Config()) == ()
+    assert warnings_of_offload(Config(offload=OffloadConfig(enabled=True, host_bytes=1 << 30), storage=storage)) == ()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
