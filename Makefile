@@ -26,8 +26,8 @@ serve: setup ## Run a cluster on this machine until Ctrl-C (other flags: .venv/b
 	@$(BIN)/disagg up
 
 test: lint $(MODELS_STAMP) $(HELM_STAMP) $(BROWSER_STAMP) ## What CI runs: lint, types, import contracts, and every test that is not slow.
-	$(PYTEST) $(BESIDE) --durations=30 -m "not slow and not short and not cluster"
-	$(PYTEST) --durations=40 -m "cluster and not slow and not short"
+	$(PYTEST) $(BESIDE) -m "not slow and not short and not cluster"
+	$(PYTEST) -m "cluster and not slow and not short"
 
 check: lint $(HELM_STAMP) ## The short part of `test`: no real clusters, and fewer examples of what takes long.
 	$(PYTEST) $(BESIDE) -m "not slow and not cluster and not long"
