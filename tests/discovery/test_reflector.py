@@ -108,7 +108,8 @@ async def test_a_pod_that_can_be_no_server_is_said_once_and_until_it_is_mended(
         async with asyncio.timeout(WITHIN_S):  # it is listed again, and not said again
             while api.calls.count("list") < lists + 2:
                 await asyncio.sleep(0.01)
-        said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        # Not what is said of an API that a busy machine lets wait.
+        said = [record.message for record in caplog.records if record.message.startswith("no server: ")]
         assert len(said) == 2 and "no server: pod 'odd': its label disagg/role is 'admin'" in said[0]
         assert "pod 'far': the containerPort of its server is 999999" in said[1]
         assert set(watched.discovery.faults()) == {"'odd'", "'far'"}
